@@ -1,0 +1,421 @@
+"""QuantArray: an immutable array in a quantization format."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop, reference, slicing
+from cuquant.errors import FormatError
+from cuquant.formats import Format, get_format
+from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
+
+# Methods that are shorthands for operations of the layers above; those register themselves here,
+# so that imports go one way.
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantArray:
+    """An array in a quantization format: a few component arrays and what they mean.
+
+    Made by `quantize`, `load` or `from_blocks`.
+
+    Attributes
+    ----------
+    format
+        The Format.
+    shape
+        Of the array it stands for.
+    dtype
+        NumPy dtype that was quantized, and that `dequantize` returns.
+    components
+        The arrays that hold it, by name: NumPy, CuPy or torch ones, all on one device. They lie as
+        `moveaxis(x, axis, -1)` does, the quantized axis last.
+    axes
+        Axis i of the array is axis axes[i] of that layout.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> q = cq.quantize(np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64), "nf4")
+    >>> q
+    QuantArray(nf4, shape=(2, 64), dtype=float32, 4.5 bits/element, device=cpu)
+    >>> {name: part.shape for name, part in q.arrays().items()}
+    {'packed': (2, 32), 'scale': (2, 1)}
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    components: Mapping[str, Any]
+    axes: tuple[int, ...]
+
+    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of the array it stands for."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def axis(self) -> int:
+        """The quantized axis, along which blocks run."""
+        return self.axes.index(self.ndim - 1)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """[rows..., K]: the shape with the quantized axis last, as the components lie."""
+        return tuple(self.shape[self.axes.index(i)] for i in range(self.ndim))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all components."""
+        return self.format.nbytes(self.stored_shape)
+
+    @property
+    def bits_per_element(self) -> float:
+        """8 * nbytes / size; 0 for an empty array."""
+        return self.nbytes * 8 / self.size if self.size else 0.0
+
+    @property
+    def kind(self) -> str:
+        """"numpy", "cupy" or "torch": the library of the components."""
+        return interop.kind(next(iter(self.components.values()))) or "numpy"
+
+    @property
+    def device(self) -> str:
+        """"cpu", "cuda:0", ..."""
+        return interop.device(next(iter(self.components.values())))
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantArray({self.format}, shape={self.shape}, dtype={self.dtype}, "
+            f"{self.bits_per_element:.4g} bits/element, device={self.device})"
+        )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # ---- its parts --------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, Any]:
+        """The component arrays by name; they are what is stored, not copies."""
+        return dict(self.components)
+
+    @cached_property
+    def _host(self) -> dict[str, np.ndarray]:
+        return {name: interop.to_numpy(part, name) for name, part in self.components.items()}
+
+    def codes(self) -> Any:
+        """The unsigned code of each element: uint8 (uint16 for fp16 and bf16), of `shape`."""
+        codes = reference.codes(self._host, self.format, self.stored_shape)
+        return self._out(codes.transpose(self.axes))
+
+    @property
+    def packed(self) -> Any:
+        """The codes as they are packed, [rows..., words].
+
+        For ggml types, whose codes are interleaved with scales, they are packed on demand: bytes,
+        nibbles with the low one first, or a dense stream of uint32 words.
+        """
+        if not self.format.is_blocks:
+            return self.components["packed"]
+        codes = reference.codes(self._host, self.format, self.stored_shape)
+        rows = codes.reshape(-1, codes.shape[-1]) if codes.size else codes.reshape(0, 1)
+        packed = self.format.plain_packing.pack(rows, self.format.zero_code)
+        words = self.format.plain_packing.words(codes.shape[-1])
+        return self._out(packed.reshape(*codes.shape[:-1], words))
+
+    @property
+    def scale(self) -> Any:
+        """The effective scale of each block, float32 or float16; None for fp16 and bf16.
+
+        Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor" and
+        [ceil(M / bm), ceil(K / bk)] for a pair. Nested pieces are multiplied out.
+        """
+        if "scale" in self.components and self.format.scale_is_plain:
+            return self.components["scale"]
+        return self._block_values("scale")
+
+    @property
+    def minimum(self) -> Any:
+        """What is added to each block's values (q4_1, q2_k, ...), like `scale`; else None."""
+        return self._block_values("minimum") if self.format.offset == "min" else None
+
+    @property
+    def zero_point(self) -> Any:
+        """uint8, the code of 0 in each block of an uint format; None for the others."""
+        return self.components.get("zero_point")
+
+    def _block_values(self, name: str) -> Any:
+        values = getattr(reference.effective(self._host, self.format, self.stored_shape), name)
+        return None if values is None else self._out(values)
+
+    def _out(self, values: np.ndarray) -> Any:
+        return interop.from_numpy(values, self.kind)
+
+    # ---- what it becomes --------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: object = None, out: Any = None, stream: object = None) -> Any:
+        """The values; the same as `cuquant.dequantize(q, ...)`."""
+        return OPERATIONS["dequantize"](self, dtype=dtype, out=out, stream=stream)
+
+    @property
+    def T(self) -> "QuantArray":
+        """The transpose, on the same components: `x @ w.T` multiplies by quantized rows."""
+        return self._with(shape=self.shape[::-1], axes=self.axes[::-1])
+
+    def to(self, device: object) -> "QuantArray":
+        """The same array on "cpu", "cuda" or "cuda:N": NumPy becomes CuPy and back.
+
+        Raises
+        ------
+        BackendUnavailable
+            Where there is no GPU or no CuPy.
+        """
+        name = interop.device_name(device)
+        parts = {key: interop.to_device(part, name) for key, part in self.components.items()}
+        return self._with(components=parts)
+
+    def numpy(self) -> "QuantArray":
+        """The same array with NumPy components (torch's memory is shared)."""
+        parts = {k: interop.to_numpy(v, k) for k, v in self.to("cpu").components.items()}
+        return self._with(components=parts)
+
+    def save(self, path: Any) -> None:
+        """Write a safetensors file that `cuquant.load` reads back as {"array": q}."""
+        OPERATIONS["save"](path, {"array": self})
+
+    def _with(self, **changes: Any) -> "QuantArray":
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return QuantArray(**{**fields, **changes})
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError(
+            f"a QuantArray ({self.format}) does not turn into an array by itself; "
+            "call q.dequantize() for the values or q.arrays() for what is stored"
+        )
+
+    # ---- ggml's bytes -----------------------------------------------------------------------
+
+    def to_blocks(self) -> Any:
+        """ggml's interleaved bytes, uint8 [rows..., K // block, bytes].
+
+        For every ggml type, for mxfp4 (17 bytes per 32) and for nvfp4 (36 bytes per 64).
+
+        Raises
+        ------
+        ValueError
+            For other formats, a K that is no multiple of the block, or an nvfp4 array whose
+            global scale is not 1 (quantize it with global_scale=1).
+        """
+        if self.format.is_blocks:
+            return self.components["blocks"]
+        layout = _block_layout(self.format)
+        if self.stored_shape[-1] % layout.elements:
+            raise ValueError(
+                f"ggml's {layout.name} needs a multiple of {layout.elements} elements a row, "
+                f"got {self.stored_shape[-1]}"
+            )
+        parts = self._host
+        if "global_scale" in parts and parts["global_scale"] != 1:
+            raise ValueError(
+                f"ggml's nvfp4 has no global scale, and this one is {parts['global_scale']}; "
+                "quantize with global_scale=1"
+            )
+        codes = reference.codes(parts, self.format, self.stored_shape)
+        count = codes.size // layout.elements
+        blocks = layout.pack(codes.reshape(count, -1), scale=parts["scale"].reshape(count, -1))
+        *rows, columns = self.stored_shape
+        return self._out(blocks.reshape(*rows, columns // layout.elements, layout.nbytes))
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: Any, format: str | Format, shape: Sequence[int], dtype: object = "float32"
+    ) -> "QuantArray":
+        """An array from ggml's interleaved bytes, as `to_blocks` gives them.
+
+        Parameters
+        ----------
+        blocks
+            uint8, [rows..., K // block, bytes] or [rows..., K // block * bytes].
+        format
+            A ggml type, "mxfp4" or "nvfp4".
+        shape
+            [rows..., K] of the array.
+        dtype
+            What `dequantize` returns by default.
+
+        Raises
+        ------
+        FormatError
+            Where dtype or size do not fit the shape.
+
+        Examples
+        --------
+        >>> import numpy as np, cuquant as cq
+        >>> blocks = cq.functional.quantize_q8_0(np.ones((2, 64), np.float32))
+        >>> cq.QuantArray.from_blocks(blocks, "q8_0", (2, 64)).dequantize()[0, 0]
+        np.float32(1.0)
+        """
+        fmt = get_format(format)
+        layout = fmt.packing if isinstance(fmt.packing, BlockLayout) else _block_layout(fmt)
+        shape = tuple(int(n) for n in shape)
+        which = interop.kind(blocks)
+        host = interop.to_numpy(blocks, "blocks")
+        if not shape or shape[-1] % layout.elements:
+            raise FormatError(f"{fmt} holds multiples of {layout.elements} a row, not {shape}")
+        *rows, columns = shape
+        wanted = (*rows, columns // layout.elements, layout.nbytes)
+        if host.dtype != np.uint8 or host.size != int(np.prod(wanted, dtype=object)):
+            raise FormatError(
+                f"blocks are {host.dtype}{list(host.shape)}; {fmt} of shape {shape} is "
+                f"uint8{list(wanted)}"
+            )
+        stored = np.ascontiguousarray(host).reshape(wanted)
+        parts = {"blocks": stored} if fmt.is_blocks else _from_layout(fmt, layout, stored, shape)
+        parts = {name: interop.from_numpy(part, which or "numpy") for name, part in parts.items()}
+        return cls(fmt, shape, interop.float_dtype(dtype), parts, tuple(range(len(shape))))
+
+    # ---- slices -----------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> "QuantArray":
+        """Rows by ints, slices or one array of ints; columns by slices on block boundaries."""
+        index = _full_index(index, self.ndim)
+        stored = [index[self.axes.index(i)] for i in range(self.ndim)]
+        for entry, extent in zip(stored, self.stored_shape, strict=True):
+            if not isinstance(entry, slice) and np.size(entry):
+                low, high = np.min(entry), np.max(entry)
+                if low < -extent or high >= extent:
+                    raise IndexError(f"index {high if high >= extent else low} is outside 0..{extent - 1}")
+        if not isinstance(stored[-1], slice):
+            raise ValueError("the quantized axis takes slices on block boundaries, not indices")
+        fmt, parts, shape = slicing.take(self.format, self.components, self.stored_shape, stored)
+        if any(isinstance(entry, np.ndarray) and entry.ndim != 1 for entry in stored):
+            axes = tuple(range(len(shape)))  # only allowed where the axes are in order
+            if self.axes != tuple(range(self.ndim)):
+                raise ValueError("index arrays of several axes need an array that is not transposed")
+        else:
+            kept = [axis for axis in self.axes if not isinstance(stored[axis], int)]
+            axes = tuple(sorted(kept).index(axis) for axis in kept)
+        logical = tuple(shape[axis] for axis in axes)
+        return self._with(format=fmt, shape=logical, components=parts, axes=axes)
+
+    def __iter__(self) -> Iterator["QuantArray"]:
+        return (self[i] for i in range(len(self)))
+
+    # ---- products ---------------------------------------------------------------------------
+
+    def __matmul__(self, other: Any) -> Any:
+        return OPERATIONS["matmul"](self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return OPERATIONS["matmul"](other, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """torch_tensor @ q, torch.matmul and torch.nn.functional.linear."""
+        name = getattr(func, "__name__", "")
+        if name in ("matmul", "__matmul__", "mm"):
+            return OPERATIONS["matmul"](*args, **(kwargs or {}))
+        if name == "__rmatmul__":  # torch hands over (tensor, other) for other @ tensor
+            return OPERATIONS["matmul"](args[1], args[0])
+        if name == "linear":
+            return OPERATIONS["linear"](*args, **(kwargs or {}))
+        return NotImplemented
+
+
+def _full_index(index: Any, ndim: int) -> list[Any]:
+    """One int, slice or int array for each axis."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if sum(entry is Ellipsis for entry in entries) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if not any(entry is Ellipsis for entry in entries):
+        entries.append(Ellipsis)
+    at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+    missing = ndim - len(entries) + 1
+    if missing < 0:
+        raise IndexError(f"{len(entries) - 1} indices for an array of {ndim} axes")
+    entries[at : at + 1] = [slice(None)] * missing
+    entries = [_entry(entry) for entry in entries]
+    if sum(isinstance(entry, np.ndarray) for entry in entries) > 1:
+        raise IndexError("only one axis can be indexed by an array")
+    return entries
+
+
+def _entry(entry: Any) -> Any:
+    if isinstance(entry, slice):
+        return entry
+    if isinstance(entry, (int, np.integer)) and not isinstance(entry, (bool, np.bool_)):
+        return int(entry)
+    if isinstance(entry, list) or interop.kind(entry):
+        rows = np.asarray(entry) if isinstance(entry, list) else interop.to_numpy(entry, "index")
+        if rows.dtype.kind in "iu":
+            return rows.astype(np.int64)
+    raise IndexError(f"a QuantArray is indexed by ints, slices, '...' or int arrays, not {entry!r}")
+
+
+def _block_layout(fmt: Format) -> BlockLayout:
+    layout = BLOCK_LAYOUTS.get(fmt.name)
+    if layout is None or fmt.block_size != layout.sub_block:
+        known = ", ".join(BLOCK_LAYOUTS)
+        raise ValueError(f"{fmt} has no ggml block; these have: {known} (with their own block size)")
+    return layout
+
+
+def _from_layout(
+    fmt: Format, layout: BlockLayout, blocks: np.ndarray, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """The components of mxfp4 or nvfp4 from ggml's blocks."""
+    flat = blocks.reshape(-1, layout.nbytes)
+    codes = layout.unpack(flat).codes.reshape(-1, shape[-1])
+    found = {"packed": fmt.packing.pack(codes, fmt.zero_code), "scale": layout.scale_bytes(flat)}
+    if fmt.scale is not None and fmt.scale.nested == "global":
+        found["global_scale"] = np.ones((), np.float32)
+    return {c.name: found[c.name].reshape(c.shape) for c in fmt.components(shape)}
+
+
+def concatenate(arrays: Sequence[QuantArray], axis: int = 0) -> QuantArray:
+    """QuantArrays of one format joined along an axis, without decoding them.
+
+    Along the quantized axis every array but the last must end on a block boundary. Double-
+    quantized scales become the float32 ones they decode to.
+
+    Raises
+    ------
+    ValueError
+        Where formats, shapes or shared scales (a tensor's, nvfp4's global one) differ.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> q = cq.quantize(np.ones((4, 64), np.float32), "int4")
+    >>> cq.concatenate([q, q[:2]]).shape
+    (6, 64)
+    """
+    arrays = list(arrays)
+    if not arrays:
+        raise ValueError("concatenate needs at least one array")
+    first = arrays[0]
+    for q in arrays:
+        if not isinstance(q, QuantArray):
+            raise TypeError(f"concatenate joins QuantArrays, got {type(q).__name__}")
+        if (q.ndim, q.axes, q.kind, q.device) != (first.ndim, first.axes, first.kind, first.device):
+            raise ValueError("the arrays must have the same number of axes, quantized axis and device")
+    if not -first.ndim <= axis < first.ndim:
+        raise ValueError(f"axis {axis} is outside an array of {first.ndim} axes")
+    states = [(q.format, q.arrays(), q.stored_shape) for q in arrays]
+    fmt, parts, stored = slicing.join(states, first.axes[axis % first.ndim])
+    shape = tuple(stored[i] for i in first.axes)
+    return first._with(format=fmt, shape=shape, components=parts)

@@ -1,0 +1,364 @@
+"""The catalogue: every format by name, and the one function that makes them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from cuquant.formats import tables
+from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
+from cuquant.formats.codecs import Codebook, Minifloat, Uniform
+from cuquant.formats.format import Format
+from cuquant.formats.packing import Packing
+from cuquant.formats.scales import Scale, check_block
+
+# Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
+# step lower moves a tie up. The steps are float32's.
+BELOW_ZERO = float(np.nextafter(np.float32(0), np.float32(-1)))
+
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+# bitsandbytes' FP4 (csrc/kernels.cu): sign and magnitude; 8 magnitudes in code order, and the
+# borders of its decision tree as written there, which are not the midpoints.
+FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4_ORDER = (0, 1, 6, 7, 4, 5, 2, 3)  # magnitude codes by rising magnitude
+FP4_BORDERS = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333)
+
+MAPS: dict[str, tuple[float, ...]] = {
+    "dynamic": tables.DYNAMIC_MAP,
+    "dynamic_unsigned": tables.DYNAMIC_UNSIGNED_MAP,
+    "linear": tables.LINEAR_MAP,
+    "fp8_e4m3": tables.FP8_E4M3_MAP,
+    "fp8_e5m2": tables.FP8_E5M2_MAP,
+    "nf4": NF4_LEVELS,
+}
+"""bitsandbytes' codebooks (functional.py's create_*_map) as float32 constants, ascending."""
+
+
+def _fp4() -> Codebook:
+    """Levels ascending from -1 by -0.0 and 0.0 to 1; code = sign * 8 + magnitude code.
+
+    A tie of |x| goes to the smaller magnitude, which for negative x is the upper rank: there the
+    border lies one float32 below. Negative values that round to zero are -0.0 (code 8).
+    """
+    size = [float(np.float32(FP4_MAGNITUDES[code])) for code in FP4_ORDER]
+    borders = np.asarray(FP4_BORDERS, np.float32)
+    below = np.nextafter(-borders[::-1], np.float32(-np.inf))
+    return Codebook(
+        levels=(*(-v for v in size[::-1]), *size),
+        thresholds=(*below.tolist(), BELOW_ZERO, *borders.tolist()),
+        code_of_rank=(*(8 + code for code in FP4_ORDER[::-1]), *FP4_ORDER),
+    )
+
+
+NF4 = Codebook(NF4_LEVELS)
+FP4 = _fp4()
+DYNAMIC8 = Codebook(tables.DYNAMIC_MAP, tie="even")
+LINEAR8 = Codebook(tables.LINEAR_MAP, tie="even")
+SIGN = Codebook((-1.0, 1.0), thresholds=(BELOW_ZERO,))  # 0 is +1
+
+E4M3, E5M2 = Minifloat(4, 3), Minifloat(5, 2)
+E2M3, E3M2, E2M1 = Minifloat(2, 3), Minifloat(3, 2), Minifloat(2, 1)
+
+NIBBLES = Packing(4, "low")
+BYTES = Packing(8, "low")
+
+
+def _codebook(codec: Codebook, packing: Packing, block: int) -> Callable[..., Format]:
+    """bitsandbytes': float32 absmax, which codes use exactly (it stays exact if nested)."""
+
+    def make(name: str, **_: object) -> Format:
+        scale = Scale("absmax", 1.0, block, "float32", "exact")
+        return Format(name, codec, scale, None, packing)
+
+    return make
+
+
+def _bof4s(name: str, **_: object) -> Format:
+    scale = Scale("signed_max", 1.0, 64, "float16")
+    return Format(name, Codebook(tables.BOF4S), scale, None, NIBBLES)
+
+
+def _kbit(bits: int) -> Callable[..., Format]:
+    def make(name: str, levels: object = "lloyd", packing: str = "dense", **_: object) -> Format:
+        if packing not in ("dense", "word", "planes"):
+            raise ValueError(f"packing {packing!r} is unknown; pass 'dense', 'word' or 'planes'")
+        rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
+        codec = Codebook(_levels(levels, bits))
+        scale = Scale(rule, 1.0, 64, "float16")
+        return Format(name, codec, scale, None, Packing(bits, packing))
+
+    return make
+
+
+def _levels(levels: object, bits: int) -> tuple[float, ...]:
+    """The named table of 2^bits levels, or the user's own after a check."""
+    if isinstance(levels, str):
+        if levels not in ("lloyd", "normal", "linear"):
+            raise ValueError(
+                f"levels {levels!r} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
+            )
+        return getattr(tables, f"{levels.upper()}_{bits}")
+    try:
+        values = np.asarray(levels, np.float32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"levels must be a name or an array of numbers, got {levels!r}") from error
+    if values.ndim != 1 or not 2 <= values.size <= 2**bits:
+        raise ValueError(
+            f"levels has shape {values.shape}; {bits} bits hold 2 to {2**bits} levels in one axis"
+        )
+    if not np.isfinite(values).all():
+        raise ValueError("levels must be finite, in float32")
+    if (np.diff(values) <= 0).any():
+        raise ValueError("levels must be ascending and unique in float32; pass np.unique(levels)")
+    return tuple(float(v) for v in values)
+
+
+def _int8(name: str, **_: object) -> Format:
+    scale = Scale("absmax", 127.0, "row", "float32")
+    return Format(name, Uniform(-127, 127), scale, None, Packing(8, "low", signed=True))
+
+
+def _signed(bits: int) -> Callable[..., Format]:
+    """Full range by signed max: the furthest element becomes -2^(bits - 1) exactly."""
+    low = -(1 << (bits - 1))
+
+    def make(name: str, **_: object) -> Format:
+        scale = Scale("signed_max", float(low), 128, "float16")
+        return Format(name, Uniform(low, -low - 1), scale, None, _integers(bits))
+
+    return make
+
+
+def _unsigned(bits: int) -> Callable[..., Format]:
+    high = (1 << bits) - 1
+
+    def make(name: str, **_: object) -> Format:
+        scale = Scale("range", float(high), 128, "float16")
+        return Format(name, Uniform(0, high), scale, "zero_point", _integers(bits))
+
+    return make
+
+
+def _integers(bits: int) -> Packing:
+    return {4: NIBBLES, 8: BYTES}.get(bits, Packing(bits, "dense"))
+
+
+def _int1(name: str, **_: object) -> Format:
+    return Format(name, SIGN, Scale("mean_abs", 1.0, "row", "float16"), None, Packing(1, "low"))
+
+
+def _value(exponent: int, mantissa: int) -> Callable[..., Format]:
+    def make(name: str, **_: object) -> Format:
+        return Format(name, Minifloat(exponent, mantissa), None, None, Packing(16))
+
+    return make
+
+
+def _minifloat(codec: Minifloat, block: int | str, dtype: str) -> Callable[..., Format]:
+    def make(name: str, **_: object) -> Format:
+        scale = Scale("absmax", codec.peak, block, dtype)
+        return Format(name, codec, scale, None, _integers(codec.bits))
+
+    return make
+
+
+def _mx(codec: Minifloat) -> Callable[..., Format]:
+    def make(name: str, **_: object) -> Format:
+        scale = Scale("e8m0", codec.peak, 32, "e8m0")
+        return Format(name, codec, scale, None, _integers(codec.bits))
+
+    return make
+
+
+def _nvfp4(name: str, **_: object) -> Format:
+    scale = Scale("absmax", E2M1.peak, 16, "e4m3", nested="global")
+    return Format(name, E2M1, scale, None, NIBBLES)
+
+
+IQ4 = Codebook(tuple(float(v) for v in IQ4_LEVELS))
+_GGML: dict[str, tuple[Codebook | Uniform, str, float, str | None]] = {
+    # codec, scale rule, peak, offset; the K-quants and IQ4 search for their scales
+    "q4_0": (Uniform(-8, 7, "half_up"), "signed_max", -8.0, None),
+    "q4_1": (Uniform(0, 15, "half_up"), "range", 15.0, "min"),
+    "q5_0": (Uniform(-16, 15, "half_up"), "signed_max", -16.0, None),
+    "q5_1": (Uniform(0, 31, "half_up"), "range", 31.0, "min"),
+    "q8_0": (Uniform(-127, 127, "half_away"), "absmax", 127.0, None),
+    "q8_1": (Uniform(-127, 127, "half_away"), "absmax", 127.0, None),
+    "iq4_nl": (IQ4, "search", 1.0, None),
+    "iq4_xs": (IQ4, "search", 1.0, None),
+    "q2_k": (Uniform(0, 3), "search", 1.0, "min"),
+    "q3_k": (Uniform(-4, 3), "search", 1.0, None),
+    "q4_k": (Uniform(0, 15), "search", 1.0, "min"),
+    "q5_k": (Uniform(0, 31), "search", 1.0, "min"),
+    "q6_k": (Uniform(-32, 31), "search", 1.0, None),
+}
+
+
+def _ggml(name: str, **_: object) -> Format:
+    codec, rule, peak, offset = _GGML[name]
+    layout = BLOCK_LAYOUTS[name]
+    scale = Scale(rule, peak, layout.sub_block, "float16", "exact")
+    return Format(name, codec, scale, offset, layout)
+
+
+_MAKERS: dict[str, Callable[..., Format]] = {
+    "nf4": _codebook(NF4, Packing(4, "high"), 64),
+    "fp4": _codebook(FP4, Packing(4, "high"), 64),
+    "bof4s": _bof4s,
+    "dynamic8": _codebook(DYNAMIC8, BYTES, 256),
+    "linear8": _codebook(LINEAR8, BYTES, 256),
+    **{f"k{bits}": _kbit(bits) for bits in range(2, 9)},
+    "int8": _int8,
+    **{f"int{bits}": _signed(bits) for bits in range(7, 1, -1)},
+    "int1": _int1,
+    **{f"uint{bits}": _unsigned(bits) for bits in range(8, 1, -1)},
+    "fp16": _value(5, 10),
+    "bf16": _value(8, 7),
+    "fp8_e4m3": _minifloat(E4M3, "row", "float32"),
+    "fp8_e5m2": _minifloat(E5M2, "row", "float32"),
+    "fp6_e2m3": _minifloat(E2M3, 32, "float16"),
+    "fp6_e3m2": _minifloat(E3M2, 32, "float16"),
+    "fp4_e2m1": _minifloat(E2M1, 32, "float16"),
+    "mxfp8": _mx(E4M3),
+    "mxfp8_e5m2": _mx(E5M2),
+    "mxfp6": _mx(E2M3),
+    "mxfp6_e3m2": _mx(E3M2),
+    "mxfp4": _mx(E2M1),
+    "nvfp4": _nvfp4,
+    **dict.fromkeys(_GGML, _ggml),
+}
+
+ALIASES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "mxfp8_e4m3": "mxfp8",
+    "mxfp6_e2m3": "mxfp6",
+}
+
+_OPTIONS = ("block_size", "double_quant", "levels", "packing", "scale_dtype")
+
+
+def list_formats() -> list[str]:
+    """Names of all formats, in the order of the documentation's table.
+
+    Examples
+    --------
+    >>> from cuquant import list_formats
+    >>> list_formats()[:3]
+    ['nf4', 'fp4', 'bof4s']
+    """
+    return list(_MAKERS)
+
+
+def get_format(name: str | Format, **options: object) -> Format:
+    """The format called `name`, with `options` in place of its defaults.
+
+    Parameters
+    ----------
+    name
+        A name of `list_formats()`, an alias such as "float8_e4m3fn", or a Format to alter.
+    block_size
+        Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns).
+    double_quant
+        True: float32 scales become 8-bit codes themselves, in nested blocks of 256 (QLoRA).
+    levels
+        k2..k8 only: "lloyd" (least squared error on normal data, signed-max scale), "normal",
+        "linear", or an array of 2 to 2^k ascending values (absmax scale).
+    packing
+        k2..k8 only: "dense" (a bit stream), "word" (32 // k codes a uint32) or "planes".
+    scale_dtype
+        "float32" or "float16", for formats whose scales are one of these.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name (the known ones are listed) or an option the format does not have.
+
+    Examples
+    --------
+    >>> import cuquant as cq
+    >>> cq.get_format("nf4", block_size=128).bits_per_element
+    4.25
+    """
+    if isinstance(name, Format):
+        return get_format(name.name, **{**name.options, **options})
+    if not isinstance(name, str):
+        raise TypeError(f"format must be a name or a Format, got {type(name).__name__}")
+    known = ALIASES.get(name.lower(), name.lower())
+    if known not in _MAKERS:
+        raise ValueError(f"unknown format {name!r}; known are {', '.join(_MAKERS)}")
+    if unknown := set(options) - set(_OPTIONS):
+        raise TypeError(f"unknown option {sorted(unknown)}; options are {', '.join(_OPTIONS)}")
+    given = {k: v for k, v in options.items() if v is not None and v is not False}
+    for option in ("levels", "packing"):
+        if option in given and not _takes_levels(known):
+            raise ValueError(f"{known} takes no {option}=; k2..k8 do")
+    fmt = _MAKERS[known](known, **given)
+    for option, change in _CHANGES.items():
+        if option in given:
+            fmt = change(fmt, given[option])
+    return replace(fmt, options=_kept(fmt, given))
+
+
+def _takes_levels(name: str) -> bool:
+    return name in {f"k{bits}" for bits in range(2, 9)}
+
+
+def _with_block(fmt: Format, block: object) -> Format:
+    block = check_block(block)
+    if fmt.scale is None:
+        raise ValueError(f"{fmt.name} has no blocks; leave block_size out")
+    if fmt.is_blocks:
+        if block not in (fmt.scale.block, fmt.packing.elements):
+            raise ValueError(
+                f"{fmt.name} has blocks of {fmt.packing.elements}, fixed by ggml; got {block}"
+            )
+        return fmt
+    return replace(fmt, scale=replace(fmt.scale, block=block))
+
+
+def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
+    if dtype not in ("float32", "float16"):
+        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {dtype!r}")
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in ("float32", "float16"):
+        raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
+    return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
+
+
+def _with_double_quant(fmt: Format, flag: object) -> Format:
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"double_quant must be True or False, got {flag!r}")
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype != "float32":
+        raise ValueError(
+            f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
+            "pass another format or get_format(..., scale_dtype='float32')"
+        )
+    return replace(fmt, scale=replace(fmt.scale, nested="double", encode_with="exact"))
+
+
+_CHANGES: dict[str, Callable[[Format, object], Format]] = {
+    "block_size": _with_block,
+    "scale_dtype": _with_scale_dtype,
+    "double_quant": _with_double_quant,
+}
+
+
+def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
+    """Options in their plain, checked form: what a file header holds."""
+    kept = dict(given)
+    if "block_size" in kept and fmt.scale is not None:
+        kept["block_size"] = fmt.packing.elements if fmt.is_blocks else fmt.scale.block
+    if isinstance(fmt.codec, Codebook) and not isinstance(kept.get("levels", ""), str):
+        kept["levels"] = fmt.codec.levels
+    if "double_quant" in kept:
+        kept["double_quant"] = True
+    return kept
+

@@ -1,0 +1,155 @@
+"""A format is a value: codec x scale x offset x packing, and the arrays that hold it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from cuquant.formats.blocks import BlockLayout
+from cuquant.formats.codecs import Codec, Uniform
+from cuquant.formats.packing import Packing
+from cuquant.formats.scales import DTYPES, NESTED_BLOCK, Block, Scale
+
+
+class Component(NamedTuple):
+    """One array of a quantized array: its name, dtype and shape."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One quantization format.
+
+    Attributes
+    ----------
+    name
+        As `get_format` knows it.
+    codec
+        Number <-> unsigned code.
+    scale
+        The scale rule; None for fp16 and bf16, which hold the values themselves.
+    offset
+        None, "zero_point" (x' = (code - zero_point) * scale) or "min" (x' = code * scale + min).
+    packing
+        Where the bits of the codes go; a BlockLayout interleaves codes and scales as ggml does.
+    options
+        What the user chose beyond the name, for `get_format(name, **options)`.
+    """
+
+    name: str
+    codec: Codec
+    scale: Scale | None
+    offset: str | None
+    packing: Packing | BlockLayout
+    options: Mapping[str, object] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        text = ", ".join(f"{key}={_short(value)}" for key, value in self.options.items())
+        return f"{self.name}({text})" if text else self.name
+
+    def __reduce__(self):
+        from cuquant.formats.catalogue import get_format
+
+        return _rebuild, (get_format, self.name, dict(self.options))
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether codes and scales are interleaved in one array of ggml's bytes."""
+        return isinstance(self.packing, BlockLayout)
+
+    @property
+    def block_size(self) -> Block | None:
+        return self.scale.block if self.scale else None
+
+    @property
+    def bits(self) -> int:
+        """Of one code, as stored."""
+        return self.packing.bits
+
+    @cached_property
+    def zero_code(self) -> int:
+        """encode(0): what padding and blocks without a usable scale hold (before a zero point)."""
+        return int(self.codec.encode(np.zeros(1, np.float32))[0])
+
+    @property
+    def plain_packing(self) -> Packing:
+        """`packing`, or how ggml codes are packed once they are taken out of their blocks."""
+        if isinstance(self.packing, Packing):
+            return self.packing
+        return Packing(self.bits, "low" if self.bits in (4, 8) else "dense")
+
+    @property
+    def scale_is_plain(self) -> bool:
+        """Whether the stored scale is the effective one, in float32 or float16."""
+        return self.scale is not None and not self.scale.nested and self.scale.dtype != "e8m0"
+
+    @property
+    def has_integer_codes(self) -> bool:
+        return isinstance(self.codec, Uniform)
+
+    def check_shape(self, stored: tuple[int, ...]) -> None:
+        """ValueError where an array stored as [rows..., K] cannot have this format."""
+        if not stored:
+            raise ValueError("x is 0-d; quantization needs at least one axis (x.reshape(1))")
+        if self.scale and isinstance(self.scale.block, tuple) and len(stored) < 2:
+            raise ValueError(
+                f"x has shape {stored}; a block_size of {self.scale.block} needs two axes or more"
+            )
+        if self.is_blocks and stored[-1] % self.packing.elements:
+            raise ValueError(
+                f"{self.name} needs a quantized axis that is a multiple of {self.packing.elements}, "
+                f"got {stored[-1]}; pad it, as ggml does, or pass another axis="
+            )
+
+    def components(self, stored: tuple[int, ...]) -> tuple[Component, ...]:
+        """The arrays that hold an array stored as [rows..., K]: names, dtypes, shapes."""
+        *rows, count = stored
+        if self.is_blocks:
+            blocks = count // self.packing.elements
+            shape = (*rows, blocks, self.packing.nbytes)
+            return (Component("blocks", np.dtype(np.uint8), shape),)
+        packed = self.codec.dtype if self.bits == 16 else self.packing.dtype  # type: ignore[union-attr]
+        parts = [Component("packed", np.dtype(packed), (*rows, self.packing.words(count)))]
+        if self.scale is None:
+            return tuple(parts)
+        shape = self.scale.shape(stored)
+        if self.scale.nested == "double":
+            blocks = -(-int(np.prod(shape, dtype=object)) // NESTED_BLOCK)
+            parts += [
+                Component("scale", np.dtype(np.uint8), shape),
+                Component("nested_scale", np.dtype(np.float32), (blocks,)),
+                Component("nested_offset", np.dtype(np.float32), ()),
+            ]
+        else:
+            parts.append(Component("scale", DTYPES[self.scale.dtype], shape))
+        if self.offset == "zero_point":
+            parts.append(Component("zero_point", np.dtype(np.uint8), shape))
+        if self.scale.nested == "global":
+            parts.append(Component("global_scale", np.dtype(np.float32), ()))
+        return tuple(parts)
+
+    def nbytes(self, stored: tuple[int, ...]) -> int:
+        """Bytes of all components of an array stored as [rows..., K]."""
+        return sum(
+            c.dtype.itemsize * int(np.prod(c.shape, dtype=object)) for c in self.components(stored)
+        )
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits an element takes in a 4096 x 4096 array, scales and all."""
+        return self.nbytes((4096, 4096)) * 8 / 4096**2
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _rebuild(get_format, name: str, options: dict) -> Format:
+    return get_format(name, **options)
+

@@ -1,0 +1,92 @@
+"""Scale rules: which elements share a scale, what it is made from and how it is stored."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+RULES = ("absmax", "signed_max", "range", "mean_abs", "e8m0")
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "e8m0": np.dtype(np.uint8),  # the exponent byte of 2^(byte - 127); 255 is NaN
+    "e4m3": np.dtype(np.uint8),  # the bits of a float8_e4m3fn
+}
+NESTED_BLOCK = 256
+LARGEST_BLOCK = 2**31 - 8
+
+Block = int | str | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a block of elements is brought into the codec's range.
+
+    Parameters
+    ----------
+    rule
+        "absmax", "signed_max" (the first element furthest from zero, sign kept), "range"
+        (max - min), "mean_abs", or "e8m0" (OCP MX: the power of two 2^(floor(log2 absmax) - emax)).
+    peak
+        The number of the codec that the statistic maps to: scale = statistic / peak.
+    block
+        Elements that share a scale: an int along the last axis, "row", "tensor" or (rows, columns).
+    dtype
+        How a scale is stored: "float32", "float16", "e8m0" or "e4m3".
+    encode_with
+        "stored": codes use the scale as it was rounded to `dtype`; "exact": as it was before.
+    nested
+        None, "double" (float32 scales become 8-bit codes in nested blocks of 256, QLoRA) or
+        "global" (nvfp4: one float32 above the block scales).
+    """
+
+    rule: str
+    peak: float
+    block: Block
+    dtype: str = "float32"
+    encode_with: str = "stored"
+    nested: str | None = None
+
+    def tile(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of one block in a [rows, columns] matrix; at least 1."""
+        if isinstance(self.block, tuple):
+            return self.block
+        if self.block == "tensor":
+            return max(rows, 1), max(columns, 1)
+        return 1, max(columns, 1) if self.block == "row" else int(self.block)
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of an array stored as [rows..., K]."""
+        if self.block == "tensor":
+            return ()
+        *rows, columns = stored
+        if self.block == "row":
+            return (*rows, 1)
+        if isinstance(self.block, tuple):
+            *batch, height = rows
+            tall, wide = self.block
+            return (*batch, -(-height // tall), -(-columns // wide))
+        return (*rows, -(-columns // self.block))
+
+
+def check_block(block: object) -> Block:
+    """`block` as an int, "row", "tensor" or a pair of ints; ValueError or TypeError otherwise."""
+    if isinstance(block, str):
+        if block not in ("row", "tensor"):
+            raise ValueError(f'block_size {block!r} is unknown; pass an int, "row", "tensor" or a pair')
+        return block
+    if isinstance(block, (tuple, list)):
+        if len(block) != 2:
+            raise ValueError(f"block_size {block!r} has {len(block)} entries; a pair has two")
+        return (_extent(block[0], 1), _extent(block[1], 8 if block[1] != 1 else 1))
+    return _extent(block, 8)
+
+
+def _extent(value: object, multiple: int) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f'block_size must be an int, "row", "tensor" or a pair, got {value!r}')
+    if not 1 <= value <= LARGEST_BLOCK or value % multiple:
+        raise ValueError(
+            f"block_size {value} must be a positive multiple of {multiple} below 2^31; "
+            "a block longer than the row is one partial block"
+        )
+    return int(value)

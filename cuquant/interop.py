@@ -1,0 +1,179 @@
+"""Kinds of array: NumPy, CuPy, torch. What comes in is what goes out.
+
+torch and CuPy are never imported here: an array of theirs can only exist once its library is in
+`sys.modules`.
+"""
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.errors import BackendUnavailable
+from cuquant.reference.memory import aligned
+
+INPUT_DTYPES = ("float32", "float16", "bfloat16")
+INSTALL_GPU = "pip install 'cuquant[cuda12]' (or 'cuquant[cuda13]')"
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Floats that torch knows and NumPy does not: (torch's name, ml_dtypes' dtype).
+_TORCH_FLOATS = {
+    "bfloat16": _BFLOAT16,
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
+
+def kind(x: object) -> str | None:
+    """"numpy", "cupy" or "torch"; None for what is no array of these libraries."""
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    for name in ("torch", "cupy"):
+        library = sys.modules.get(name)
+        array = getattr(library, "Tensor" if name == "torch" else "ndarray", None)
+        if isinstance(array, type) and isinstance(x, array):
+            return name
+    return None
+
+
+def device(x: Any) -> str:
+    """"cpu" or "cuda:0" and so on."""
+    which = kind(x)
+    if which == "torch":
+        return str(x.device)
+    if which == "cupy":
+        return f"cuda:{x.device.id}"
+    return "cpu"
+
+
+def numpy_dtype(dtype: object) -> np.dtype:
+    """The NumPy dtype of a name, a NumPy or ml_dtypes type or a torch dtype.
+
+    >>> numpy_dtype("bfloat16")
+    dtype(bfloat16)
+    """
+    name = str(dtype)
+    if name.startswith("torch."):
+        dtype = name.removeprefix("torch.")
+    if isinstance(dtype, str) and dtype in _TORCH_FLOATS:
+        return _TORCH_FLOATS[dtype]
+    try:
+        return np.dtype(dtype)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise TypeError(f"{dtype!r} is no dtype") from error
+
+
+def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
+    """`numpy_dtype`, refused unless it is one that cuquant computes with."""
+    found = numpy_dtype(dtype)
+    if found.name not in INPUT_DTYPES or not found.isnative:
+        raise TypeError(
+            f"{what} must be {', '.join(INPUT_DTYPES[:-1])} or {INPUT_DTYPES[-1]}, got {found}"
+        )
+    return found
+
+
+def dtype_of(x: Any) -> np.dtype:
+    """The NumPy dtype of an array of any kind."""
+    return numpy_dtype(x.dtype)
+
+
+def to_numpy(x: Any, name: str = "x") -> np.ndarray:
+    """A CPU array as NumPy's, without a copy; torch's bfloat16 and fp8 keep their bits.
+
+    Raises
+    ------
+    TypeError
+        For anything that is not an array.
+    BackendUnavailable
+        For an array on a GPU.
+    """
+    which = kind(x)
+    if which is None:
+        raise TypeError(
+            f"{name} must be a NumPy, CuPy or torch array, got {type(x).__name__}; "
+            "np.asarray(x, np.float32) makes one"
+        )
+    if device(x) != "cpu":
+        raise BackendUnavailable(
+            f"{name} is on {device(x)}, and this version of cuquant has no CUDA kernels yet; "
+            "move it to the CPU (x.get() in CuPy, x.cpu() in torch)"
+        )
+    if which == "numpy":
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array; pass x.filled(value)")
+        return x.view(np.ndarray)
+    return _torch_to_numpy(x.detach())
+
+
+def _torch_to_numpy(x: Any) -> np.ndarray:
+    torch = sys.modules["torch"]
+    x = x.resolve_conj().resolve_neg() if x.is_complex() else x
+    name = str(x.dtype).removeprefix("torch.")
+    if name not in _TORCH_FLOATS:
+        return x.numpy()
+    integer = {1: torch.uint8, 2: torch.int16}[x.element_size()]
+    return x.view(integer).numpy().view(_TORCH_FLOATS[name])
+
+
+def from_numpy(x: np.ndarray, which: str) -> Any:
+    """`x` as an array of kind `which` ("numpy" or "torch"), without a copy."""
+    if which == "numpy":
+        return x
+    torch = sys.modules["torch"]
+    if x.dtype == _BFLOAT16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype.kind == "V":  # fp8 and smaller: torch gets the bytes
+        return torch.from_numpy(x.view(np.uint8))
+    if not x.flags.writeable:
+        x = aligned(x.copy())
+    return torch.from_numpy(x)
+
+
+def to_device(x: Any, target: str) -> Any:
+    """`x` on "cpu", "cuda" or "cuda:N": torch stays torch, NumPy becomes CuPy and back."""
+    which = kind(x)
+    if which == "torch":
+        return x.to(target)
+    if target == "cpu":
+        return x.get() if which == "cupy" else x
+    cupy = _cupy()
+    index = int(target.partition(":")[2] or 0)
+    with cupy.cuda.Device(index):
+        return cupy.asarray(x)
+
+
+def device_name(target: object) -> str:
+    """"cpu", "cuda" or "cuda:N" of a string or a torch.device; ValueError otherwise."""
+    name = str(target)
+    base, _, index = name.partition(":")
+    if base not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"device {name!r} is unknown; pass 'cpu', 'cuda' or 'cuda:N'")
+    return "cpu" if base == "cpu" else name
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailable(
+            f"CuPy finds no usable GPU ({error}); `cuquant doctor` tells more"
+        ) from error
+    return cupy
+
+
+def reject_stream(stream: object) -> None:
+    """ValueError for a stream with CPU arrays, where it has no meaning."""
+    if stream is not None:
+        raise ValueError("stream= orders work on a GPU; leave it out for arrays on the CPU")
+
+
+def namespace(x: Any) -> Any:
+    """The library of an array: numpy, cupy or torch."""
+    return np if kind(x) == "numpy" else sys.modules[kind(x) or "numpy"]

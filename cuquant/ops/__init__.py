@@ -1,0 +1,1 @@
+"""One operation a file: check, allocate, call. NumPy goes to the reference."""

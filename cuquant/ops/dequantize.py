@@ -1,0 +1,76 @@
+"""`dequantize`: from a QuantArray to values."""
+
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop, reference
+from cuquant.array import OPERATIONS, QuantArray
+
+
+def dequantize(
+    q: QuantArray, *, dtype: object = None, out: Any = None, stream: object = None
+) -> Any:
+    """The values of a quantized array: decode(code) * scale + min in float32, rounded once.
+
+    Parameters
+    ----------
+    q
+        QuantArray.
+    dtype
+        float32, float16 or bfloat16. None: out's, or the dtype that was quantized.
+    out
+        An array of q's shape, kind and device to write to; it must not overlap q's arrays.
+    stream
+        For arrays on a GPU.
+
+    Returns
+    -------
+    Array of q's shape and of the same kind as its components; `out` if given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where q is no QuantArray, or out does not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> q = cq.quantize(np.array([[-1.0, 0.0, 0.5, 1.0] * 16], np.float32), "nf4")
+    >>> cq.dequantize(q, dtype="float16")[0, :4]
+    array([-1.   ,  0.   ,  0.441,  1.   ], dtype=float16)
+    """
+    if not isinstance(q, QuantArray):
+        raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}")
+    host = q._host
+    interop.reject_stream(stream)
+    order = np.argsort(q.axes)  # the inverse permutation: logical to stored
+    if out is None:
+        wanted = q.dtype if dtype is None else interop.float_dtype(dtype)
+        values = reference.dequantize(host, q.format, q.stored_shape, wanted)
+        return interop.from_numpy(values.transpose(q.axes), q.kind)
+    target = writable_out(out, q.shape, q.kind, dtype, list(host.values()))
+    reference.dequantize(host, q.format, q.stored_shape, target.dtype, target.transpose(order))
+    return out
+
+
+def writable_out(
+    out: Any, shape: tuple[int, ...], kind: str, dtype: object, sources: list[np.ndarray]
+) -> np.ndarray:
+    """`out` as a NumPy array after every check: kind, shape, dtype, writeable, no overlap."""
+    if interop.kind(out) != kind:
+        raise TypeError(f"out must be a {kind} array, got {type(out).__name__}")
+    target = interop.to_numpy(out, "out")
+    if target.shape != shape:
+        raise ValueError(f"out has shape {target.shape}; the result has shape {shape}")
+    found = interop.float_dtype(target.dtype, "out")
+    if dtype is not None and interop.float_dtype(dtype) != found:
+        raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
+    if not target.flags.writeable:
+        raise ValueError("out is read-only")
+    if any(np.may_share_memory(target, source) for source in sources):
+        raise ValueError("out overlaps an input in memory")
+    return target
+
+
+OPERATIONS["dequantize"] = dequantize

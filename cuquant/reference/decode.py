@@ -1,0 +1,137 @@
+"""What `dequantize` means, in NumPy: x' = decode(code) * scale + min, in float32."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.formats import Format, get_format
+from cuquant.formats.blocks import Fields
+from cuquant.reference.memory import empty
+from cuquant.reference.tiles import Piece, Tiles
+
+F32 = np.float32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Effective numbers of every block, float32 in the shape of the format's scales; or None."""
+
+    scale: np.ndarray | None
+    minimum: np.ndarray | None = None
+
+
+def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, ...]) -> Blocks:
+    """The scale and minimum each block is decoded with, whatever nested pieces store them.
+
+    `.scale` is the stored array itself where it is a float32 or float16 one.
+    """
+    if fmt.scale is None:
+        return Blocks(None)
+    if fmt.is_blocks:
+        fields = fmt.packing.unpack(_flat_blocks(parts["blocks"]))
+        shape = fmt.scale.shape(stored)
+        minimum = None if fields.minimum is None else fields.minimum.reshape(shape)
+        return Blocks(fields.scale.reshape(shape), minimum)
+    scale = parts["scale"]
+    if fmt.scale.nested == "double":
+        nested = {"packed": scale.reshape(-1), "scale": parts["nested_scale"]}
+        inner = dequantize(nested, get_format("dynamic8"), (scale.size,))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Blocks((inner + parts["nested_offset"]).reshape(scale.shape))
+    if fmt.scale.dtype == "e8m0":
+        return Blocks(scale.view(ml_dtypes.float8_e8m0fnu).astype(F32))
+    if fmt.scale.nested == "global":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            values = scale.view(ml_dtypes.float8_e4m3fn).astype(F32)
+            return Blocks(np.asarray(values * parts["global_scale"]))
+    return Blocks(scale)
+
+
+def codes(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, ...]) -> np.ndarray:
+    """Unsigned codes [rows..., K]: uint8, or uint16 for fp16 and bf16."""
+    tiles = Tiles.of(fmt, stored)
+    out = empty(tiles.shape, fmt.codec.code_dtype)
+    for piece, part, _ in _unpacked(parts, fmt, tiles):
+        out[piece.index] = part
+    return out.reshape(stored)
+
+
+def dequantize(
+    parts: Mapping[str, np.ndarray],
+    fmt: Format,
+    stored: tuple[int, ...],
+    dtype: np.dtype | type = F32,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Values [rows..., K] of the components `parts`, rounded once from float32 to `dtype`.
+
+    `out`, if given, is overwritten; it has the shape `stored` and any strides.
+    """
+    tiles = Tiles.of(fmt, stored)
+    result = empty(stored, np.dtype(dtype)) if out is None else out
+    matrices = result.reshape(tiles.shape)
+    blocks = Blocks(None) if fmt.is_blocks else effective(parts, fmt, stored)
+    scale = blocks.scale if blocks.scale is None else blocks.scale.reshape(tiles.grid)
+    zero_point = parts.get("zero_point")
+    zero_point = zero_point if zero_point is None else zero_point.reshape(tiles.grid)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for piece, part, fields in _unpacked(parts, fmt, tiles):
+            if fields is not None:
+                matrices[piece.index] = _decode_blocks(part, fmt, fields)
+                continue
+            near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
+            matrices[piece.index] = _decode(part, fmt, *near)
+    if out is not None and not np.shares_memory(matrices, out):  # reshape had to copy
+        out[...] = matrices.reshape(out.shape)
+    return result
+
+
+def _decode(
+    part: np.ndarray, fmt: Format, scale: np.ndarray | None, zero_point: np.ndarray | None
+) -> np.ndarray:
+    if zero_point is not None:
+        values = fmt.codec.decode(part, zero_point.astype(F32))
+    else:
+        values = fmt.codec.decode(part)
+    if scale is None:
+        return values
+    values *= scale.astype(F32, copy=False)
+    if not fmt.codec.signed_zero:
+        values += F32(0)  # a codec without -0.0 never decodes to it, whatever the scale's sign
+    return values
+
+
+def _decode_blocks(part: np.ndarray, fmt: Format, fields: Fields) -> np.ndarray:
+    """ggml's arithmetic, which keeps the -0.0 of a negative scale."""
+    subs = (-1, fmt.packing.sub_block)
+    values = fmt.codec.decode(part).reshape(subs) * fields.scale.reshape(-1, 1)
+    if fields.minimum is not None:
+        values += fields.minimum.reshape(-1, 1)
+    return values.reshape(part.shape)
+
+
+def _unpacked(
+    parts: Mapping[str, np.ndarray], fmt: Format, tiles: Tiles
+) -> Iterator[tuple[Piece, np.ndarray, Fields | None]]:
+    """Codes piece by piece, [rows, columns], with the other fields of ggml's blocks."""
+    if fmt.is_blocks:
+        layout = fmt.packing
+        blocks = parts["blocks"].reshape(tiles.rows, tiles.columns // layout.elements, layout.nbytes)
+        for piece in tiles.panels(layout.elements):
+            rows = slice(piece.row, piece.row_end)
+            across = slice(piece.column // layout.elements, piece.column_end // layout.elements)
+            fields = layout.unpack(_flat_blocks(blocks[rows, across]))
+            yield piece, fields.codes.reshape(piece.shape), fields
+        return
+    packing = fmt.packing
+    packed = parts["packed"].reshape(tiles.batch, tiles.rows, packing.words(tiles.columns))
+    for piece in tiles.panels(packing.group):
+        words = slice(packing.words(piece.column), packing.words(piece.column_end))
+        part = packed[piece.batch, piece.row : piece.row_end, words]
+        yield piece, packing.unpack(part, piece.shape[1]).view(fmt.codec.code_dtype), None
+
+
+def _flat_blocks(blocks: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(blocks).reshape(-1, blocks.shape[-1])

@@ -1,0 +1,404 @@
+"""What `quantize` means, in NumPy: statistics of each block, its scale, its codes, its bytes."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.formats import Format, get_format
+from cuquant.formats.search import search
+from cuquant.reference.memory import empty
+from cuquant.reference.philox import uniform
+from cuquant.reference.tiles import Piece, Tiles
+
+F32 = np.float32
+NONFINITE = ("propagate", "raise", "clamp")
+E8M0_NAN, E4M3_NAN = 255, 0x7F
+
+Components = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Numbers that were found beforehand; None where the data decides.
+
+    `scale` is the effective scale and `zero_point` the integer code of 0, both of the shape of
+    the format's scales; `global_scale` is nvfp4's.
+    """
+
+    scale: np.ndarray | None = None
+    zero_point: np.ndarray | None = None
+    global_scale: float | None = None
+
+
+class Source:
+    """The values to quantize as [batch, rows, columns], read piece by piece in float32."""
+
+    def __init__(self, x: np.ndarray, axis: int, tiles: Tiles, clamp: bool) -> None:
+        self.moved = np.moveaxis(x, axis, -1)
+        self.matrices = self.moved.reshape(tiles.shape)
+        self.logical_shape, self.axis = x.shape, axis
+        self.clamp = clamp
+
+    def __getitem__(self, piece: Piece) -> np.ndarray:
+        """float32, C-contiguous, infinities saturated and NaN zeroed where the policy clamps."""
+        part = self.matrices[piece.index]
+        values = np.ascontiguousarray(part, dtype=F32)
+        if self.clamp and not np.isfinite(values).all():
+            top = F32(ml_dtypes.finfo(part.dtype).max)
+            values = np.nan_to_num(values, nan=0.0, posinf=top, neginf=-top)
+        return values
+
+    def flat_index(self, piece: Piece) -> np.ndarray:
+        """uint64: where each element of a piece stands in the array as it was given, flattened."""
+        shape = self.logical_shape
+        strides = np.cumprod((1, *shape[:0:-1]), dtype=np.uint64)[::-1]
+        step = strides[self.axis]
+        row = piece.batch * self.matrices.shape[1] + np.arange(piece.row, piece.row_end)
+        start = np.zeros(len(row), np.uint64)
+        others = [i for i in range(len(shape)) if i != self.axis % len(shape)]
+        for i in reversed(others):
+            row, digit = np.divmod(row, shape[i])
+            start += digit.astype(np.uint64) * strides[i]
+        column = np.arange(piece.column, piece.column_end, dtype=np.uint64)
+        return start[:, None] + column * step
+
+
+def quantize(
+    x: np.ndarray,
+    fmt: Format,
+    axis: int = -1,
+    given: Calibration | None = None,
+    *,
+    stochastic: bool = False,
+    seed: int = 0,
+    nonfinite: str = "propagate",
+) -> Components:
+    """The components of `x` (float32, float16 or bfloat16, any shape) in format `fmt`.
+
+    Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`.
+
+    Raises
+    ------
+    ValueError
+        With nonfinite="raise": a NaN or an infinity (its flat index is named), or a scale that
+        its dtype cannot hold.
+    """
+    if nonfinite == "raise":
+        _refuse_nonfinite(x)
+    given = given or Calibration()
+    stored = np.moveaxis(x, axis, -1).shape
+    tiles = Tiles.of(fmt, stored)
+    # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
+    clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
+    source = Source(x, axis % x.ndim, tiles, clamp)
+    if fmt.scale is not None and fmt.scale.rule == "search":
+        return _search_blocks(source, fmt, stored, nonfinite)
+    scales = _scales(source, fmt, tiles, given, nonfinite)
+    if fmt.is_blocks:
+        return _interleave(source, fmt, tiles, scales, stored, nonfinite == "clamp")
+    parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
+    for name, values in scales.stored.items():
+        parts[name][...] = values.reshape(parts[name].shape)
+    packed = parts["packed"].reshape(tiles.batch, tiles.rows, fmt.packing.words(tiles.columns))
+    for piece in tiles.panels(fmt.packing.group):
+        values = source[piece]
+        if nonfinite == "raise" and fmt.scale is None:
+            _refuse_overflow(fmt, np.abs(values) > F32(fmt.codec.peak))
+        draw = uniform(seed, source.flat_index(piece)) if stochastic else None
+        codes = _encode(values, fmt, tiles, scales, piece, draw)
+        words = fmt.packing.pack(codes, fmt.zero_code).view(packed.dtype)
+        first = fmt.packing.words(piece.column)
+        packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
+    return parts
+
+
+# ---- statistics of blocks -------------------------------------------------------------------
+
+
+def statistics(source: Source, fmt: Format, tiles: Tiles) -> dict[str, np.ndarray]:
+    """What the scale rule needs of every block, in arrays of the grid's shape.
+
+    "top" (float32: max |x|, or the signed furthest), "low" and "high" (float32), or "sum"
+    (float64, added one by one in index order).
+    """
+    names = {"range": ("low", "high"), "mean_abs": ("sum",)}.get(fmt.scale.rule, ("top",))
+    found = {name: np.zeros(tiles.grid, np.float64 if name == "sum" else F32) for name in names}
+    seen = np.zeros(tiles.grid, bool)
+    for piece in tiles.whole_tiles():
+        blocks = tiles.gather(source[piece], piece)
+        where = tiles.tile_index(piece)
+        fresh = not seen[where].any()
+        _gather_statistics(found, fmt, blocks, where, fresh)
+        seen[where] = True
+    return found
+
+
+def _gather_statistics(
+    found: dict[str, np.ndarray], fmt: Format, blocks: np.ndarray, where: tuple, fresh: bool
+) -> None:
+    rule = fmt.scale.rule
+    if rule == "range":
+        low, high = blocks.min(-1), blocks.max(-1)
+        if fmt.offset == "zero_point":  # zero must have a code
+            low, high = np.minimum(low, 0), np.maximum(high, 0)
+        found["low"][where] = low if fresh else np.minimum(found["low"][where], low)
+        found["high"][where] = high if fresh else np.maximum(found["high"][where], high)
+    elif rule == "mean_abs":
+        carried = np.concatenate([found["sum"][where][..., None], np.abs(blocks)], axis=-1)
+        found["sum"][where] = np.cumsum(carried, axis=-1, dtype=np.float64)[..., -1]
+    elif rule == "signed_max":
+        first = np.abs(blocks).argmax(-1)  # the lowest index of a tie; NaN before all
+        top = np.take_along_axis(blocks, first[..., None], -1)[..., 0]
+        old = found["top"][where]
+        farther = (np.abs(top) > np.abs(old)) | (np.isnan(top) & ~np.isnan(old))
+        found["top"][where] = top if fresh else np.where(farther, top, old)
+    else:
+        top = np.abs(blocks).max(-1)
+        found["top"][where] = top if fresh else np.maximum(found["top"][where], top)
+
+
+# ---- scales ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What encoding needs, in arrays of the grid's shape, and the components to store.
+
+    `exact` is the scale before it was rounded to its dtype (nvfp4: relative to the global one).
+    """
+
+    stored: Components
+    exact: np.ndarray | None = None
+    inverse: np.ndarray | None = None
+    minimum: np.ndarray | None = None
+    zero_point: np.ndarray | None = None
+
+
+def _scales(
+    source: Source, fmt: Format, tiles: Tiles, given: Calibration, nonfinite: str
+) -> Scales:
+    if fmt.scale is None:
+        return Scales({})
+    with np.errstate(all="ignore"):
+        calibrated = given.scale is not None
+        found = {} if calibrated and source.clamp else statistics(source, fmt, tiles)
+        bad = np.zeros(tiles.grid, bool)
+        for values in found.values():
+            bad |= ~np.isfinite(values)
+        world = _global_scale(source, fmt, tiles, given)
+        if calibrated:
+            exact = given.scale.reshape(tiles.grid).astype(F32)
+            exact = exact if world is None else exact / world
+        else:
+            exact = _exact(found, fmt, tiles, world)
+        exact[bad] = np.nan
+        if nonfinite == "raise":
+            _refuse_overflow(fmt, _cast(exact, fmt)[1])
+        minimum = None
+        if fmt.offset == "min":
+            minimum = np.where(bad, F32(np.nan), found["low"])
+        if fmt.is_blocks:  # ggml rounds when it packs, and keeps what overflows
+            return Scales({}, exact, _inverse(exact), minimum)
+        stored, effective = _store(exact, fmt, world)
+        zero_point = None
+        if fmt.offset == "zero_point":
+            zero_point = _zero_point(found, fmt, tiles, effective, given)
+            stored["zero_point"] = zero_point
+        encoding = exact if fmt.scale.encode_with == "exact" else effective
+        inverse = _inverse(encoding)
+        if fmt.scale.rule == "mean_abs":  # codes are signs, whatever the scale
+            inverse = (inverse != 0).astype(F32)
+        return Scales(stored, exact, inverse, None, zero_point)
+
+
+def _exact(
+    found: Components, fmt: Format, tiles: Tiles, world: np.float32 | None
+) -> np.ndarray:
+    """The scale of each block before rounding: statistic / peak, float32."""
+    rule, peak = fmt.scale.rule, F32(fmt.scale.peak)
+    if rule == "range":
+        return (found["high"] - found["low"]) / peak
+    if rule == "mean_abs":  # float64: rounded once, to the stored dtype
+        return found["sum"] / np.maximum(_elements(tiles), 1)
+    if rule == "e8m0":
+        exponent = np.frexp(found["top"])[1] - 1 - fmt.codec.emax
+        power = np.ldexp(F32(1), np.clip(exponent, -127, 127))
+        return np.where(found["top"] == 0, F32(0), power).astype(F32)
+    return found["top"] / (peak if world is None else peak * world)
+
+
+def _elements(tiles: Tiles) -> np.ndarray:
+    """How many elements each block has: fewer where the last one is partial."""
+    _, down, across = tiles.grid
+    tall = np.minimum(tiles.tall, tiles.rows - np.arange(down) * tiles.tall)
+    wide = np.minimum(tiles.wide, tiles.columns - np.arange(across) * tiles.wide)
+    return np.multiply.outer(tall, wide)
+
+
+def _global_scale(
+    source: Source, fmt: Format, tiles: Tiles, given: Calibration
+) -> np.float32 | None:
+    """nvfp4's float32: absmax / (6 * 448) of the finite elements; 1 where all are zero."""
+    if fmt.scale.nested != "global":
+        return None
+    if given.global_scale is not None:
+        return F32(given.global_scale)
+    top = F32(0)
+    for piece in tiles.panels(fmt.packing.group):
+        size = np.abs(source[piece])
+        top = max(top, size.max(initial=0, where=np.isfinite(size)))
+    return top / F32(fmt.scale.peak * 448) if top > 0 else F32(1)
+
+
+def _cast(exact: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
+    """Scales rounded to the dtype they are stored in, and which finite ones it cannot hold.
+
+    Those saturate. NaN stays. A zero is a positive one.
+    """
+    dtype = {"float16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}.get(fmt.scale.dtype, F32)
+    rounded = exact.astype(dtype)
+    over = ~np.isfinite(rounded) & ~np.isnan(exact)
+    top = np.asarray(ml_dtypes.finfo(dtype).max, F32)
+    rounded = np.where(over, np.copysign(top, exact), rounded.astype(F32)).astype(dtype)
+    return rounded + dtype(0), over
+
+
+def _store(
+    exact: np.ndarray, fmt: Format, world: np.float32 | None
+) -> tuple[Components, np.ndarray]:
+    """The scale components, and the effective float32 scale that decoding will see."""
+    if fmt.scale.nested == "double":
+        return _double_quantize(exact, fmt)
+    if fmt.scale.dtype == "e8m0":
+        exponent = np.where(exact == 0, -127, np.frexp(exact)[1] - 1)
+        byte = np.where(np.isnan(exact), E8M0_NAN, exponent + 127).astype(np.uint8)
+        return {"scale": byte}, exact
+    rounded, _ = _cast(exact, fmt)
+    if world is None:
+        return {"scale": rounded}, rounded.astype(F32)
+    byte = np.where(np.isnan(exact), np.uint8(E4M3_NAN), rounded.view(np.uint8))
+    return {"scale": byte, "global_scale": np.asarray(world)}, rounded.astype(F32) * world
+
+
+def _double_quantize(exact: np.ndarray, fmt: Format) -> tuple[Components, np.ndarray]:
+    """QLoRA: scales less their mean, as 8-bit dynamic codes in nested blocks of 256.
+
+    The mean is a float64 sum of the finite scales in index order, rounded once.
+    """
+    flat = exact.reshape(-1).astype(F32)
+    finite = flat[np.isfinite(flat)].astype(np.float64)
+    offset = F32(np.cumsum(finite)[-1] / len(finite)) if len(finite) else F32(0)
+    nested = quantize(flat - offset, get_format("dynamic8"))
+    parts = {"scale": nested["packed"], "nested_scale": nested["scale"]}
+    return {**parts, "nested_offset": np.asarray(offset)}, exact
+
+
+def _zero_point(
+    found: Components, fmt: Format, tiles: Tiles, effective: np.ndarray, given: Calibration
+) -> np.ndarray:
+    """uint8 of the grid's shape: the code of 0, rint(-min / scale)."""
+    if given.scale is not None:
+        return given.zero_point.reshape(tiles.grid).astype(np.uint8)
+    usable = _inverse(effective) != 0
+    ratio = np.where(usable, -found["low"] / np.where(usable, effective, F32(1)), F32(0))
+    return np.clip(np.rint(ratio), 0, fmt.codec.high).astype(np.uint8)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """1 / scale where that is finite, else 0: zero, vanishing and non-finite blocks alike."""
+    inverse = F32(1) / scale.astype(F32)
+    return np.where(np.isfinite(inverse), inverse, F32(0))
+
+
+# ---- codes ----------------------------------------------------------------------------------
+
+
+def _encode(
+    values: np.ndarray,
+    fmt: Format,
+    tiles: Tiles,
+    scales: Scales,
+    piece: Piece,
+    draw: np.ndarray | None,
+) -> np.ndarray:
+    """Codes of one piece, [rows, columns]."""
+    extra = {}
+    if scales.inverse is not None:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            inverse = tiles.spread(scales.inverse, piece)
+            if scales.minimum is not None:
+                values = values - tiles.spread(scales.minimum, piece)
+            values = values * inverse
+        if (inverse == 0).any():
+            values = np.where(inverse == 0, F32(0), values)
+        if scales.zero_point is not None:
+            extra["zero_point"] = tiles.spread(scales.zero_point, piece).astype(F32)
+    if draw is None:
+        return fmt.codec.encode(values, **extra)
+    return fmt.codec.encode_stochastic(values, draw, **extra)
+
+
+def _interleave(
+    source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, saturate: bool
+) -> Components:
+    """ggml's blocks: codes and half-rounded scales together."""
+    layout = fmt.packing
+    blocks = empty(fmt.components(stored)[0].shape, np.uint8)
+    flat = blocks.reshape(tiles.rows, -(-tiles.columns // layout.elements), layout.nbytes)
+    for piece in tiles.panels(layout.elements):
+        codes = _encode(source[piece], fmt, tiles, scales, piece, None)
+        where = tiles.tile_index(piece)
+        codes = codes.reshape(-1, layout.elements)
+        fields = {"scale": scales.exact[where].reshape(len(codes), -1)}
+        if scales.minimum is not None:
+            fields["minimum"] = scales.minimum[where].reshape(len(codes), -1)
+        if fmt.name == "q8_1":
+            fields["sum"] = fields["scale"][:, 0] * fmt.codec.decode(codes).sum(-1, dtype=F32)
+        packed = layout.pack(codes, **fields, saturate=saturate)
+        _, rows, across = where
+        flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)
+    return {"blocks": blocks}
+
+
+def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -> Components:
+    """K-quants and IQ4: their quantizers look for the scales that err least."""
+    layout = fmt.packing
+    blocks = empty(fmt.components(stored)[0].shape, np.uint8)
+    tiles = Tiles.of(fmt, stored)
+    flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
+    done = 0
+    for piece in tiles.panels(layout.elements):
+        values = source[piece].reshape(-1, layout.elements)
+        bad = ~np.isfinite(values).all(-1)
+        values = np.where(bad[:, None], F32(0), values)
+        packed = search(fmt.name, values, saturate=nonfinite == "clamp")
+        packed[bad] = layout.nan_block
+        if nonfinite == "raise":
+            _refuse_overflow(fmt, ~np.isfinite(layout.unpack(packed).scale))
+        flat[done : done + len(packed)] = packed
+        done += len(packed)
+    return {"blocks": blocks}
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def _refuse_nonfinite(x: np.ndarray) -> None:
+    finite = np.isfinite(x)
+    if finite.all():
+        return
+    first = int(np.argmin(finite.reshape(-1)))
+    raise ValueError(
+        f"x holds {x.reshape(-1)[first]} at flat index {first} (of {x.size}), and nonfinite='raise'; "
+        "repair it, or pass nonfinite='clamp' or 'propagate'"
+    )
+
+
+def _refuse_overflow(fmt: Format, over: np.ndarray) -> None:
+    if over.any():
+        kind = fmt.scale.dtype if fmt.scale else "value"
+        raise ValueError(
+            f"{int(over.sum())} {kind} entries of {fmt.name} would overflow, and nonfinite='raise'; "
+            "rescale x, choose float32 scales, or pass nonfinite='propagate' to saturate"
+        )

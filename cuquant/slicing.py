@@ -1,0 +1,206 @@
+"""Slices and concatenations of quantized arrays, on their components, without decoding a value.
+
+Everything here speaks of the stored layout [rows..., K]. Double-quantized scales belong to nested
+blocks that a slice would cut: they are replaced by the float32 scales they decode to.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop, reference
+from cuquant.formats import Format, get_format
+
+Parts = dict[str, Any]
+State = tuple[Format, Parts, tuple[int, ...]]
+
+PER_BLOCK = ("scale", "zero_point")
+
+
+def take(
+    fmt: Format, parts: Mapping[str, Any], stored: tuple[int, ...], index: Sequence[Any]
+) -> State:
+    """The part of an array that `index` names: one int, slice or int array per stored axis."""
+    fmt, parts = flatten_nested(fmt, parts, stored)
+    *rows, columns = index
+    start, stop, step = columns.indices(stored[-1])
+    if step != 1:
+        raise ValueError("the quantized axis can only be sliced with step 1")
+    stop = max(start, stop)
+    _check_rows(fmt, stored, rows)
+    if (start, stop) != (0, stored[-1]):
+        parts = _take_columns(fmt, parts, stored, start, stop)
+    shape = np.empty(stored[:-1], np.int8)[tuple(rows)].shape
+    taken = {
+        name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()
+    }
+    return fmt, taken, (*shape, stop - start)
+
+
+def flatten_nested(
+    fmt: Format, parts: Mapping[str, Any], stored: tuple[int, ...]
+) -> tuple[Format, Parts]:
+    """Double-quantized scales as the float32 ones they stand for; anything else as it is."""
+    parts = dict(parts)
+    if fmt.scale is None or fmt.scale.nested != "double":
+        return fmt, parts
+    which = interop.kind(parts["packed"])
+    host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
+    scale = reference.effective(host, fmt, stored).scale
+    kept = {k: v for k, v in parts.items() if k in ("packed", "zero_point")}
+    return get_format(fmt, double_quant=False), {
+        "packed": kept.pop("packed"),
+        "scale": interop.from_numpy(scale, which),
+        **kept,
+    }
+
+
+def _check_rows(fmt: Format, stored: tuple[int, ...], rows: Sequence[Any]) -> None:
+    if fmt.scale is None or not isinstance(fmt.scale.block, tuple):
+        return
+    tall = fmt.scale.block[0]
+    if tall == 1:
+        return
+    height = rows[-1]
+    if not isinstance(height, slice):
+        raise ValueError(f"rows share scales in blocks of {tall}; slice them, do not index")
+    start, stop, step = height.indices(stored[-2])
+    if step != 1 or start % tall or (stop % tall and stop != stored[-2]):
+        raise ValueError(f"rows can only be sliced on block boundaries, multiples of {tall}")
+
+
+def _take_rows(
+    fmt: Format, name: str, part: Any, stored: tuple[int, ...], rows: tuple[Any, ...]
+) -> Any:
+    if name in PER_BLOCK:
+        if fmt.scale.block == "tensor":
+            return part
+        if isinstance(fmt.scale.block, tuple) and fmt.scale.block[0] > 1:
+            tall = fmt.scale.block[0]
+            start, stop, _ = rows[-1].indices(stored[-2])
+            rows = (*rows[:-1], slice(start // tall, max(start // tall, -(-stop // tall))))
+    elif name == "global_scale":
+        return part
+    return _contiguous(part[rows])
+
+
+def _contiguous(part: Any) -> Any:
+    return part.contiguous() if interop.kind(part) == "torch" else part.copy(order="C")
+
+
+def _take_columns(
+    fmt: Format, parts: Parts, stored: tuple[int, ...], start: int, stop: int
+) -> Parts:
+    if fmt.is_blocks:
+        size = fmt.packing.elements
+        _check_boundary(fmt, stored, start, stop, size)
+        return {"blocks": parts["blocks"][..., start // size : stop // size, :]}
+    parts = dict(parts)
+    wide = _block_width(fmt)
+    if wide:
+        _check_boundary(fmt, stored, start, stop, wide)
+        for name in PER_BLOCK:
+            if name in parts:
+                parts[name] = parts[name][..., start // wide : -(-stop // wide)]
+    packing = fmt.packing
+    if packing.splits_at(start) and (stop == stored[-1] or packing.splits_at(stop)):
+        parts["packed"] = parts["packed"][..., packing.words(start) : packing.words(stop)]
+    else:
+        parts["packed"] = _repack(fmt, [_codes(fmt, parts, stored)[..., start:stop]], parts)
+    return parts
+
+
+def _block_width(fmt: Format) -> int | None:
+    """Columns of a block; None where a row or the whole array has one scale, or none."""
+    if fmt.scale is None or isinstance(fmt.scale.block, str):
+        return None
+    return fmt.scale.block[1] if isinstance(fmt.scale.block, tuple) else fmt.scale.block
+
+
+def _check_boundary(
+    fmt: Format, stored: tuple[int, ...], start: int, stop: int, size: int
+) -> None:
+    if start % size or (stop % size and stop != stored[-1]):
+        raise ValueError(
+            f"{fmt.name} has blocks of {size} along its quantized axis of {stored[-1]}; "
+            f"{start}:{stop} is not on block boundaries"
+        )
+
+
+def _codes(fmt: Format, parts: Parts, stored: tuple[int, ...]) -> np.ndarray:
+    host = {"packed": interop.to_numpy(parts["packed"], "packed")}
+    return reference.codes(host, fmt, stored)
+
+
+def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
+    joined = np.concatenate(codes, axis=-1)
+    rows = joined.reshape(int(np.prod(joined.shape[:-1])), joined.shape[-1])
+    packed = fmt.packing.pack(np.ascontiguousarray(rows), fmt.zero_code)
+    packed = packed.reshape(*joined.shape[:-1], packed.shape[-1])
+    return interop.from_numpy(np.ascontiguousarray(packed), interop.kind(parts["packed"]))
+
+
+def join(states: Sequence[State], axis: int) -> State:
+    """Arrays of one format, one after the other along the stored axis `axis` (not negative)."""
+    states = [(*flatten_nested(*state), state[2]) for state in states]
+    fmt, first, shape = states[0]
+    for other, _, stored in states[1:]:
+        if other != fmt:
+            raise ValueError(f"cannot concatenate {fmt} with {other}; the formats must be equal")
+        if stored[:axis] + stored[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
+            raise ValueError(f"cannot concatenate shapes {shape} and {stored} along axis {axis}")
+    _check_shared(fmt, [parts for _, parts, _ in states], axis == len(shape) - 1)
+    total = sum(stored[axis] for _, _, stored in states)
+    stored = (*shape[:axis], total, *shape[axis + 1 :])
+    if axis == len(shape) - 1:
+        return fmt, _join_columns(fmt, states), stored
+    if fmt.scale and isinstance(fmt.scale.block, tuple) and axis == len(shape) - 2:
+        _check_extents(fmt, [s[axis] for _, _, s in states], fmt.scale.block[0])
+    alone = {"global_scale"} | (set(PER_BLOCK) if fmt.scale and fmt.scale.block == "tensor" else set())
+    return fmt, {
+        name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
+        for name, part in first.items()
+    }, stored
+
+
+def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> None:
+    """What all the arrays share must be equal: a tensor's, a row's or nvfp4's global scale."""
+    block = fmt.scale.block if fmt.scale else None
+    shared = ["global_scale"] if "global_scale" in parts[0] else []
+    if block == "tensor" or (block == "row" and along_columns):
+        shared += [name for name in PER_BLOCK if name in parts[0]]
+    for name in shared:
+        if any(bool((part[name] != parts[0][name]).any()) for part in parts[1:]):
+            raise ValueError(
+                f"the arrays have different values of {name}, which {fmt} shares along this axis; "
+                f"quantize them with one {name}="
+            )
+
+
+def _check_extents(fmt: Format, extents: Sequence[int], size: int) -> None:
+    if any(extent % size for extent in extents[:-1]):
+        raise ValueError(f"{fmt} has blocks of {size} there; only the last array may end inside one")
+
+
+def _join_columns(fmt: Format, states: Sequence[State]) -> Parts:
+    if fmt.is_blocks:
+        return {"blocks": _concatenate([parts["blocks"] for _, parts, _ in states], -2)}
+    extents = [stored[-1] for _, _, stored in states]
+    wide = _block_width(fmt)
+    if wide:
+        _check_extents(fmt, extents, wide)
+    joined = dict(states[0][1])
+    for name in PER_BLOCK:
+        if wide and name in joined:
+            joined[name] = _concatenate([parts[name] for _, parts, _ in states], -1)
+    if all(fmt.packing.splits_at(extent) for extent in extents[:-1]):
+        joined["packed"] = _concatenate([parts["packed"] for _, parts, _ in states], -1)
+    else:
+        codes = [_codes(*state) for state in states]
+        joined["packed"] = _repack(fmt, codes, joined)
+    return joined
+
+
+def _concatenate(arrays: Sequence[Any], axis: int) -> Any:
+    return interop.namespace(arrays[0]).concatenate(arrays, axis)
