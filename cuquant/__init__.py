@@ -6,8 +6,45 @@
 >>> q.dequantize().shape
 (128, 256)
 """
+
+from cuquant import functional
 from cuquant.array import QuantArray, concatenate
+from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.io.quantized import load, save
+from cuquant.jit import precompile
+from cuquant.metrics import Error, error
 from cuquant.ops.dequantize import dequantize
+from cuquant.ops.matmul import grouped_linear, linear, matmul, swiglu
 from cuquant.ops.quantize import quantize
+from cuquant.packed import PackedWeight, prepack, unpack
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "CompileError",
+    "Error",
+    "Format",
+    "FormatError",
+    "PackedWeight",
+    "QuantArray",
+    "concatenate",
+    "dequantize",
+    "doctor",
+    "error",
+    "functional",
+    "get_format",
+    "grouped_linear",
+    "linear",
+    "list_formats",
+    "load",
+    "matmul",
+    "precompile",
+    "prepack",
+    "quantize",
+    "save",
+    "swiglu",
+    "unpack",
+]

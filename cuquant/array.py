@@ -130,10 +130,10 @@ class QuantArray:
         if not self.format.is_blocks:
             return self.components["packed"]
         codes = reference.codes(self._host, self.format, self.stored_shape)
-        rows = codes.reshape(-1, codes.shape[-1]) if codes.size else codes.reshape(0, 1)
-        packed = self.format.plain_packing.pack(rows, self.format.zero_code)
-        words = self.format.plain_packing.words(codes.shape[-1])
-        return self._out(packed.reshape(*codes.shape[:-1], words))
+        *rows, columns = codes.shape
+        flat = codes.reshape(int(np.prod(rows)), columns)
+        packed = self.format.plain_packing.pack(flat, self.format.zero_code)
+        return self._out(packed.reshape(*rows, packed.shape[-1]))
 
     @property
     def scale(self) -> Any:
@@ -378,9 +378,9 @@ def _from_layout(
     fmt: Format, layout: BlockLayout, blocks: np.ndarray, shape: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
     """The components of mxfp4 or nvfp4 from ggml's blocks."""
-    flat = blocks.reshape(-1, layout.nbytes)
-    codes = layout.unpack(flat).codes.reshape(-1, shape[-1])
-    found = {"packed": fmt.packing.pack(codes, fmt.zero_code), "scale": layout.scale_bytes(flat)}
+    held = layout.stored(blocks.reshape(blocks.size // layout.nbytes, layout.nbytes))
+    codes = held["codes"].reshape(int(np.prod(shape[:-1])), shape[-1])
+    found = {"packed": fmt.packing.pack(codes, fmt.zero_code), "scale": held["scale"]}
     if fmt.scale is not None and fmt.scale.nested == "global":
         found["global_scale"] = np.ones((), np.float32)
     return {c.name: found[c.name].reshape(c.shape) for c in fmt.components(shape)}

@@ -28,7 +28,7 @@ _TORCH_FLOATS = {
 
 def kind(x: object) -> str | None:
     """"numpy", "cupy" or "torch"; None for what is no array of these libraries."""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
     for name in ("torch", "cupy"):
         library = sys.modules.get(name)
@@ -104,7 +104,7 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
     if which == "numpy":
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array; pass x.filled(value)")
-        return x.view(np.ndarray)
+        return np.asarray(x).view(np.ndarray)
     return _torch_to_numpy(x.detach())
 
 

@@ -15,7 +15,8 @@ HALF_MAX = 65504  # the largest finite float16
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """`count` fields, one in each of `count` neighbouring bytes.
 
     Field `first + i * step` has `bits` of its bits, those from bit `shift` upwards, in byte
@@ -115,12 +116,12 @@ class BlockLayout:
         """
         parts = self.stored(blocks)
         scale = _decode_scale(parts["scale"].reshape(len(blocks), -1), self.scale_kind)
-        minimum = None
         with np.errstate(all="ignore"):  # float16 infinities and NaN are a block's to have
             if self.sc_runs:
                 scale = scale * parts["sc"].astype(F32)
-            if self.has_min:
-                minimum = parts["minimum"].astype(F32)[:, None]
+            if not self.has_min:
+                return Fields(parts["codes"], scale, None)
+            minimum = parts["minimum"].astype(F32)[:, None]
             if self.m_runs:
                 minimum = -(minimum * parts["m"].astype(F32))
         return Fields(parts["codes"], scale, minimum)

@@ -1,5 +1,6 @@
 """The catalogue: every format by name, and the one function that makes them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import Scale, check_block
+from cuquant.formats.scales import Block, Scale, check_block
 
 # Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
 # step lower moves a tie up. The steps are float32's.
@@ -65,6 +66,8 @@ SIGN = Codebook((-1.0, 1.0), thresholds=(BELOW_ZERO,))  # 0 is +1
 E4M3, E5M2 = Minifloat(4, 3), Minifloat(5, 2)
 E2M3, E3M2, E2M1 = Minifloat(2, 3), Minifloat(3, 2), Minifloat(2, 1)
 
+LLOYD_BLOCKS = (32, 64, 128, 256)  # block sizes that fit_levels.py fits
+
 NIBBLES = Packing(4, "low")
 BYTES = Packing(8, "low")
 
@@ -85,24 +88,37 @@ def _bof4s(name: str, **_: object) -> Format:
 
 
 def _kbit(bits: int) -> Callable[..., Format]:
-    def make(name: str, levels: object = "lloyd", packing: str = "dense", **_: object) -> Format:
+    def make(
+        name: str,
+        levels: object = "lloyd",
+        packing: str = "dense",
+        block_size: object = 64,
+        **_: object,
+    ) -> Format:
         if packing not in ("dense", "word", "planes"):
             raise ValueError(f"packing {packing!r} is unknown; pass 'dense', 'word' or 'planes'")
         rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
-        codec = Codebook(_levels(levels, bits))
+        codec = Codebook(_levels(levels, bits, check_block(block_size)))
         scale = Scale(rule, 1.0, 64, "float16")
         return Format(name, codec, scale, None, Packing(bits, packing))
 
     return make
 
 
-def _levels(levels: object, bits: int) -> tuple[float, ...]:
-    """The named table of 2^bits levels, or the user's own after a check."""
+def _levels(levels: object, bits: int, block: Block) -> tuple[float, ...]:
+    """The named table of 2^bits levels, or the user's own after a check.
+
+    The maximum of a longer block lies further out: Lloyd's are those of the nearest fitted block.
+    """
     if isinstance(levels, str):
         if levels not in ("lloyd", "normal", "linear"):
             raise ValueError(
                 f"levels {levels!r} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
             )
+        if levels == "lloyd":
+            extent = block if isinstance(block, int) else LLOYD_BLOCKS[-1]
+            fitted = min(LLOYD_BLOCKS, key=lambda size: abs(math.log2(size / extent)))
+            return getattr(tables, f"LLOYD_{bits}_{fitted}")
         return getattr(tables, f"{levels.upper()}_{bits}")
     try:
         values = np.asarray(levels, np.float32)
@@ -270,8 +286,8 @@ def get_format(name: str | Format, **options: object) -> Format:
     double_quant
         True: float32 scales become 8-bit codes themselves, in nested blocks of 256 (QLoRA).
     levels
-        k2..k8 only: "lloyd" (least squared error on normal data, signed-max scale), "normal",
-        "linear", or an array of 2 to 2^k ascending values (absmax scale).
+        k2..k8 only: "lloyd" (least squared error on normal data in blocks of that size,
+        signed-max scale), "normal", "linear", or an array of 2 to 2^k ascending values (absmax scale).
     packing
         k2..k8 only: "dense" (a bit stream), "word" (32 // k codes a uint32) or "planes".
     scale_dtype

@@ -1,10 +1,10 @@
 """Computes every level table of `tables.py`: `python -m cuquant.formats.fit_levels` rewrites it.
 
-Lloyd levels minimise the mean squared error of a normal variable quantized in blocks of 64 with a
-signed-max scale. No samples are drawn: with m = max|x| of a block, the other 63 elements are
+Lloyd levels minimise the mean squared error of a normal variable quantized in blocks of B with a
+signed-max scale. No samples are drawn: with m = max|x| of a block, the other B - 1 elements are
 normal variables truncated to |x| < m, so y = x / (signed max) has the density
 
-    p(y)  ~  integral of f(m) m^2 * m phi(m y) / P(|x| < m) dm,    f(m) = 64 P^63 2 phi(m)
+    p(y)  ~  integral of f(m) m^2 * m phi(m y) / P(|x| < m) dm,    f(m) = B P^(B-1) 2 phi(m)
 
 weighted with m^2 (the error of x is m times that of y), and a point mass at y = 1: the maximum
 itself. Lloyd's iteration on that density converges to the levels.
@@ -16,11 +16,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-BLOCK = 64
-GRID = 40001
+BLOCKS = (32, 64, 128, 256)
+GRID = 20001
 
 
-def signed_max_density(block: int = BLOCK, grid: int = GRID) -> tuple[np.ndarray, np.ndarray]:
+def signed_max_density(block: int, grid: int = GRID) -> tuple[np.ndarray, np.ndarray]:
     """Points y in [-1, 1] and their weights, for x / signed max of normal blocks."""
     y = np.linspace(-1, 1, grid)
     m, step = np.linspace(1e-3, 9, 4001, retstep=True)
@@ -132,11 +132,15 @@ def _linspace32(start: float, stop: float, count: int) -> np.ndarray:
 
 def tables() -> dict[str, np.ndarray]:
     """Every table of `tables.py` by name."""
-    density = signed_max_density()
-    found = {f"LLOYD_{k}": lloyd(2**k, density)[0] for k in range(2, 9)}
+    densities = {block: signed_max_density(block) for block in BLOCKS}
+    found = {
+        f"LLOYD_{k}_{block}": lloyd(2**k, density)[0]
+        for k in range(2, 9)
+        for block, density in densities.items()
+    }
     found |= {f"NORMAL_{k}": normal(k) for k in range(2, 9)}
     found |= {f"LINEAR_{k}": linear(k) for k in range(2, 9)}
-    found["BOF4S"] = bof4s(density)
+    found["BOF4S"] = bof4s(densities[64])
     found["DYNAMIC_MAP"] = dynamic_map(signed=True)
     found["DYNAMIC_UNSIGNED_MAP"] = dynamic_map(signed=False)
     found["LINEAR_MAP"] = linear_map()

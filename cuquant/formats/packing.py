@@ -66,6 +66,8 @@ class Packing:
         rows, count = codes.shape
         if self.bits == 16:
             return codes
+        if not codes.size:
+            return np.zeros((rows, self.words(count)), self.dtype)
         if self.bits == 8 and self.order in ("low", "high", "dense"):
             return self._pack_bytes(codes, pad)
         padded = -(-count // self.group) * self.group
@@ -80,6 +82,8 @@ class Packing:
         rows = len(words)
         if self.bits == 16:
             return words
+        if not words.size:
+            return np.zeros((rows, count), np.uint8)
         if self.bits == 8 and self.order in ("low", "high", "dense"):
             return self._unpack_bytes(words, count)
         whole = self.words(-(-count // self.group) * self.group)

@@ -30,8 +30,10 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
     if fmt.scale is None:
         return Blocks(None)
     if fmt.is_blocks:
-        fields = fmt.packing.unpack(_flat_blocks(parts["blocks"]))
         shape = fmt.scale.shape(stored)
+        if not parts["blocks"].size:
+            return Blocks(np.zeros(shape, F32), np.zeros(shape, F32) if fmt.offset else None)
+        fields = fmt.packing.unpack(_flat_blocks(parts["blocks"]))
         minimum = None if fields.minimum is None else fields.minimum.reshape(shape)
         return Blocks(fields.scale.reshape(shape), minimum)
     scale = parts["scale"]

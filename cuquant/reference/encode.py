@@ -14,6 +14,7 @@ from cuquant.reference.tiles import Piece, Tiles
 F32 = np.float32
 NONFINITE = ("propagate", "raise", "clamp")
 E8M0_NAN, E4M3_NAN = 255, 0x7F
+HALF_NAN = np.array([0x00, 0x7E], np.uint8)  # the canonical float16 NaN, little-endian
 
 Components = dict[str, np.ndarray]
 
@@ -373,7 +374,7 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
         bad = ~np.isfinite(values).all(-1)
         values = np.where(bad[:, None], F32(0), values)
         packed = search(fmt.name, values, saturate=nonfinite == "clamp")
-        packed[bad] = layout.nan_block
+        packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
         if nonfinite == "raise":
             _refuse_overflow(fmt, ~np.isfinite(layout.unpack(packed).scale))
         flat[done : done + len(packed)] = packed

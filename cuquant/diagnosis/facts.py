@@ -1,0 +1,282 @@
+"""What is installed on this machine, gathered without a judgement and without an exception."""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.diagnosis.cache import cache_folder, is_owned
+from cuquant.jit import kernel_folder
+
+Version = tuple[int, int]  # major, minor
+T = TypeVar("T")
+
+_CUPY_WHEEL = re.compile(r"cupy(-cuda\d+x?|-rocm[\d-]+)?")
+_WHEEL_CUDA = re.compile(r"cuda(\d\d)")
+_TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
+_HEADER_VERSION = re.compile(r"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    compute: Version
+    nbytes: int  # of its memory
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A folder with cuda_fp16.h."""
+
+    folder: Path
+    cuda: Version
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The cache directory; `writable` is about the nearest parent where it does not exist."""
+
+    path: Path
+    exists: bool = True
+    writable: bool = True
+    owned: bool = True
+    shared: bool = False  # the group or the world may write
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found; None and empty where a thing is not there.
+
+    Attributes
+    ----------
+    cupy_wheels
+        Version by distribution name ("cupy-cuda12x").
+    cupy_error
+        Why the installed CuPy cannot be imported.
+    nvrtc, nvrtc_error, nvrtc_archs
+        Of the NVRTC that CuPy loads: version, why there is none, the compute capabilities it
+        compiles for (75, 80, ...).
+    driver, driver_cuda
+        The driver's release, and the newest CUDA it runs.
+    kernels
+        Folder of the CUDA sources.
+    """
+
+    python: str = ""
+    platform: str = ""
+    cuquant: str = ""
+    numpy: str = ""
+    ml_dtypes: str = ""
+    cupy_wheels: dict[str, str] = field(default_factory=dict)
+    cupy_error: str | None = None
+    nvrtc: Version | None = None
+    nvrtc_error: str | None = None
+    nvrtc_archs: tuple[int, ...] = ()
+    headers: tuple[Headers, ...] = ()
+    driver: str | None = None
+    driver_cuda: Version | None = None
+    gpus: tuple[Gpu, ...] = ()
+    torch: str | None = None
+    torch_cuda: Version | None = None
+    cache: Folder | None = None
+    kernels: Path | None = None
+
+    @property
+    def wheel(self) -> str | None:
+        """The installed CuPy wheel, where there is exactly one."""
+        return next(iter(self.cupy_wheels)) if len(self.cupy_wheels) == 1 else None
+
+    @property
+    def wheel_major(self) -> int | None:
+        """CUDA major version of that wheel; None where its name says nothing (built at home)."""
+        found = _WHEEL_CUDA.search(self.wheel or "")
+        return int(found.group(1)) if found else None
+
+
+def gather(package: Path) -> Facts:
+    """Look at this machine; `package` is the folder of cuquant."""
+    wheels = attempt(_cupy_wheels, {})
+    cupy, cupy_error = _import_cupy() if wheels else (None, None)
+    nvrtc, nvrtc_error, archs = _nvrtc() if cupy else (None, None, ())
+    driver, driver_cuda, gpus = attempt(_nvml, (None, None, ()))
+    if driver_cuda is None and cupy is not None:  # Jetson has a driver, but no NVML
+        driver_cuda, gpus = attempt(lambda: _cupy_devices(cupy), (None, ()))
+    torch, torch_cuda = attempt(_torch, (None, None))
+    return Facts(
+        python=platform.python_version(),
+        platform=attempt(platform.platform, sys.platform),
+        cuquant=attempt(lambda: _version(package), "unknown"),
+        numpy=np.__version__,
+        ml_dtypes=ml_dtypes.__version__,
+        cupy_wheels=wheels,
+        cupy_error=cupy_error,
+        nvrtc=nvrtc,
+        nvrtc_error=nvrtc_error,
+        nvrtc_archs=archs,
+        headers=attempt(lambda: tuple(_headers()), ()),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        gpus=gpus,
+        torch=torch,
+        torch_cuda=torch_cuda,
+        cache=attempt(lambda: examine_folder(cache_folder()), None),
+        kernels=attempt(kernel_folder, None),
+    )
+
+
+def attempt(find: Callable[[], T], otherwise: Any) -> T:
+    """What `find` returns, or `otherwise`: a broken installation is what is being examined."""
+    try:
+        return find()
+    except Exception:
+        return otherwise
+
+
+def examine_folder(path: Path) -> Folder:
+    """Ownership and permissions of a folder that may not exist yet."""
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if nearest != path:
+        return Folder(path, exists=False, writable=writable)
+    status = path.stat()
+    shared = os.name == "posix" and bool(status.st_mode & 0o022)
+    return Folder(path, True, writable, is_owned(status), shared)
+
+
+def cuda_version(number: int) -> Version:
+    """CUDA's own way to write a version: 12090 is 12.9."""
+    return number // 1000, number % 1000 // 10
+
+
+def _version(package: Path) -> str:
+    """cuquant's own, read as text: the package imports this module."""
+    text = (package / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    return found.group(1) if found else "unknown"
+
+
+def _cupy_wheels() -> dict[str, str]:
+    import importlib.metadata
+
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if _CUPY_WHEEL.fullmatch(name):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def _import_cupy() -> tuple[ModuleType | None, str | None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # two wheels: a check of its own says it better
+            import cupy
+    except Exception as error:
+        return None, _first_line(error)
+    return cupy, None
+
+
+def _nvrtc() -> tuple[Version | None, str | None, tuple[int, ...]]:
+    try:
+        from cupy.cuda import nvrtc
+
+        major, minor = nvrtc.getVersion()
+    except Exception as error:
+        return None, _first_line(error), ()
+    archs = attempt(lambda: tuple(int(arch) for arch in nvrtc.getSupportedArchs()), ())
+    return (major, minor), None, archs
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _headers() -> Iterator[Headers]:
+    """Folders with cuda_fp16.h: those of NVIDIA's wheels, CUDA_PATH, conda and /usr/local/cuda."""
+    seen: set[Path] = set()
+    for folder in _include_folders():
+        if not (folder / "cuda_fp16.h").is_file() or folder.resolve() in seen:
+            continue
+        seen.add(folder.resolve())
+        file = folder / "cuda_runtime_api.h"
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if found := _HEADER_VERSION.search(text):
+            yield Headers(folder, cuda_version(int(found.group(1))))
+
+
+def _include_folders() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")  # a namespace: nothing of it is run
+    folders: list[Path] = []
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        folders += sorted(Path(root).glob("cu*/include"))
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if os.environ.get(variable):
+            folders.append(Path(os.environ[variable], "include"))
+    folders += sorted(Path(sys.prefix, "targets").glob("*/include"))
+    return [*folders, Path("/usr/local/cuda/include")]
+
+
+def _torch() -> tuple[str | None, Version | None]:
+    """torch's version and that of its CUDA, from its files: importing it takes seconds."""
+    import importlib.metadata
+
+    distribution = importlib.metadata.distribution("torch")
+    file = Path(str(distribution.locate_file("torch/version.py")))
+    found = _TORCH_CUDA.search(attempt(lambda: file.read_text(encoding="utf-8"), ""))
+    return distribution.version, (int(found[1]), int(found[2])) if found else None
+
+
+def _nvml() -> tuple[str | None, Version | None, tuple[Gpu, ...]]:
+    """Driver and GPUs by NVIDIA's management library: no CUDA context is made for it."""
+    library = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+    if library.nvmlInit_v2():
+        return None, None, ()
+    try:
+        release = ctypes.create_string_buffer(96)
+        cuda, count = ctypes.c_int(), ctypes.c_uint()
+        library.nvmlSystemGetDriverVersion(release, len(release))
+        library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        gpus = tuple(_nvml_gpu(library, index) for index in range(count.value))
+        return release.value.decode(), cuda_version(cuda.value), gpus
+    finally:
+        library.nvmlShutdown()
+
+
+def _nvml_gpu(library: ctypes.CDLL, index: int) -> Gpu:
+    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    memory = (ctypes.c_uint64 * 3)()  # total, free, used, in bytes
+    library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    library.nvmlDeviceGetName(handle, name, len(name))
+    library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return Gpu(name.value.decode(errors="replace"), (major.value, minor.value), memory[0])
+
+
+def _cupy_devices(cupy: Any) -> tuple[Version, tuple[Gpu, ...]]:
+    runtime = cupy.cuda.runtime
+    gpus = []
+    for index in range(runtime.getDeviceCount()):
+        found = runtime.getDeviceProperties(index)
+        compute = (found["major"], found["minor"])
+        gpus.append(Gpu(found["name"].decode(errors="replace"), compute, found["totalGlobalMem"]))
+    return cuda_version(runtime.driverGetVersion()), tuple(gpus)

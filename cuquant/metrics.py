@@ -1,0 +1,86 @@
+"""How far quantized values are from the true ones."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array import QuantArray
+
+
+class Error(NamedTuple):
+    """What quantization changed.
+
+    Attributes
+    ----------
+    sqnr_db
+        Signal to quantization noise, 10 log10(sum x^2 / sum (x - x')^2), dB; inf where equal.
+    max_error
+        max |x - x'|.
+    cosine
+        Of x and x' as flat vectors; 1 where both are zero.
+    """
+
+    sqnr_db: float
+    max_error: float
+    cosine: float
+
+
+def error(x: Any, q: Any) -> Error:
+    """SQNR, largest error and cosine of a quantized array against the values it came from.
+
+    Parameters
+    ----------
+    x
+        The true values, an array.
+    q
+        QuantArray or array of x's shape.
+
+    Returns
+    -------
+    Error
+        (sqnr_db, max_error, cosine); all NaN where x or q holds a NaN.
+
+    Raises
+    ------
+    ValueError
+        Where the shapes differ.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> x = np.array([[1.0, -1.0, 0.5, 0.25] * 16], np.float32)
+    >>> cq.error(x, cq.quantize(x, "fp16"))
+    Error(sqnr_db=inf, max_error=0.0, cosine=1.0)
+    """
+    true = interop.to_numpy(x)
+    if isinstance(q, QuantArray):
+        found = q.numpy().dequantize(dtype=np.float32)
+    else:
+        found = interop.to_numpy(q, "q")
+    if true.shape != found.shape:
+        raise ValueError(f"x has shape {true.shape} and q {found.shape}; they must be equal")
+    signal = noise = product = energy = largest = 0.0
+    with np.errstate(invalid="ignore"):
+        for a, b in zip(_pieces(true), _pieces(found), strict=True):
+            gap = a - b
+            signal, energy = signal + float(a @ a), energy + float(b @ b)
+            product, noise = product + float(a @ b), noise + float(gap @ gap)
+            largest = float(np.maximum(largest, np.abs(gap).max(initial=0.0)))
+    if math.isnan(noise):
+        return Error(math.nan, math.nan, math.nan)
+    if noise == 0:
+        sqnr = math.inf
+    else:
+        sqnr = 10 * math.log10(signal / noise) if signal else -math.inf
+    both = math.sqrt(signal * energy)
+    cosine = min(1.0, product / both) if both else float(signal == energy)
+    return Error(sqnr, largest, cosine)
+
+
+def _pieces(x: np.ndarray, size: int = 1 << 20) -> Iterator[np.ndarray]:
+    """Flat float64 pieces in C order."""
+    flat = x.reshape(-1)
+    return (flat[start : start + size].astype(np.float64) for start in range(0, flat.size, size))
