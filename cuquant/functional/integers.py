@@ -1,0 +1,256 @@
+"""Integers with one scale for the whole array, and int4 in nibbles."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cuquant import reference
+from cuquant.errors import FormatError
+from cuquant.formats import Packing, Uniform, get_format
+from cuquant.functional.checks import floats, integer, integers, like, numbers, typed
+from cuquant.ops.quantize import quantize
+
+F32 = np.float32
+INT4 = Packing(4, "low")
+
+
+def quantize_tensor(x: Any, bits: int = 8) -> tuple[Any, Any]:
+    """Symmetric integers with one scale, absmax / (2^(bits - 1) - 1).
+
+    Parameters
+    ----------
+    x
+        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
+    bits
+        2 to 8: the integers reach from -(2^(bits - 1) - 1) to 2^(bits - 1) - 1.
+
+    Returns
+    -------
+    q
+        int8 of x's shape, x * (1 / scale) rounded half to even.
+    scale
+        float32, 0-d: x is about q * scale. 0 where x is all zeros, NaN where it is not finite
+        (q is 0 then).
+
+    Raises
+    ------
+    TypeError
+        Where x is no array of these dtypes.
+    ValueError
+        For a 0-d x or other bits.
+
+    Notes
+    -----
+    The format int8 of `cuquant.quantize` with block_size="tensor", in a narrower range for fewer
+    bits. Linear quantization: Jacob et al., arXiv 1712.05877.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> q, scale = cq.functional.quantize_tensor(np.array([-1, 0.25, 0.5], np.float32))
+    >>> q, scale
+    (array([-127,   32,   64], dtype=int8), array(0.00787402, dtype=float32))
+    """
+    top = (1 << (integer(bits, "bits", 2, 8) - 1)) - 1
+    fmt = get_format("int8", block_size="tensor")
+    codec = Uniform(-top, top)
+    scale = replace(fmt.scale, peak=float(top))  # type: ignore[type-var]
+    fmt = replace(fmt, codec=codec, scale=scale)
+    host = floats(x, "x")
+    fmt.check_shape(host.shape)
+    parts = reference.quantize(host, fmt)
+    codes = reference.codes(parts, fmt, host.shape)
+    return like(codec.decode(codes).astype(np.int8), x), like(parts["scale"], x)
+
+
+def dequantize_tensor(q: Any, scale: Any) -> Any:
+    """q * scale in float32.
+
+    Parameters
+    ----------
+    q
+        Array of integers: int8 of `quantize_tensor`, or int32 of `int8_matmul`.
+    scale
+        A number or an array that broadcasts to q's shape.
+
+    Returns
+    -------
+    float32 of q's shape and kind.
+
+    Raises
+    ------
+    TypeError
+        Where q holds no integers, or scale no numbers.
+    ValueError
+        Where scale does not broadcast to q's shape.
+
+    Notes
+    -----
+    The inverse of Jacob et al.'s linear quantization, arXiv 1712.05877.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> cq.functional.dequantize_tensor(np.array([-127, 64], np.int8), 0.5)
+    array([-63.5,  32. ], dtype=float32)
+    """
+    host = integers(q, "q")
+    factor = numbers(scale, "scale")
+    try:
+        factor = np.broadcast_to(factor, host.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"scale has shape {factor.shape}, which does not broadcast to q's {host.shape}"
+        ) from error
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return like(host.astype(F32) * factor, q)
+
+
+def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
+    """Asymmetric uint8 with one scale and zero point: x is about (q - zero_point) * scale.
+
+    Parameters
+    ----------
+    x
+        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
+
+    Returns
+    -------
+    q
+        uint8 of x's shape.
+    scale
+        float32, 0-d: (max - min) / 255 over the range of x widened to hold 0. 0 where x is all
+        zeros, NaN where it is not finite (q is 0 then).
+    zero_point
+        uint8, 0-d: the code of 0, rint(-min / scale).
+
+    Raises
+    ------
+    TypeError
+        Where x is no array of these dtypes.
+    ValueError
+        For a 0-d x.
+
+    Notes
+    -----
+    The format uint8 of `cuquant.quantize` with block_size="tensor" and float32 scales; the
+    formulas are ONNX's DynamicQuantizeLinear.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> cq.functional.dynamic_quantize(np.array([-1, 0, 1.55], np.float32))
+    (array([  0, 100, 255], dtype=uint8), array(0.01, dtype=float32), array(100, dtype=uint8))
+    """
+    fmt = get_format("uint8", block_size="tensor", scale_dtype="float32")
+    parts = quantize(x, fmt).arrays()
+    return parts["packed"], parts["scale"], parts["zero_point"]
+
+
+def pack_int4(x: Any, axis: int = -1) -> Any:
+    """Two signed 4-bit integers in each byte, the first of them in the low nibble.
+
+    Parameters
+    ----------
+    x
+        Array of integers in -8..7.
+    axis
+        The axis whose neighbours share a byte; an odd length is padded with 0.
+
+    Returns
+    -------
+    uint8, with (n + 1) // 2 bytes for the n elements along `axis`; two's complement nibbles.
+
+    Raises
+    ------
+    TypeError
+        Where x holds no integers.
+    ValueError
+        For values outside -8..7, a 0-d x or an axis that x has not.
+
+    Notes
+    -----
+    The order is that of ONNX's and PyTorch's int4: low nibble first.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> [hex(byte) for byte in cq.functional.pack_int4(np.array([1, -1, 7], np.int8))]
+    ['0xf1', '0x7']
+    """
+    host = integers(x, "x")
+    axis = _axis(host, axis, "x")
+    if host.size and (host.min() < -8 or host.max() > 7):
+        raise ValueError(f"x holds {host.min()}..{host.max()}; int4 holds -8..7")
+    moved = np.moveaxis(host, axis, -1)
+    codes = moved.astype(np.int8).view(np.uint8) & np.uint8(0x0F)
+    packed = INT4.pack(_as_rows(codes), 0)
+    return like(_from_rows(packed, moved.shape[:-1], axis), x)
+
+
+def unpack_int4(packed: Any, n: int | None = None, axis: int = -1) -> Any:
+    """The signed 4-bit integers of `pack_int4`.
+
+    Parameters
+    ----------
+    packed
+        uint8, two integers in each byte along `axis`, the first in the low nibble.
+    n
+        Integers along `axis`: 2 * bytes or one less. None: 2 * bytes.
+    axis
+        The axis that was packed.
+
+    Returns
+    -------
+    int8 in -8..7, with n elements along `axis`.
+
+    Raises
+    ------
+    TypeError
+        Where packed is not uint8.
+    FormatError
+        Where n integers have another number of bytes.
+    ValueError
+        For a 0-d packed or an axis that it has not.
+
+    Notes
+    -----
+    The order is that of ONNX's and PyTorch's int4: low nibble first.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> cq.functional.unpack_int4(np.array([0xF1, 0x07], np.uint8), 3)
+    array([ 1, -1,  7], dtype=int8)
+    """
+    host = typed(packed, "packed", np.uint8)
+    axis = _axis(host, axis, "packed")
+    moved = np.moveaxis(host, axis, -1)
+    count = 2 * moved.shape[-1] if n is None else integer(n, "n", 0)
+    if INT4.words(count) != moved.shape[-1]:
+        raise FormatError(
+            f"packed has {moved.shape[-1]} bytes along axis {axis}; {count} integers have "
+            f"{INT4.words(count)}"
+        )
+    codes = INT4.unpack(_as_rows(moved), count)
+    values = (codes ^ np.uint8(8)).view(np.int8) - np.int8(8)  # 8..15 stand for -8..-1
+    return like(_from_rows(values, moved.shape[:-1], axis), packed)
+
+
+def _axis(x: np.ndarray, axis: Any, name: str) -> int:
+    if x.ndim == 0:
+        raise ValueError(f"{name} is 0-d; nibbles need an axis to run along ({name}.reshape(1))")
+    axis = integer(axis, "axis", -x.ndim, x.ndim - 1)
+    return axis % x.ndim
+
+
+def _as_rows(x: np.ndarray) -> np.ndarray:
+    """[rows, columns] of [rows..., columns]."""
+    *rows, columns = x.shape
+    return np.ascontiguousarray(x).reshape(int(np.prod(rows, dtype=np.int64)), columns)
+
+
+def _from_rows(x: np.ndarray, rows: tuple[int, ...], axis: int) -> np.ndarray:
+    """The inverse of moving `axis` last and `_as_rows`, contiguous."""
+    return np.ascontiguousarray(np.moveaxis(x.reshape(*rows, x.shape[-1]), -1, axis))

@@ -1,0 +1,258 @@
+"""QuantArrays in safetensors files: each component is a tensor, the header says what they mean.
+
+The metadata key "cuquant" holds JSON: {"version": 1, "arrays": {name: {"format", "options",
+"shape", "dtype", "axes", "components": {component: {"dtype", "shape"}}}}}. The tensor of a
+component is called "name.component". Everything else in a file is a plain array.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop, reference
+from cuquant.array import OPERATIONS, QuantArray
+from cuquant.errors import FormatError
+from cuquant.formats import Format, get_format
+from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
+from cuquant.packed import ROWS_LAYOUT, PackedWeight, prepack, unpack
+
+KEY, VERSION = "cuquant", 1
+MAX_AXES = 64  # NumPy's own limit
+
+Specs = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def save(
+    path: str | os.PathLike[str], arrays: Mapping[str, Any], *, nonfinite: str = "raise"
+) -> None:
+    """Write quantized and plain arrays to a safetensors file.
+
+    Parameters
+    ----------
+    path
+        Replaced only once the file is complete.
+    arrays
+        QuantArray, PackedWeight or array (NumPy, or torch on the CPU) by name.
+    nonfinite
+        "raise": refuse a QuantArray that decodes to NaN or infinity; "propagate": write it.
+
+    Raises
+    ------
+    ValueError
+        For names that collide, or a non-finite QuantArray (its name is given); nothing is written.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "w.safetensors")
+    >>> cq.save(path, {"w": cq.quantize(np.ones((4, 64), np.float32), "mxfp4"), "b": np.zeros(4)})
+    >>> cq.load(path)["w"]
+    QuantArray(mxfp4, shape=(4, 64), dtype=float32, 4.25 bits/element, device=cpu)
+    """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"save takes a dict of arrays by name, got {type(arrays).__name__}")
+    if nonfinite not in ("raise", "propagate"):
+        raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {nonfinite!r}")
+    parts: dict[str, np.ndarray] = {}
+    entries: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names are strings, got {name!r}")
+        layout = value.layout if isinstance(value, PackedWeight) else None
+        value = unpack(value) if isinstance(value, PackedWeight) else value
+        if isinstance(value, QuantArray):
+            host = value.numpy()
+            if nonfinite == "raise":
+                refuse_nonfinite(name, host)
+            entries[name] = entry(value.format, value.shape, value.dtype, value.axes, layout)
+            found = {f"{name}.{key}": part for key, part in host.arrays().items()}
+        else:
+            found = {name: interop.to_numpy(value, name)}
+        if clash := parts.keys() & found.keys():
+            raise ValueError(f"two tensors would be called {sorted(clash)[0]!r}; rename one array")
+        parts |= found
+    specs = {name: (part.dtype, part.shape) for name, part in parts.items()}
+    with SafetensorsWriter(path, specs, metadata(entries)) as writer:
+        for name, part in parts.items():
+            writer.write(name, part)
+
+
+def load(path: str | os.PathLike[str], *, max_header_bytes: int = 100_000_000) -> dict[str, Any]:
+    """Read a safetensors file: QuantArrays as `save` wrote them, everything else as arrays.
+
+    Parameters
+    ----------
+    path
+        Any safetensors file; nothing in it is executed or trusted.
+    max_header_bytes
+        A larger header is refused.
+
+    Returns
+    -------
+    dict of QuantArray, PackedWeight or NumPy array by name.
+
+    Raises
+    ------
+    FormatError
+        For a malformed file.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "w.safetensors")
+    >>> cq.save(path, {"bias": np.arange(3)})
+    >>> cq.load(path)
+    {'bias': array([0, 1, 2])}
+    """
+    with SafetensorsReader(path, max_header_bytes=max_header_bytes) as reader:
+        entries = read_entries(reader)
+        found = {name: _read_array(reader, name, value) for name, value in entries.items()}
+        inside = {f"{name}.{part}" for name, e in entries.items() for part in e["components"]}
+        for name in reader.tensors.keys() - inside:
+            if name in found:
+                raise FormatError(f"{path}: {name!r} is both an array and a tensor")
+        plain = [name for name in reader.tensors if name not in inside]
+        return found | {name: reference.aligned(reader.read(name)) for name in plain}
+
+
+def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
+    """The `__metadata__` of a file with these entries."""
+    return {KEY: json.dumps({"version": VERSION, "arrays": entries}, allow_nan=False)}
+
+
+def entry(
+    fmt: Format,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    axes: tuple[int, ...],
+    layout: str | None = None,
+) -> dict[str, Any]:
+    """What the header says of one quantized array."""
+    stored = stored_shape(shape, axes)
+    parts = {c.name: {"dtype": str(c.dtype), "shape": c.shape} for c in fmt.components(stored)}
+    described = {
+        "format": fmt.name,
+        "options": dict(fmt.options),
+        "shape": shape,
+        "dtype": str(dtype),
+        "axes": axes,
+        "components": parts,
+    }
+    return described if layout is None else {**described, "layout": layout}
+
+
+def stored_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """[rows..., K]: the shape as the components lie, where axis i is axis axes[i] of them."""
+    return tuple(shape[axes.index(i)] for i in range(len(shape)))
+
+
+def component_specs(name: str, fmt: Format, stored: tuple[int, ...]) -> Specs:
+    """Tensor names, dtypes and shapes that an array stored as [rows..., K] will take."""
+    return {f"{name}.{c.name}": (c.dtype, c.shape) for c in fmt.components(stored)}
+
+
+def refuse_nonfinite(name: str, q: QuantArray) -> None:
+    """ValueError where an array would decode to NaN or infinity."""
+    blocks = reference.effective(q.arrays(), q.format, q.stored_shape)
+    bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
+    if bad:
+        raise ValueError(
+            f"{name!r} has {bad} blocks with NaN or infinity; repair the values, or pass "
+            "nonfinite='propagate' to write them as they are"
+        )
+    values = getattr(q.format.codec, "values", None)
+    if values is None or np.isfinite(values).all():
+        return
+    # Floats have codes of NaN and infinity, codebooks of fewer than 2^bits levels unused ones.
+    bad = int((~np.isfinite(values)).take(q.codes()).sum())
+    if bad:
+        raise ValueError(
+            f"{name!r} has {bad} codes that stand for no finite number; repair the values, or "
+            "pass nonfinite='propagate'"
+        )
+
+
+def read_entries(reader: SafetensorsReader) -> dict[str, Any]:
+    """The quantized arrays that a file's header describes; {} for other files."""
+    text = reader.metadata.get(KEY)
+    if text is None:
+        return {}
+    try:
+        described = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{reader.path}: its cuquant metadata is no JSON ({error})") from error
+    version = described.get("version") if isinstance(described, dict) else None
+    if version != VERSION:
+        raise FormatError(
+            f"{reader.path}: cuquant metadata of version {version!r}; this cuquant reads {VERSION}"
+        )
+    entries = described.get("arrays")
+    if not isinstance(entries, dict):
+        raise FormatError(f"{reader.path}: its cuquant metadata names no arrays")
+    for name, value in entries.items():
+        if not isinstance(value, dict) or not isinstance(value.get("components"), dict):
+            raise FormatError(f"{reader.path}: the entry of {name!r} is malformed")
+    return entries
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _read_array(reader: SafetensorsReader, name: str, described: dict[str, Any]) -> Any:
+    where = f"{reader.path}: {name!r}"
+    fmt, shape, dtype, axes = parse_entry(where, described)
+    try:
+        fmt.check_shape(stored_shape(shape, axes))
+        wanted = fmt.components(stored_shape(shape, axes))
+    except (ValueError, OverflowError) as error:
+        raise FormatError(f"{where}: {error}") from error
+    if {c.name for c in wanted} != set(described["components"]):
+        raise FormatError(f"{where}: {fmt} has the components {[c.name for c in wanted]}")
+    parts = {}
+    for part in wanted:
+        info = reader.tensors.get(f"{name}.{part.name}")
+        if info is None:
+            raise FormatError(f"{where}: its tensor {part.name!r} is missing")
+        if (info.numpy_dtype, info.shape) != (part.dtype, part.shape):
+            raise FormatError(
+                f"{where}: {part.name} is {info.numpy_dtype}{list(info.shape)}; "
+                f"{fmt} of shape {shape} needs {part.dtype}{list(part.shape)}"
+            )
+        parts[part.name] = reference.aligned(reader.read(f"{name}.{part.name}"))
+    q = QuantArray(fmt, shape, dtype, parts, axes)
+    layout = described.get("layout")
+    if layout is None:
+        return q
+    if layout != ROWS_LAYOUT or q.ndim not in (2, 3) or axes != tuple(range(q.ndim)):
+        raise FormatError(f"{where}: layout {layout!r} is unknown to this version")
+    return prepack(q)
+
+
+def parse_entry(
+    where: str, described: Mapping[str, Any]
+) -> tuple[Format, tuple[int, ...], np.dtype, tuple[int, ...]]:
+    """Format, shape, dtype and axes of a header entry; FormatError for anything unexpected."""
+    shape, axes = described.get("shape"), described.get("axes")
+    if not _sizes(shape) or not _sizes(axes) or sorted(axes) != list(range(len(shape))):
+        raise FormatError(f"{where}: its shape and axes do not describe an array")
+    options, name, dtype = (described.get(key) for key in ("options", "format", "dtype"))
+    if not isinstance(options, dict) or not isinstance(name, str) or not isinstance(dtype, str):
+        raise FormatError(f"{where}: its format, options or dtype are malformed")
+    try:
+        fmt, found = get_format(name, **options), interop.float_dtype(dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{where}: {error}") from error
+    return fmt, tuple(shape), found, tuple(axes)
+
+
+def _sizes(value: object) -> bool:
+    if not isinstance(value, list) or len(value) > MAX_AXES:
+        return False
+    return all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+OPERATIONS["save"] = save

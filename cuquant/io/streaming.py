@@ -1,0 +1,170 @@
+"""Quantize a safetensors file tensor by tensor: memory holds one tensor, whatever the file's size."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from cuquant import interop
+from cuquant.formats import Format
+from cuquant.io.quantized import KEY, component_specs, entry, metadata
+from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
+from cuquant.metrics import error
+from cuquant.ops.quantize import quantize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen to one tensor: quantized, or kept for `reason`."""
+
+    info: TensorInfo
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to one tensor.
+
+    Attributes
+    ----------
+    name, shape
+        Of the tensor.
+    reason
+        Why it was kept as it is; None where it was quantized.
+    bytes_in, bytes_out
+        Stored size before and after.
+    sqnr_db
+        Of the quantized tensor; None where kept.
+    seconds
+        To read, quantize, measure and write it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str | None
+    bytes_in: int
+    bytes_out: int
+    sqnr_db: float | None
+    seconds: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bytes_out * 8 / max(math.prod(self.shape), 1)
+
+
+def plan(
+    reader: SafetensorsReader, fmt: Format, include: Sequence[str], exclude: Sequence[str]
+) -> list[Plan]:
+    """Which tensors of a file `fmt` will quantize: float matrices that the globs select."""
+    return [Plan(info, _reason(info, fmt, include, exclude)) for info in reader.tensors.values()]
+
+
+def _reason(
+    info: TensorInfo, fmt: Format, include: Sequence[str], exclude: Sequence[str]
+) -> str | None:
+    if info.numpy_dtype.name not in interop.INPUT_DTYPES:
+        return f"{info.numpy_dtype} values"
+    if len(info.shape) < 2:
+        return "fewer than two axes"
+    if include and not any(fnmatchcase(info.name, pattern) for pattern in include):
+        return "not included"
+    if any(fnmatchcase(info.name, pattern) for pattern in exclude):
+        return "excluded"
+    try:
+        fmt.check_shape(info.shape)
+    except ValueError:
+        return f"{info.shape[-1]} columns do not divide into blocks"
+    return None
+
+
+def quantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    fmt: Format,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    nonfinite: str = "raise",
+    begin: Callable[[list[Plan]], None] | None = None,
+) -> Iterator[Report]:
+    """Quantize the float matrices of a safetensors file; yields a report after each tensor.
+
+    The target appears under its name when the iterator is exhausted. If it is closed before, or
+    an exception comes, nothing is left behind.
+
+    Parameters
+    ----------
+    source, target
+        Safetensors files; they may be the same.
+    fmt
+        Format of the result.
+    include, exclude
+        Globs of tensor names; without `include`, all are candidates.
+    nonfinite
+        As in `quantize`; by default a NaN or infinity is refused.
+    begin
+        Called once with the plan, before any tensor is read.
+
+    Raises
+    ------
+    FormatError
+        For a malformed source.
+    ValueError
+        For non-finite values, naming the tensor, or names that collide.
+    """
+    with SafetensorsReader(source) as reader:
+        if KEY in reader.metadata:
+            raise ValueError(f"{source} is quantized already; quantize the original file")
+        plans = plan(reader, fmt, include, exclude)
+        if begin is not None:
+            begin(plans)
+        specs, entries = _layout(plans, fmt)
+        with SafetensorsWriter(target, specs, {**reader.metadata, **metadata(entries)}) as writer:
+            for step in plans:
+                yield _convert(reader, writer, step, fmt, nonfinite)
+
+
+def _layout(plans: Sequence[Plan], fmt: Format) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors of the target, and the header entries of the quantized ones."""
+    specs: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
+    for step in plans:
+        info = step.info
+        if step.reason is not None:
+            added: dict[str, Any] = {info.name: (info.dtype, info.shape)}
+        else:
+            added = component_specs(info.name, fmt, info.shape)
+            axes = tuple(range(len(info.shape)))
+            entries[info.name] = entry(fmt, info.shape, info.numpy_dtype, axes)
+        if clash := specs.keys() & added.keys():
+            raise ValueError(f"two tensors would be called {sorted(clash)[0]!r}; exclude one")
+        specs |= added
+    return specs, entries
+
+
+def _convert(
+    reader: SafetensorsReader,
+    writer: SafetensorsWriter,
+    step: Plan,
+    fmt: Format,
+    nonfinite: str,
+) -> Report:
+    started = time.perf_counter()
+    info = step.info
+    if step.reason is not None:
+        writer.write_raw(info.name, reader.raw(info.name))
+        seconds = time.perf_counter() - started
+        return Report(info.name, info.shape, step.reason, info.nbytes, info.nbytes, None, seconds)
+    values = reader.read(info.name, copy=False)
+    try:
+        q = quantize(values, fmt, nonfinite=nonfinite)
+    except ValueError as problem:
+        raise ValueError(f"{info.name!r}: {problem}") from problem
+    for name, part in q.arrays().items():
+        writer.write(f"{info.name}.{name}", part)
+    sqnr = error(values, q).sqnr_db
+    seconds = time.perf_counter() - started
+    return Report(info.name, info.shape, None, info.nbytes, q.nbytes, sqnr, seconds)
