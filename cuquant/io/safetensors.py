@@ -416,6 +416,9 @@ class SafetensorsWriter:
             # buffer that could not be flushed would come back at close.
             self._file = self._temporary.open("xb", buffering=0)
             _write_all(self._file, self._header)
+        except FileExistsError:
+            self._temporary = None  # another's file, not ours to remove
+            raise
         except BaseException:
             self._discard()
             raise
@@ -570,7 +573,7 @@ def _parse_header(
     metadata = _checked_metadata(entries.pop(_METADATA, {}))
     if len(entries) > max_tensors:
         _refuse_count(max_tensors)
-    return metadata, [_parse_entry(name, value, data_start) for name, value in entries.items()]
+    return metadata, _parse_entries(entries, data_start)
 
 
 def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -610,30 +613,34 @@ def _refuse_number(text: str) -> NoReturn:
                      "in one, the file is corrupt")
 
 
+def _parse_entries(entries: dict[str, Any], data_start: int) -> list[TensorInfo]:
+    infos = []
+    for name, value in entries.items():
+        try:
+            infos.append(_parse_entry(name, value, data_start))
+        except ValueError as error:
+            raise ValueError(f"tensor {_quote(name)}: {error}") from None
+    return infos
+
+
 def _parse_entry(name: str, value: Any, data_start: int) -> TensorInfo:
-    what = f"tensor {_quote(name)}"
-    _check_text(name, "a tensor name")
+    _check_text(name, "its name")
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise ValueError(f"{what} is {_quote(value)}; an object with exactly dtype, shape and "
+        raise ValueError(f"its entry is {_quote(value)}; an object with exactly dtype, shape and "
                          "data_offsets is wanted, the file is corrupt")
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(tag, str) or tag not in _NUMPY_DTYPES:
-        raise ValueError(f"{what} has the unknown dtype {_quote(tag)}; known: "
-                         f"{', '.join(_NUMPY_DTYPES)}. A newer cuquant may read it")
+    numpy_dtype(tag)
     if not _are_sizes(shape) or len(shape) > _MAX_RANK:
-        raise ValueError(f"{what} has the shape {_quote(shape)}; a list of at most {_MAX_RANK} "
+        raise ValueError(f"its shape is {_quote(shape)}; a list of at most {_MAX_RANK} "
                          "non-negative integers is wanted, the file is corrupt")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{what} has the data_offsets {_quote(offsets)}; [start, end] with "
+        raise ValueError(f"its data_offsets are {_quote(offsets)}; [start, end] with "
                          "0 <= start <= end is wanted, the file is corrupt")
     start, end = offsets
-    try:
-        nbytes = _stored_nbytes(tag, shape)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}; the file is corrupt") from None
+    nbytes = _stored_nbytes(tag, shape)
     if nbytes != end - start:
-        raise ValueError(f"{what} has {end - start} bytes by its data_offsets, but {tag} "
-                         f"{_quote(shape)} takes {nbytes}; the file is corrupt")
+        raise ValueError(f"its data_offsets {_quote(offsets)} hold {end - start} bytes, but "
+                         f"{tag} {_quote(shape)} takes {nbytes}; the file is corrupt")
     return TensorInfo(name, tag, tuple(shape), data_start + start, nbytes)
 
 
