@@ -82,8 +82,8 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
         constexpr u32 smallest_normal = static_cast<u32>(128 - bias) << 23;
         constexpr int dropped = 23 - kMantissa;
         u32 code;
-        if (size < smallest_normal) {
-            const float step = __uint_as_float(static_cast<u32>(126 + bias + kMantissa) << 23);
+        if (kExponent < 8 && size < smallest_normal) {  // bf16 has float32's exponents, and its steps
+            const float step = __uint_as_float(static_cast<u32>((126 + bias + kMantissa) & 255) << 23);
             code = static_cast<u32>(rintf(__fmul_rn(__uint_as_float(size), step)));
         } else {
             const u32 rounded = size + ((1u << (dropped - 1)) - 1) + (size >> dropped & 1);
@@ -98,10 +98,10 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
         if (kSpecials != Specials::None && size > peak_code) {
             const bool infinite = kSpecials == Specials::Ieee && size == peak_code + 1;
             value = __uint_as_float(infinite ? 0x7F800000u : 0x7FC00000u);
-        } else if (size >> kMantissa) {
+        } else if (kExponent == 8 || size >> kMantissa) {
             value = __uint_as_float((size + (static_cast<u32>(127 - bias) << kMantissa)) << (23 - kMantissa));
         } else {
-            const float step = __uint_as_float(static_cast<u32>(128 - bias - kMantissa) << 23);
+            const float step = __uint_as_float(static_cast<u32>((128 - bias - kMantissa) & 255) << 23);
             value = __fmul_rn(static_cast<float>(size), step);
         }
         return code & sign ? -value : value;

@@ -42,7 +42,7 @@ def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = F(1)):
         total = 0.0
         for value in size:
             total += float(value)
-        stored = ROUND[fmt.scale.dtype](total / len(block))
+        stored = min(ROUND[fmt.scale.dtype](total / len(block)), np.float16(65504))
         return F(stored), stored, 0, F(0)
     low = high = F(0)
     if rule == "range":

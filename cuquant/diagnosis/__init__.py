@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cuquant.diagnosis.cache import cache_folder, cache_size, clear_cache
 from cuquant.diagnosis.checks import Check, examine
+from cuquant.diagnosis.facts import gather
 
 __all__ = ["Check", "Diagnosis", "cache_folder", "cache_size", "clear_cache", "doctor"]
 
@@ -52,6 +53,4 @@ def doctor() -> Diagnosis:
     >>> cq.doctor().backend
     'cpu'
     """
-    from cuquant.diagnosis.facts import gather  # `import cuquant` needs nothing of what it imports
-
     return Diagnosis(examine(gather(Path(__file__).parent.parent)))

@@ -1,0 +1,103 @@
+"""The table of all formats, computed from the formats themselves; README holds it."""
+
+from dataclasses import astuple, dataclass, fields
+
+from cuquant.formats.catalogue import ALIASES, get_format, list_formats
+from cuquant.formats.codecs import Codebook, Uniform
+from cuquant.formats.format import Format
+from cuquant.formats.packing import Packing
+
+START, END = "<!-- formats -->", "<!-- /formats -->"  # around the table in README
+_ORDERS = {
+    "low": "low first",
+    "high": "high first",
+    "dense": "bit stream in uint32",
+    "word": "words of uint32",
+    "planes": "bit planes in uint32",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one format."""
+
+    name: str
+    aliases: str
+    bits: str  # an element of a 4096 x 4096 array, scales and all
+    block: str
+    scale: str
+    offset: str
+    codes: str
+    packing: str
+
+
+HEADINGS = tuple(field.name for field in fields(Row))
+
+
+def format_rows() -> list[Row]:
+    """A row for each of `list_formats()`, in its order."""
+    return [_row(get_format(name)) for name in list_formats()]
+
+
+def format_table() -> str:
+    """The table in Markdown, as README holds it between START and END.
+
+    Examples
+    --------
+    >>> print(format_table().splitlines()[2])
+    | nf4 |  | 4.5 | 64 | absmax, float32 |  | 16 levels | 4 bits, high first |
+    """
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *(astuple(row) for row in format_rows())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _row(fmt: Format) -> Row:
+    return Row(
+        fmt.name,
+        ", ".join(alias for alias, name in ALIASES.items() if name == fmt.name),
+        f"{fmt.bits_per_element:.6g}",
+        _block(fmt),
+        _scale(fmt),
+        {"zero_point": "zero point", "min": "min"}.get(fmt.offset or "", ""),
+        _codes(fmt),
+        _packing(fmt),
+    )
+
+
+def _block(fmt: Format) -> str:
+    if fmt.scale is None:
+        return ""
+    if fmt.is_blocks and fmt.packing.elements != fmt.scale.block:  # type: ignore[union-attr]
+        return f"{fmt.packing.elements} in {fmt.scale.block}s"  # type: ignore[union-attr]
+    return str(fmt.scale.block)
+
+
+def _scale(fmt: Format) -> str:
+    if fmt.scale is None:
+        return ""
+    if fmt.scale.rule == "e8m0":
+        return "power of two, e8m0"
+    nested = ", float32 over all" if fmt.scale.nested == "global" else ""
+    rule = "range" if fmt.scale.rule == "range" else fmt.scale.rule.replace("_", " ")
+    dtype = fmt.scale.dtype
+    if fmt.is_blocks and fmt.packing.sc_runs:  # type: ignore[union-attr]
+        dtype = "integer x float16"
+    return f"{rule}, {dtype}{nested}"
+
+
+def _codes(fmt: Format) -> str:
+    codec = fmt.codec
+    if isinstance(codec, Codebook):
+        return f"{len(codec.levels)} levels"
+    if isinstance(codec, Uniform):
+        return f"{codec.low}..{codec.high}"
+    return f"e{codec.exponent}m{codec.mantissa}"
+
+
+def _packing(fmt: Format) -> str:
+    packing = fmt.packing
+    if not isinstance(packing, Packing):
+        return f"{packing.nbytes} bytes a block"
+    if packing.bits in (8, 16):
+        return str(packing.dtype if packing.bits == 8 else fmt.codec.code_dtype)
+    return f"{packing.bits} bits, {_ORDERS[packing.order]}"
