@@ -1,6 +1,6 @@
 """The table of all formats, computed from the formats themselves; README holds it."""
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 
 from cuquant.formats.catalogue import ALIASES, get_format, list_formats
 from cuquant.formats.codecs import Codebook, Uniform
@@ -31,7 +31,9 @@ class Row:
     packing: str
 
 
-HEADINGS = tuple(field.name for field in fields(Row))
+HEADINGS = (
+    "name", "aliases", "bits per element", "block", "scale", "offset", "codes", "packing"
+)  # fmt: skip
 
 
 def format_rows() -> list[Row]:
@@ -78,8 +80,7 @@ def _scale(fmt: Format) -> str:
     if fmt.scale.rule == "e8m0":
         return "power of two, e8m0"
     nested = ", float32 over all" if fmt.scale.nested == "global" else ""
-    rule = "range" if fmt.scale.rule == "range" else fmt.scale.rule.replace("_", " ")
-    dtype = fmt.scale.dtype
+    rule, dtype = fmt.scale.rule.replace("_", " "), fmt.scale.dtype
     if fmt.is_blocks and fmt.packing.sc_runs:  # type: ignore[union-attr]
         dtype = "integer x float16"
     return f"{rule}, {dtype}{nested}"
@@ -98,6 +99,6 @@ def _packing(fmt: Format) -> str:
     packing = fmt.packing
     if not isinstance(packing, Packing):
         return f"{packing.nbytes} bytes a block"
-    if packing.bits in (8, 16):
-        return str(packing.dtype if packing.bits == 8 else fmt.codec.code_dtype)
-    return f"{packing.bits} bits, {_ORDERS[packing.order]}"
+    if packing.order == "low" and packing.bits in (8, 16):
+        return str(packing.dtype)
+    return f"{packing.bits} bit{'s' if packing.bits > 1 else ''}, {_ORDERS[packing.order]}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import reference
+from cuquant import interop, reference
 from cuquant.errors import FormatError
 from cuquant.formats import Packing, Uniform, get_format
 from cuquant.functional.checks import floats, integer, integers, like, numbers, typed
@@ -95,6 +95,12 @@ def dequantize_tensor(q: Any, scale: Any) -> Any:
     >>> cq.functional.dequantize_tensor(np.array([-127, 64], np.int8), 0.5)
     array([-63.5,  32. ], dtype=float32)
     """
+    host = interop.to_numpy(q, "q")
+    if host.dtype.kind == "f":
+        raise TypeError(
+            f"q is {host.dtype}, not integers: values that are scaled already, such as those of "
+            "int8_matmul with scales; scale once"
+        )
     host = integers(q, "q")
     factor = numbers(scale, "scale")
     try:

@@ -95,7 +95,7 @@ def quantize(
     source = Source(x, axis % x.ndim, tiles, clamp)
     if fmt.scale is not None and fmt.scale.rule == "search":
         return _search_blocks(source, fmt, stored, nonfinite)
-    scales = _scales(source, fmt, tiles, given, nonfinite)
+    scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     if fmt.is_blocks:
         return _interleave(source, fmt, tiles, scales, stored, nonfinite == "clamp")
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
@@ -177,7 +177,12 @@ class Scales:
 
 
 def _scales(
-    source: Source, fmt: Format, tiles: Tiles, given: Calibration, nonfinite: str
+    source: Source,
+    fmt: Format,
+    tiles: Tiles,
+    given: Calibration,
+    nonfinite: str,
+    stochastic: bool,
 ) -> Scales:
     if fmt.scale is None:
         return Scales({})
@@ -208,7 +213,7 @@ def _scales(
             stored["zero_point"] = zero_point
         encoding = exact if fmt.scale.encode_with == "exact" else effective
         inverse = _inverse(encoding)
-        if fmt.scale.rule == "mean_abs":  # codes are signs, whatever the scale
+        if fmt.scale.rule == "mean_abs" and not stochastic:  # codes are signs, whatever the scale
             inverse = (inverse != 0).astype(F32)
         return Scales(stored, exact, inverse, None, zero_point)
 

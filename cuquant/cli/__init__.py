@@ -1,0 +1,106 @@
+"""The command `cuquant`: its commands, and how errors become messages and exit codes.
+
+0: done. 1: something the user can mend, said in one line. 2: wrong usage. 128 + n: signal n came.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+import cuquant
+from cuquant.cli import files, system
+from cuquant.cli.demo import demo
+from cuquant.cli.show import console, printable
+from cuquant.errors import BackendUnavailable
+
+# FormatError is a ValueError. Everything else is a defect of ours and keeps its traceback.
+MENDABLE = (ValueError, OSError, BackendUnavailable, MemoryError)
+
+
+class Commands(TyperGroup):
+    """All commands; an error that the user can mend is one line on stderr and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `cuquant formats | head`: typer leaves quietly
+            raise
+        except MENDABLE as error:
+            if ctx.params["debug"]:
+                raise
+            line = f"error: {printable(explain(error), limit=2000)}"
+            console(stderr=True).print(
+                line, style="red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from error
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error; an OSError's names the file without its number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"cuquant {cuquant.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="CUQUANT_DEBUG", help="Show the traceback of an error."),
+    ] = False,
+) -> None:
+    """Quantize model files and look into them, in every format people use."""
+
+
+for command in (
+    files.quantize,
+    files.inspect,
+    system.formats,
+    system.doctor,
+    system.cache,
+    demo,
+):
+    app.command()(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line `arguments` (None: that of the process) and exit."""
+    for stream in (sys.stdout, sys.stderr):  # names hold what an old terminal cannot print
+        with suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+    app(arguments)
+    raise SystemExit(0)  # for the type checker: the app exits itself
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """Exit by an exception, so that half-written files are removed on the way out."""
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
+    raise SystemExit(128 + number)

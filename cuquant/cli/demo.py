@@ -1,0 +1,76 @@
+"""The command `demo`: formats compared on a real sentence encoder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuquant.cli.show import add_row, console, table
+
+
+def demo(
+    passages: Annotated[int, typer.Option(min=2, help="Passages of text to embed.")] = 128,
+    formats: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,C", help="Formats, such as int4,nf4,nf4+double_quant."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(dir_okay=False, help="Where the picture goes: png, svg or pdf.")
+    ] = Path("cuquant-demo.png"),
+    no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no picture.")] = False,
+) -> None:
+    """Compare formats on all-MiniLM-L6-v2: bits, size, embeddings and retrieval; takes a minute."""
+    from cuquant.demo import run  # reads the Python documentation: only this command needs it
+
+    if (command := run.missing(plot=not no_plot)) is not None:
+        print(f"the demo needs a package that is not installed:\n  {command}")
+        return
+    model = run.find_model()
+    assert model is not None  # for the type checker: `missing` has looked
+    chosen = run.parse_formats(run.names_of(formats))
+    if not no_plot:
+        _check_output(output)
+    screen = console(stderr=True)
+    with screen.status("reading the model") as status:
+        rows = run.compare(
+            model, chosen, count=passages, begin=lambda name: status.update(f"encoding with {name}")
+        )
+    _print_rows(rows)
+    if no_plot:
+        return
+    from cuquant.demo import plot
+
+    plot.draw(rows, passages, output)
+    print(f"picture: {output}")
+
+
+def _check_output(output: Path) -> None:
+    """Refuse now what could not be written in a minute."""
+    from cuquant.demo.plot import SUFFIXES
+
+    if output.suffix.lower() not in SUFFIXES:
+        raise typer.BadParameter(
+            f"{output} must end in {', '.join(SUFFIXES)}", param_hint="--output"
+        )
+    if not output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{output.parent} is no folder", param_hint="--output")
+
+
+def _print_rows(rows: list) -> None:
+    numbers = (
+        "bits/weight", "MB", "SQNR dB", "cosine", "top-10", "quantize s", "encode s"
+    )  # fmt: skip
+    made = table(("format", *numbers), right=numbers)
+    for row in rows:
+        add_row(
+            made,
+            row.name,
+            f"{row.bits_per_weight:.3f}",
+            f"{row.megabytes:.1f}",
+            f"{row.sqnr_db:.2f}",
+            f"{row.cosine:.5f}",
+            f"{row.overlap:.1%}",
+            f"{row.quantize_seconds:.2f}",
+            f"{row.encode_seconds:.2f}",
+        )
+    console().print(made)
