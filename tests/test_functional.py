@@ -74,8 +74,10 @@ def test_every_name_is_documented_and_says_its_own_name():
     for name in F.__all__:
         function = getattr(F, name)
         assert function.__name__ == name or function is F.int8_matmul
-        for part in ("Parameters\n", "Returns\n", "Raises\n", "Examples\n", f"{function.__name__}("):
-            assert part in inspect.getdoc(function), (name, part)
+        text = inspect.getdoc(function)
+        for part in ("Parameters", "Returns", "Raises", "Notes", "Examples"):
+            assert f"\n{part}\n---" in text, (name, part)
+        assert f"functional.{function.__name__}(" in text, name
 
 
 # ---- bitsandbytes' 4-bit blocks -------------------------------------------------------------
@@ -235,9 +237,7 @@ def test_kbit_codes_stand_where_the_formula_says(k, packing):
         distance = np.abs(levels - value * (F32(1) / top))
         assert code_at(packed, k, i, packing) == distance.argmin()
     values = F.dequantize_kbit(packed, scale, k, (7, 11), levels, 32, packing)
-    wanted = [
-        levels[code_at(packed, k, i, packing)] * F32(scale[i // 32]) for i in range(len(x))
-    ]
+    wanted = [levels[code_at(packed, k, i, packing)] * F32(scale[i // 32]) for i in range(len(x))]
     assert bits_equal(values, np.asarray(wanted, F32).reshape(7, 11))
 
 
@@ -294,7 +294,8 @@ def test_compact_seven_levels_in_spite_of_the_residue():
     levels, index = F.compact_codebook(map256)
     assert index.tolist() == [0, 1, 2, 3, 253, 254, 255]
     packed, scale = F.quantize_kbit(normal(64), 3, levels)
-    assert F.dequantize_kbit(packed, scale, 3, 64, levels).shape == (64,)
+    thirds = F.dequantize_kbit(packed, scale, 3, 64, levels) / np.repeat(scale, 32) * 3
+    assert np.abs(thirds - np.rint(thirds)).max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,9 @@ def test_compact_keeps_every_true_level(name, count):
     levels, index = F.compact_codebook(map256)
     assert bits_equal(levels, np.unique(map256 + F32(0))) and len(levels) == count
     assert (map256[index] == levels).all()
-    assert all(i == np.flatnonzero(map256 == level)[0] for i, level in zip(index, levels))
+    assert all(
+        i == np.flatnonzero(map256 == level)[0] for i, level in zip(index, levels, strict=True)
+    )
 
 
 def test_compact_small_cases():
@@ -348,16 +351,21 @@ def test_mxfp4_blocks_are_ggufs_but_for_negative_zeros():
     assert apart.any() and (ours["codes"][apart] == 8).all() and (theirs["codes"][apart] == 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in TYPES if name != "q8_1"])
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_values_are_ggufs(name):
+    """Random bytes, so that every code and scale is met; float16 scales may be infinite or NaN."""
     layout = BLOCK_LAYOUTS[name]
     blocks = integers(0, 255, (2, 6, layout.nbytes), np.uint8)
+    if name == "nvfp4":  # the scales' sign is no part of it, and the last code is NaN here
+        blocks[..., :4] %= 127
     kind = gguf.GGMLQuantizationType[name.upper()]
     with np.errstate(all="ignore"):
-        wanted = gguf.quants.dequantize(blocks.reshape(2, -1), kind)
+        wanted = gguf.quants.dequantize(blocks.reshape(2, -1), kind).astype(F32)
     found = getattr(F, f"dequantize_{name}")(blocks, 6 * layout.elements)
     assert found.dtype == F32 and found.shape == (2, 6 * layout.elements)
-    same = found.view(np.uint32) == wanted.astype(F32).view(np.uint32)
+    if layout.scale_kind != "half":  # ggml's table has no -0.0 where e2m1 has one
+        found, wanted = found + F32(0), wanted + F32(0)
+    same = found.view(np.uint32) == wanted.view(np.uint32)
     assert (same | (np.isnan(found) & np.isnan(wanted))).all()
 
 
@@ -422,7 +430,7 @@ def test_q8_1_of_values_is_the_cuda_kernels(dtype):
     x[3] = dtype.type(0.5)
     x[3, 0] = dtype.type(127)  # halves: away from zero
     x[3, 1::2] = dtype.type(-1.5)
-    x[4] *= dtype.type(3e4)
+    x[4] *= dtype.type(1e4)
     found = F.quantize_q8_1(x, sum="values")
     assert found.shape == (40, 1, 36) and not found[1].any()
     with np.errstate(over="ignore"):
@@ -437,7 +445,8 @@ def test_q8_1_sums_differ_by_what_they_sum():
     assert bits_equal(quants, F.quantize_q8_1(x))
     decoded = F.dequantize_q8_1(quants).reshape(64, 10, 32).astype(np.float64).sum(-1)
     true = x.reshape(64, 10, 32).astype(np.float64).sum(-1)
-    halves = [q[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float64) for q in (quants, values)]
+    halves = [q[..., 2:4].copy().view(np.float16)[..., 0] for q in (quants, values)]
+    halves = [half.astype(np.float64) for half in halves]
     # Half an ulp of a float16 up to 32, and d rounded to half against the float32 d of the sum.
     assert np.abs(halves[0] - decoded).max() <= 0.5 * 2.0**-6 + 2.0**-11 * np.abs(decoded).max()
     assert np.abs(halves[1] - true).max() <= 0.5 * 2.0**-6 + 32 * 2.0**-24 * 128
@@ -634,13 +643,14 @@ def test_matmul_bias_relu_of_integers(a_type):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_matmul_bias_relu_of_floats(dtype):
     # Small integers: every product and sum is exact in float32, so its order does not matter.
-    a, b = (integers(-4, 4, s, np.int64, i).astype(dtype) for i, s in enumerate([(5, 900), (900, 6)]))
+    a = integers(-4, 4, (5, 900), np.int64).astype(dtype)
+    b = integers(-4, 4, (900, 6), np.int64, 1).astype(dtype)
     bias = (normal(6) * F32(50)).astype(dtype)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
+    exact, added = a.astype(np.float64) @ b.astype(np.float64), bias.astype(np.float64)
     found = F.matmul_bias_relu(a, b, bias)
-    assert bits_equal(found, np.maximum(exact + bias.astype(np.float64), 0).astype(F32).astype(dtype))
+    assert bits_equal(found, np.maximum(exact + added, 0).astype(F32).astype(dtype))
     scaled = F.matmul_bias_relu(a, b, bias, 0.5, out_dtype="float32")
-    assert bits_equal(scaled, np.maximum(exact / 2 + bias.astype(np.float64), 0).astype(F32))
+    assert bits_equal(scaled, np.maximum(exact / 2 + added, 0).astype(F32))
 
 
 def test_products_of_halves_sum_in_float32():
@@ -654,18 +664,15 @@ def test_products_of_halves_sum_in_float32():
 @pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_fp16_gemm_is_gemm(dtype, out_dtype):
-    a, b = (integers(-4, 4, s, np.int64, i).astype(dtype) for i, s in enumerate([(5, 60), (60, 6)]))
+    a = integers(-4, 4, (5, 60), np.int64).astype(dtype)
+    b = integers(-4, 4, (60, 6), np.int64, 1).astype(dtype)
     c = normal(5, 6, dtype=dtype)
     exact = a.astype(F32) @ b.astype(F32)
-    wide = interop_dtype(out_dtype)
+    wide = BF16 if out_dtype == "bfloat16" else np.dtype(out_dtype)
     assert bits_equal(F.fp16_gemm(a, b, out_dtype=out_dtype), exact.astype(wide))
     found = F.fp16_gemm(a, b, c, 0.3, -0.7, out_dtype)
     wanted = F32(0.3) * exact + F32(-0.7) * c.astype(F32)
     assert bits_equal(found, wanted.astype(wide))
-
-
-def interop_dtype(name):
-    return BF16 if name == "bfloat16" else np.dtype(name)
 
 
 def test_fp16_gemm_does_not_read_c_without_beta():
@@ -866,7 +873,7 @@ CALLS = {
     "unpack_int4": lambda to: F.unpack_int4(to(A4)),
     "int8_matmul": lambda to: F.int8_matmul(to(A8), to(B8)),
     "int8_matmul scaled": lambda to: F.int8_matmul(
-        to(A8), to(B8), to(np.ones((4, 1), F32)), to(np.array(0.5, F32)), zero_point_a=to(np.int8([3])[0:1].reshape(()))
+        to(A8), to(B8), to(X[:, :1]), to(np.array(0.5, F32)), zero_point_a=to(np.array(3, np.int8))
     ),
     "int4_matmul": lambda to: F.int4_matmul(to(A4), to(B4), 64),
     "matmul_bias_relu": lambda to: F.matmul_bias_relu(
@@ -1064,7 +1071,7 @@ REFUSED = [
     (lambda: F.quantize_mxfp4(X[:, :33]), ValueError, "multiple of 32"),
     (lambda: F.quantize_q4_0(np.array(1, F32)), ValueError, "0-d"),
     (lambda: F.quantize_q8_0(DOUBLE), TypeError, "x must be float32"),
-    (lambda: F.quantize_q8_1(X, "floats"), ValueError, r"sum must be one of \('quants', 'values'\)"),
+    (lambda: F.quantize_q8_1(X, "floats"), ValueError, r"sum must be one of \('quants', 'values"),
     (lambda: F.quantize_q8_1(DOUBLE, "values"), TypeError, "x must be float32"),
     (lambda: F.quantize_q8_1(X[:, :31], "values"), ValueError, "multiple of 32"),
     (lambda: F.quantize_q8_1(np.array(1, F32), "values"), ValueError, "0-d"),

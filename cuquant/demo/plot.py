@@ -1,8 +1,10 @@
 """The demo's picture: error against bits per weight, a labelled dot for each format."""
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -15,14 +17,15 @@ from cuquant.demo.run import MODEL, Row
 from cuquant.formats import Codebook, Minifloat, get_format
 
 SUFFIXES = (".png", ".svg", ".pdf")
-FAMILIES = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
-    "integers": "#0072B2",
-    "codebooks": "#D55E00",
-    "small floats": "#009E73",
-    "ggml": "#CC79A7",
+FAMILIES = {  # colours that colour-blind readers can tell apart (Okabe and Ito), and shapes
+    "integers": ("#0072B2", "o"),
+    "codebooks": ("#D55E00", "s"),
+    "small floats": ("#009E73", "^"),
+    "ggml": ("#CC79A7", "D"),
 }
-_DISTANCES = (9, 20, 32, 46, 62, 80)  # points from a dot to its label
-_DIRECTIONS = 16
+_DISTANCES = (7, 16, 26, 38, 52, 68)  # points from a dot to the edge of its label
+_DIRECTIONS = 24
+_ALONG = tuple(i / 24 for i in range(2, 24))  # spots on the line from a dot to its label
 
 
 def family(name: str) -> str:
@@ -41,11 +44,14 @@ def draw(rows: Sequence[Row], count: int, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shown = [row for row in rows if row.name != "fp32" and row.distance > 0]
-    for kind, colour in FAMILIES.items():
+    for kind, (colour, marker) in FAMILIES.items():
         members = [row for row in shown if family(row.name) == kind]
         if members:
             bits, errors = zip(*((r.bits_per_weight, r.distance) for r in members), strict=True)
-            axes.scatter(bits, errors, s=42, color=colour, label=kind, zorder=3)
+            axes.scatter(
+                bits, errors, s=44, color=colour, marker=marker, edgecolors="white",
+                linewidths=0.6, label=kind, zorder=3,
+            )  # fmt: skip
     _dress(axes, shown, count)
     figure.canvas.draw()  # the layout is known from here on
     _label(axes, shown)
@@ -61,6 +67,10 @@ def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
     axes.set_ylabel(f"1 - cosine to the fp32 embedding, mean of {count} passages")
     axes.grid(which="major", color="0.88", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.text(
+        0.01, 0.015, "towards this corner: fewer bits, smaller error", transform=axes.transAxes,
+        fontsize=9, color="0.45",
+    )  # fmt: skip
     if not rows:
         return
     bits = [row.bits_per_weight for row in rows]
@@ -73,54 +83,72 @@ def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
 
 
 def _label(axes: Axes, rows: Sequence[Row]) -> None:
-    """Name the dots: each label takes the nearest place where it covers nothing."""
+    """Name the dots: each label takes the nearest place where it covers and crosses nothing."""
     renderer = axes.figure.canvas.get_renderer()  # type: ignore[union-attr]
     scale = axes.figure.dpi / 72  # pixels per point
     points = [axes.transData.transform((row.bits_per_weight, row.distance)) for row in rows]
-    taken = [_box(x, y, 5 * scale, 5 * scale) for x, y in points]
+    dots = [_box(x, y, 4.5 * scale, 4.5 * scale) for x, y in points]
+    page = _Page(axes.get_window_extent(renderer), scale, dots)
     if legend := axes.get_legend():
-        taken.append(legend.get_window_extent(renderer))
-    for row, (x, y) in sorted(zip(rows, points, strict=True), key=lambda pair: -pair[1][1]):
+        page.taken.append(legend.get_window_extent(renderer))
+    for row, (x, y) in zip(rows, points, strict=True):
+        at = (row.bits_per_weight, row.distance)
         text = axes.annotate(
-            row.name, (row.bits_per_weight, row.distance), (0, 0), textcoords="offset points",
-            fontsize=9, ha="center", va="center", zorder=4,
+            row.name, at, (0, 0), textcoords="offset points", fontsize=9, ha="center",
+            va="center", zorder=4,
         )  # fmt: skip
         extent = text.get_window_extent(renderer)
         width, height = extent.width / 2 + 2 * scale, extent.height / 2 + scale
-        dx, dy, far = _place(x, y, width, height, scale, taken, axes.get_window_extent(renderer))
+        dx, dy, far = page.place(x, y, width, height)
         text.set_position((dx / scale, dy / scale))
-        taken.append(_box(x + dx, y + dy, width, height))
         if far:
-            line = {"arrowstyle": "-", "color": "0.6", "lw": 0.7, "shrinkA": 0, "shrinkB": 4}
+            line = {"arrowstyle": "-", "color": "0.55", "lw": 0.7, "shrinkA": 0, "shrinkB": 3}
             axes.annotate(
-                "", (row.bits_per_weight, row.distance), (dx / scale, dy / scale),
-                textcoords="offset points", arrowprops=line, zorder=2,
+                "", at, (dx / scale, dy / scale), textcoords="offset points", arrowprops=line,
+                zorder=2,
             )  # fmt: skip
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
 
 
-def _place(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    scale: float,
-    taken: Sequence[Bbox],
-    inside: Bbox,
-) -> tuple[float, float, bool]:
-    """Where a label of half-size (width, height) goes, from its dot, in pixels; is it far away?"""
-    for i, distance in enumerate(_DISTANCES):
-        for step in range(_DIRECTIONS):
+@dataclass
+class _Page:
+    """What is taken on the picture, in pixels."""
+
+    inside: Bbox
+    scale: float  # pixels per point
+    dots: list[Bbox]
+    taken: list[Bbox] = field(default_factory=list)  # labels and lines; grows
+
+    def place(self, x: float, y: float, width: float, height: float) -> tuple[float, float, bool]:
+        """Where the label of the dot at (x, y) goes, seen from it; does it need a line?
+
+        `width` and `height` are half of the label's. Where no place is free it lies beside the dot.
+        """
+        found = width + _DISTANCES[0] * self.scale, 0.0, False
+        for i, step in itertools.product(range(len(_DISTANCES)), range(_DIRECTIONS)):
             angle = 2 * math.pi * step / _DIRECTIONS
-            # An ellipse around the label's size: beside a dot it must move further than above it.
-            dx = math.cos(angle) * (width + distance * scale * 0.7)
-            dy = math.sin(angle) * (height + distance * scale * 0.7)
-            box = _box(x + dx, y + dy, width, height)
-            within = box.x0 >= inside.x0 and box.x1 <= inside.x1
-            within = within and box.y0 >= inside.y0 and box.y1 <= inside.y1
-            if within and not any(box.overlaps(other) for other in taken):
-                return dx, dy, i > 0
-    return width + _DISTANCES[0] * scale, 0.0, False
+            # An ellipse around the label: beside a dot it must move further than above it.
+            dx = math.cos(angle) * (width + _DISTANCES[i] * self.scale)
+            dy = math.sin(angle) * (height + _DISTANCES[i] * self.scale)
+            if self._is_free(x, y, _box(x + dx, y + dy, width, height)):
+                found = dx, dy, i > 0
+                break
+        dx, dy, _ = found
+        self.taken.append(_box(x + dx, y + dy, width, height))
+        self.taken += [_box(x + dx * t, y + dy * t, 1, 1) for t in _ALONG]
+        return found
+
+    def _is_free(self, x: float, y: float, box: Bbox) -> bool:
+        if box.x0 < self.inside.x0 or box.x1 > self.inside.x1:
+            return False
+        if box.y0 < self.inside.y0 or box.y1 > self.inside.y1:
+            return False
+        if any(box.overlaps(other) for other in (*self.dots, *self.taken)):
+            return False
+        dx, dy = (box.x0 + box.x1) / 2 - x, (box.y0 + box.y1) / 2 - y
+        others = [dot for dot in self.dots if not dot.contains(x, y)]
+        line = [_box(x + dx * t, y + dy * t, 1, 1) for t in _ALONG]
+        return not any(spot.overlaps(other) for spot in line for other in (*others, *self.taken))
 
 
 def _box(x: float, y: float, width: float, height: float) -> Bbox:

@@ -75,7 +75,7 @@ def install(facts: Facts) -> str:
     if len(facts.cupy_wheels) > 1:  # both own the folder "cupy": removing one breaks the other
         wrong = list(facts.cupy_wheels)
     if facts.nvrtc is not None and facts.nvrtc[0] != major:
-        wrong.append("nvidia-cuda-nvrtc" if facts.nvrtc[0] >= 13 else "nvidia-cuda-nvrtc-cu12")
+        wrong.append(_nvrtc_wheel(facts.nvrtc[0]))
     return f"pip uninstall -y {' '.join(wrong)} && {command}" if wrong else command
 
 
@@ -103,7 +103,7 @@ def check_gpus(facts: Facts) -> Check:
     oldest, newest = min(facts.nvrtc_archs), max(facts.nvrtc_archs)
     if max(archs) > newest:
         limit = f"NVRTC {_text(facts.nvrtc)} knows GPUs up to sm_{newest}"
-        advice = "pip install --upgrade " + _nvrtc_wheel(facts.nvrtc[0])
+        advice = f"pip install --upgrade {_nvrtc_wheel(facts.nvrtc[0])}"
         return Check("gpu", "problem", f"{found}; {limit}", advice)
     if min(archs) < oldest:
         limit = f"NVRTC {_text(facts.nvrtc)} knows GPUs from sm_{oldest} on"
@@ -119,7 +119,10 @@ def check_cupy(facts: Facts) -> Check:
     problem = _cupy_problem(facts)
     if problem is None:
         return Check("cupy", "ok", found)
-    return Check("cupy", "problem", f"{found}; {problem}", install(facts))
+    advice = install(facts)
+    if problem == facts.cupy_error:  # the right wheel, but broken: pip would leave it as it is
+        advice, problem = f"pip install --force-reinstall {facts.wheel}", f"no import: {problem}"
+    return Check("cupy", "problem", f"{found}; {problem}", advice)
 
 
 def _cupy_problem(facts: Facts) -> str | None:
@@ -131,7 +134,7 @@ def _cupy_problem(facts: Facts) -> str | None:
     if "rocm" in wheel:
         return "it is made for AMD GPUs, and the kernels are CUDA's"
     if facts.cupy_error is not None:
-        return f"it cannot be imported: {facts.cupy_error}"
+        return facts.cupy_error
     driver = facts.driver_cuda
     if driver is not None and facts.wheel_major is not None and facts.wheel_major > driver[0]:
         return f"the driver runs CUDA up to {_text(driver)}"
@@ -152,7 +155,7 @@ def check_nvrtc(facts: Facts) -> Check:
         limit = f"the driver runs CUDA up to {_text(facts.driver_cuda)}"
         return Check("nvrtc", "problem", f"{found}; {limit}", install(facts))
     if facts.nvrtc < NEEDED_NVRTC:
-        advice = "pip install --upgrade " + _nvrtc_wheel(12)
+        advice = f"pip install --upgrade {_nvrtc_wheel(major)}"
         return Check("nvrtc", "problem", f"{found}; {_text(NEEDED_NVRTC)} is needed", advice)
     return Check("nvrtc", "ok", found)
 
@@ -209,7 +212,7 @@ def check_kernels(facts: Facts) -> Check:
 
 
 def _nvrtc_wheel(major: int) -> str:
-    return "nvidia-cuda-nvrtc" if major >= 13 else "'nvidia-cuda-nvrtc-cu12>=12.9'"
+    return "nvidia-cuda-nvrtc" if major >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
 
 
 def _text(version: Version) -> str:

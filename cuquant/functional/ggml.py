@@ -48,7 +48,7 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     (2, {blocks}, {nbytes})
     """
 
-_DEQUANTIZE = """The values of ggml's {name} blocks, with the bits of its dequantize_row.
+_DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row_{name}.
 
     Parameters
     ----------

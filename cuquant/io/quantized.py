@@ -120,6 +120,8 @@ def load(path: str | os.PathLike[str], *, max_header_bytes: int = 100_000_000) -
 
 def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
     """The `__metadata__` of a file with these entries."""
+    if not entries:
+        return {}
     return {KEY: json.dumps({"version": VERSION, "arrays": entries}, allow_nan=False)}
 
 

@@ -1,0 +1,300 @@
+"""QuantArray: members, slices, joins, transposes, ggml blocks."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from oracle import bits_equal
+
+import cuquant as cq
+
+NAMES = cq.list_formats()
+BLOCKED = [n for n in NAMES if cq.get_format(n).is_blocks]
+OWN = [n for n in NAMES if n not in BLOCKED]
+
+
+def make(name: str, shape=(4, 512), **options) -> cq.QuantArray:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    if name == "nvfp4":
+        options.setdefault("global_scale", 0.01)
+    return cq.quantize(x, name, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_members(name):
+    q = make(name)
+    assert (q.shape, q.ndim, q.size, len(q)) == ((4, 512), 2, 2048, 4)
+    assert q.dtype == np.float32 and q.device == "cpu" and q.kind == "numpy" and q.axis == 1
+    assert q.bits_per_element == q.nbytes * 8 / 2048
+    assert repr(q).startswith(f"QuantArray({name}, shape=(4, 512), dtype=float32")
+    assert q.codes().shape == (4, 512) and q.codes().dtype == q.format.codec.code_dtype
+    if q.format.scale is not None:
+        assert q.scale.shape == q.format.scale.shape((4, 512))
+        assert q.scale.dtype in (np.float32, np.float16)
+    else:
+        assert q.scale is None
+    assert (q.zero_point is not None) == name.startswith("uint")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_follow_from_codes_and_scales(name):
+    """x' = decode(codes) * scale + minimum, from the public members alone."""
+    q = make(name)
+    scale = np.float32(1) if q.scale is None else q.scale.astype(np.float32)
+    if q.scale is not None:
+        scale = np.repeat(scale, 512 // q.scale.shape[-1], axis=-1)
+    values = q.format.codec.decode(q.codes())
+    if q.zero_point is not None:
+        values = values - np.repeat(q.zero_point, 512 // q.scale.shape[-1], axis=-1).astype(np.float32)
+    values = values * scale
+    if q.minimum is not None:
+        values = values + np.repeat(q.minimum, 512 // q.minimum.shape[-1], axis=-1)
+    assert (values == q.dequantize()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_of_every_format_unpacks_to_its_codes(name):
+    q = make(name)
+    assert (q.format.plain_packing.unpack(q.packed, 512).view(q.codes().dtype) == q.codes()).all()
+
+
+def test_it_is_frozen_and_no_array():
+    q = make("nf4")
+    with pytest.raises(AttributeError):
+        q.shape = (1,)
+    for convert in (np.asarray, np.array):
+        with pytest.raises(TypeError, match="dequantize"):
+            convert(q)
+    assert q != make("nf4") and q == q
+
+
+@pytest.mark.parametrize("name", ["nf4", "q4_k", "nvfp4", "k3"])
+def test_copies_and_pickles(name):
+    q = make(name)
+    for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.numpy(), q.to("cpu")):
+        assert other.format == q.format
+        for part, value in q.arrays().items():
+            assert bits_equal(other.arrays()[part], value)
+
+
+def test_devices():
+    q = make("nf4")
+    with pytest.raises(ValueError, match="tpu"):
+        q.to("tpu")
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(cq.BackendUnavailable, match="pip install"):
+            q.to(device)
+
+
+# ---- transposes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", ["nf4", "q4_0", "nvfp4", "uint4"])
+def test_transpose(name, axis):
+    q = make(name, (32, 64, 96), axis=axis)
+    t = q.T
+    assert t.shape == (96, 64, 32) and t.axis == 2 - axis
+    assert bits_equal(np.ascontiguousarray(t.dequantize()), np.ascontiguousarray(q.dequantize().T))
+    assert bits_equal(np.ascontiguousarray(t.codes()), np.ascontiguousarray(q.codes().T))
+    assert t.T.axes == q.axes and t.arrays()[next(iter(t.arrays()))] is q.arrays()[next(iter(t.arrays()))]
+
+
+def test_transpose_of_two_dimensional_and_double_blocks():
+    for options in ({"block_size": (8, 16)}, {"double_quant": True}):
+        q = make("nf4", (3, 32, 64), **options)
+        assert bits_equal(np.ascontiguousarray(q.T.dequantize()), np.ascontiguousarray(q.dequantize().T))
+
+
+# ---- slices ---------------------------------------------------------------------------------
+
+ROW_INDEXES = {
+    "int": 2, "negative": -1, "slice": slice(1, 3), "step": slice(None, None, 2),
+    "reverse": slice(None, None, -1), "none": slice(2, 2), "list": [3, 0, 0], "array": np.array([1, 2]),
+    "ellipsis": ..., "tuple": (slice(0, 2), slice(None)), "ellipsis and columns": (..., slice(None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("index", ROW_INDEXES.values(), ids=list(ROW_INDEXES))
+@pytest.mark.parametrize("name", NAMES)
+def test_rows(name, index):
+    q = make(name)
+    part = q[index]
+    wanted = q.dequantize()[index]
+    assert part.shape == wanted.shape
+    assert bits_equal(part.dequantize(), wanted)
+    assert part.nbytes == sum(a.nbytes for a in part.arrays().values())
+
+
+@pytest.mark.parametrize("columns", [(0, 256), (256, 512), (0, 512), (256, 256)])
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_on_block_boundaries(name, columns):
+    q = make(name)
+    part = q[:, slice(*columns)]
+    wanted = q.dequantize()[:, slice(*columns)]
+    assert bits_equal(part.dequantize(), np.ascontiguousarray(wanted))
+    block = q.format.block_size
+    if columns[0] < columns[1] and block != "row":  # a shard has the bytes it would have alone
+        whole = np.random.default_rng(1).standard_normal((4, 512)).astype(np.float32)
+        options = {"global_scale": 0.01} if name == "nvfp4" else {}
+        alone = cq.quantize(np.ascontiguousarray(whole[:, slice(*columns)]), name, **options)
+        for key, value in alone.arrays().items():
+            assert bits_equal(np.ascontiguousarray(part.arrays()[key]), value)
+
+
+@pytest.mark.parametrize("packing", ["dense", "word", "planes"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_columns_inside_a_word_are_packed_again(bits, packing):
+    fmt = cq.get_format(f"k{bits}", block_size=8, packing=packing, levels="normal")
+    x = np.random.default_rng(2).standard_normal((3, 100)).astype(np.float32)
+    q = cq.quantize(x, fmt)
+    for start, stop in [(8, 40), (0, 24), (72, 100), (96, 100), (40, 40)]:
+        alone = cq.quantize(np.ascontiguousarray(x[:, start:stop]), fmt)
+        for key, value in alone.arrays().items():
+            assert bits_equal(np.ascontiguousarray(q[:, start:stop].arrays()[key]), value)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int4", "uint4", "k3", "q4_0"])
+def test_columns_inside_a_block_are_refused(name):
+    q = make(name)
+    for columns in (slice(0, 5), slice(5, 512), slice(0, 512, 2)):
+        with pytest.raises(ValueError, match=r"block boundaries|step 1"):
+            q[:, columns]
+    with pytest.raises(ValueError, match="slices on block boundaries"):
+        q[:, 3]
+
+
+def test_row_scales_allow_any_columns():
+    q = make("int8")
+    assert bits_equal(q[:, 5:77].dequantize(), np.ascontiguousarray(q.dequantize()[:, 5:77]))
+
+
+def test_two_dimensional_blocks_slice_on_their_boundaries():
+    q = make("fp8_e4m3", (2, 40, 96), block_size=(16, 32))
+    values = q.dequantize()
+    for index in [(slice(None), slice(16, 40)), (1,), (..., slice(32, 96)), (0, slice(0, 32), slice(64, 96))]:
+        assert bits_equal(np.ascontiguousarray(q[index].dequantize()), np.ascontiguousarray(values[index]))
+    for index in [(0, 3), (0, slice(5, 20)), (0, slice(0, 32, 2)), (..., slice(0, 20))]:
+        with pytest.raises(ValueError, match=r"boundaries|slice them"):
+            q[index]
+
+
+def test_slices_of_a_transposed_array():
+    q = make("int4", (256, 6), axis=0).T[1:4]
+    assert q.shape == (3, 256)
+    wanted = make("int4", (256, 6), axis=0).dequantize().T[1:4]
+    assert (q.dequantize() == wanted).all()
+    with pytest.raises(ValueError, match="boundaries"):
+        make("int4", (256, 6), axis=0)[0:5]
+
+
+def test_gathering_rows_with_a_matrix_of_indices():
+    """An embedding lookup."""
+    q = make("nf4", (10, 64))
+    ids = np.array([[1, 2, 3], [9, 0, 1]])
+    assert bits_equal(q[ids].dequantize(), q.dequantize()[ids])
+
+
+@pytest.mark.parametrize("index", [(0, 0, 0), 4, -5, [4], [-5], (..., ...), None, True, 1.0, "a",
+                                   np.array([True] * 4), ([0], [1])], ids=str)  # fmt: skip
+def test_bad_indices(index):
+    with pytest.raises((IndexError, ValueError)):
+        make("nf4")[index]
+
+
+def test_iteration():
+    q = make("int8")
+    assert [row.shape for row in q] == [(512,)] * 4
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8", "fp8_e4m3"])
+def test_slices_of_double_quantized_arrays_keep_the_values(name):
+    q = make(name, (600, 512), double_quant=True)
+    for index in (slice(3, 9), [5, 2], slice(None)):
+        part = q[index]
+        assert part.format == cq.get_format(name) and bits_equal(part.dequantize(), q.dequantize()[index])
+
+
+# ---- joins ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_concatenate_rows_and_columns(name):
+    q = make(name, (4, 1024))
+    if q.format.block_size != "row":
+        joined = cq.concatenate([q[:, :256], q[:, 256:768], q[:, 768:]], axis=1)
+        for key, value in q.arrays().items():
+            assert bits_equal(np.ascontiguousarray(joined.arrays()[key]), value)
+    joined = cq.concatenate([q[:1], q[1:3], q[3:]], axis=-2)
+    for key, value in q.arrays().items():
+        assert bits_equal(joined.arrays()[key], value)
+
+
+def test_concatenate_refuses_what_it_would_have_to_requantize():
+    a, b = make("nf4", (2, 64)), make("nf4", (2, 100))
+    assert cq.concatenate([a, b], axis=1).shape == (2, 164)
+    for arrays, axis in [([b, a], 1), ([a, b], 0), ([a, make("fp4", (2, 64))], 0), ([], 0), ([a, a], 2),
+                         ([a, a.T], 0), ([make("int8", (2, 64)), make("int8", (2, 32))], 1)]:  # fmt: skip
+        with pytest.raises(ValueError):
+            cq.concatenate(arrays, axis)
+    with pytest.raises(ValueError, match="global_scale"):
+        cq.concatenate([make("nvfp4", (2, 64)), make("nvfp4", (2, 64), global_scale=1.0)])
+    with pytest.raises(ValueError, match="scale"):
+        cq.concatenate([make("int8", (2, 64), block_size="tensor"),
+                        make("int8", (3, 64), block_size="tensor")])  # fmt: skip
+    with pytest.raises(TypeError, match="QuantArrays"):
+        cq.concatenate([a, a.dequantize()])
+
+
+# ---- ggml's bytes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*BLOCKED, "mxfp4", "nvfp4"])
+def test_blocks_round_trip(name):
+    q = make(name, (3, 2, 512), **({"global_scale": 1.0} if name == "nvfp4" else {}))
+    blocks = q.to_blocks()
+    size = {"mxfp4": (32, 17), "nvfp4": (64, 36)}.get(name) or (
+        q.format.packing.elements, q.format.packing.nbytes)  # fmt: skip
+    assert blocks.dtype == np.uint8 and blocks.shape == (3, 2, 512 // size[0], size[1])
+    for given in (blocks, blocks.reshape(3, 2, -1), blocks[:, :, ::-1][:, :, ::-1]):
+        again = cq.QuantArray.from_blocks(given, name, (3, 2, 512))
+        for key, value in q.arrays().items():
+            assert bits_equal(again.arrays()[key], value)
+
+
+def test_to_blocks_of_other_formats():
+    for q, message in [
+        (make("nf4"), "no ggml block"), (make("mxfp4", (2, 40)), "multiple of 32"),
+        (make("nvfp4"), "global_scale=1"), (make("mxfp4", block_size=64), "block"),
+        (make("nvfp4", (2, 96), global_scale=1.0), "multiple of 64"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            q.to_blocks()
+
+
+def test_from_blocks_checks_its_bytes():
+    blocks = make("q4_0").to_blocks()
+    for given, name, shape, error in [
+        (blocks[..., :-1], "q4_0", (4, 512), cq.FormatError), (blocks, "q4_0", (4, 500), cq.FormatError),
+        (blocks, "q4_0", (4, 544), cq.FormatError), (blocks, "q4_0", (), cq.FormatError),
+        (blocks.view(np.int8), "q4_0", (4, 512), cq.FormatError), (blocks, "nf4", (4, 512), ValueError),
+        ("q4_0", "q4_0", (4, 512), TypeError),
+    ]:  # fmt: skip
+        with pytest.raises(error):
+            cq.QuantArray.from_blocks(given, name, shape)
+
+
+# ---- error ----------------------------------------------------------------------------------
+
+
+def test_error_by_hand():
+    x, y = np.float32([3, 4]), np.float32([3, 3])
+    found = cq.error(x, y)
+    assert found == (pytest.approx(10 * np.log10(25)), 1.0, pytest.approx(21 / (5 * 18**0.5)))
+    assert cq.error(x, x) == (np.inf, 0.0, pytest.approx(1.0))
+    assert cq.error(x * 0, x * 0) == (np.inf, 0.0, 1.0)
+    assert cq.error(x * 0, x).sqnr_db == -np.inf
+    assert all(np.isnan(cq.error(x, np.float32([np.nan, 1]))))
+    with pytest.raises(ValueError, match="shape"):
+        cq.error(x, y[:1])

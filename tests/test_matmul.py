@@ -1,0 +1,194 @@
+"""Products against float64, every shape, dtype and epilogue."""
+
+import math
+
+import numpy as np
+import pytest
+from oracle import DTYPES, bits_equal
+
+import cuquant as cq
+from cuquant.reference import ACTIVATIONS, erf
+
+NAMES = cq.list_formats()
+ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def weight(name: str, shape=(24, 256), **options) -> cq.QuantArray:
+    w = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    return cq.quantize(w, name, **options)
+
+
+def exact(x: np.ndarray, q: cq.QuantArray) -> tuple[np.ndarray, np.ndarray]:
+    """x @ q.T in float64 and the sum of absolute products, which bounds rounding."""
+    a, b = x.astype(np.float64), q.dequantize(dtype="float32").astype(np.float64)
+    return a @ b.T, np.abs(a) @ np.abs(b).T
+
+
+def close(y: np.ndarray, wanted: np.ndarray, size: np.ndarray, depth: int) -> bool:
+    """K float32 additions err by at most K * 2^-24 of the absolute sum; then one rounding."""
+    bound = depth * 2.0**-24 * size + ULP[y.dtype.name] * np.abs(wanted) + 2.0**-24
+    return bool((np.abs(y.astype(np.float64) - wanted) <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_linear(name, dtype, rng):
+    q = weight(name)
+    x = rng.standard_normal((5, 256)).astype(DTYPES[dtype])
+    wanted, size = exact(x, q)
+    for y in (cq.linear(x, q), x @ q.T, cq.matmul(x, q.T), cq.linear(x, cq.prepack(q))):
+        assert y.dtype == x.dtype and y.shape == (5, 24)
+        assert close(y, wanted, size, 256)
+
+
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 3, 256), (0, 256), (2, 0, 256)])
+def test_leading_axes(shape, rng):
+    q = weight("nf4")
+    x = rng.standard_normal(shape).astype(np.float32)
+    wanted, size = exact(x, q)
+    assert close(cq.linear(x, q), wanted, size, 256)
+    assert (x @ q.T).shape == (*shape[:-1], 24)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((256,), (256,)), ((4, 256), (256,)), ((256,), (256, 3)), ((2, 4, 256), (2, 256, 3)),
+     ((5, 1, 4, 256), (2, 256, 3)), ((256,), (2, 256, 3))],
+)  # fmt: skip
+def test_matmul_follows_numpy(a, b, rng):
+    x, y = rng.standard_normal(a).astype(np.float32), rng.standard_normal(b).astype(np.float32)
+    left, right = cq.quantize(x, "int8"), cq.quantize(y, "int8", axis=0)
+    for one, two in ((x, right), (left, y), (left, right)):
+        first = one if isinstance(one, np.ndarray) else one.dequantize()
+        second = two if isinstance(two, np.ndarray) else two.dequantize()
+        wanted = np.matmul(first.astype(np.float64), second.astype(np.float64))
+        found = cq.matmul(one, two)
+        assert found.shape == wanted.shape and found.dtype == np.float32
+        size = np.matmul(np.abs(first).astype(np.float64), np.abs(second).astype(np.float64))
+        assert close(np.asarray(found), wanted, size, 256)
+        assert bits_equal(np.asarray(one @ two), np.asarray(found))
+
+
+def test_both_sides_quantized_as_in_w8a8(rng):
+    x = rng.standard_normal((8, 256), dtype=np.float32)
+    wq = weight("int8")
+    xq = cq.quantize(x, "int8", block_size="row")
+    y = cq.matmul(xq, wq.T, out_dtype="bfloat16")
+    wanted, size = exact(xq.dequantize(), wq)
+    assert y.dtype.name == "bfloat16" and close(y, wanted, size, 256)
+    assert cq.matmul(xq, wq.T).dtype == cq.linear(xq, wq).dtype == np.float32
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogue_order(activation, rng):
+    """activation(x @ w.T + bias) + residual, in float32, rounded once."""
+    q = weight("int4", (24, 128))
+    x = rng.standard_normal((5, 128)).astype(np.float16)
+    bias = rng.standard_normal(24).astype(np.float16)
+    residual = rng.standard_normal((5, 24)).astype(np.float32)
+    plain = cq.linear(x, q, out_dtype="float32") + bias.astype(np.float32)
+    wanted = plain if activation is None else ACTIVATIONS[activation](plain)
+    wanted = wanted + residual
+    y = cq.linear(x, q, bias, activation=activation, residual=residual)
+    assert bits_equal(y, wanted.astype(np.float16))
+    out = np.empty((5, 24), np.float32)
+    assert cq.linear(x, q, bias, activation=activation, residual=residual, out=out) is out
+    assert bits_equal(out, wanted)
+
+
+def test_activations_by_the_c_library():
+    x = np.linspace(-9, 9, 4001, dtype=np.float32)
+    true = x.astype(np.float64)
+    gelu = np.array([v / 2 * (1 + math.erf(v / math.sqrt(2))) for v in true])
+    # float32: four roundings of numbers no larger than |x|.
+    assert (np.abs(ACTIVATIONS["gelu"](x) - gelu) <= 4 * 2.0**-24 * np.maximum(np.abs(x), 1)).all()
+    silu = true / (1 + np.exp(-true))
+    assert (np.abs(ACTIVATIONS["silu"](x) - silu) <= 4 * 2.0**-24 * np.maximum(np.abs(x), 1)).all()
+    assert bits_equal(ACTIVATIONS["relu"](x), np.maximum(x, np.float32(0)))
+    assert np.abs(erf(x) - [math.erf(v) for v in true]).max() < 1e-7
+    with np.errstate(invalid="ignore"):
+        ends = {k: f(np.float32([np.inf, np.nan])) for k, f in ACTIVATIONS.items()}
+    for values in ends.values():
+        assert values[0] == np.inf and np.isnan(values[1])
+
+
+def test_swiglu(rng):
+    gate, up = weight("nf4"), weight("q4_0")
+    x = rng.standard_normal((2, 3, 256)).astype(np.float16)
+    a, b = cq.linear(x, gate, out_dtype="float32"), cq.linear(x, up, out_dtype="float32")
+    wanted = (ACTIVATIONS["silu"](a) * b).astype(np.float16)
+    assert bits_equal(cq.swiglu(x, gate, up), wanted)
+    out = np.empty_like(wanted)
+    assert cq.swiglu(x, cq.prepack(gate), up, out=out) is out and bits_equal(out, wanted)
+    with pytest.raises(ValueError, match="equal"):
+        cq.swiglu(x, gate, weight("nf4", (12, 256)))
+
+
+@pytest.mark.parametrize("name", ["nf4", "q4_k", "nvfp4", "int8"])
+@pytest.mark.parametrize("double", [False, True])
+def test_grouped_linear(name, double, rng):
+    if double and cq.get_format(name).scale.dtype != "float32":
+        double = False
+    w = rng.standard_normal((4, 8, 256), dtype=np.float32)
+    q = cq.quantize(w, name, double_quant=double)
+    x = rng.standard_normal((7, 256), dtype=np.float32)
+    experts = np.array([3, 0, 0, 2, 3, 3, 2])
+    y = cq.grouped_linear(x, q, experts)
+    values = q.dequantize()
+    for i, expert in enumerate(experts):
+        wanted = x[i].astype(np.float64) @ values[expert].astype(np.float64).T
+        assert np.allclose(y[i], wanted, rtol=0, atol=256 * 2**-24 * 64)
+    assert bits_equal(cq.grouped_linear(x, cq.prepack(q), experts.tolist()), y)
+    assert cq.grouped_linear(x[:0], q, []).shape == (0, 8)
+    for wrong, error in [([3, 0], ValueError), ([4] * 7, ValueError), ([-1] * 7, ValueError),
+                         ([0.5] * 7, TypeError)]:  # fmt: skip
+        with pytest.raises(error):
+            cq.grouped_linear(x, q, wrong)
+
+
+def test_weights_quantized_along_another_axis(rng):
+    w = rng.standard_normal((128, 24), dtype=np.float32)
+    q = cq.quantize(w, "int4", axis=0)
+    x = rng.standard_normal((3, 128), dtype=np.float32)
+    assert np.allclose(x @ q, x @ q.dequantize(), atol=1e-4)
+    stacked = cq.quantize(rng.standard_normal((128, 4, 8), dtype=np.float32), "int4", axis=0)
+    y = cq.grouped_linear(np.ones((2, 8), np.float32), stacked, [127, 3])
+    assert np.allclose(y, stacked.dequantize()[[127, 3]].sum(-1), atol=1e-4)
+
+
+def test_wrong_operands(rng):
+    q, x = weight("nf4"), rng.standard_normal((2, 256), dtype=np.float32)
+    for call, error in [
+        (lambda: cq.matmul(x, x.T), TypeError), (lambda: cq.linear(x, x), TypeError),
+        (lambda: cq.linear(x[:, :-1], q), ValueError), (lambda: cq.matmul(x, q), ValueError),
+        (lambda: cq.linear(x.astype(np.float64), q), TypeError), (lambda: cq.linear([1.0], q), TypeError),
+        (lambda: cq.linear(x, q, activation="tanh"), ValueError),
+        (lambda: cq.linear(x, q, np.zeros(23, np.float32)), ValueError),
+        (lambda: cq.linear(x, q, np.zeros(24)), TypeError), (lambda: cq.linear(x, q, 1.0), TypeError),
+        (lambda: cq.linear(x, q, residual=np.zeros((2, 23), np.float32)), ValueError),
+        (lambda: cq.linear(x, q, out=np.zeros((2, 23), np.float32)), ValueError),
+        (lambda: cq.linear(x, q, out=np.zeros((2, 24))), TypeError),
+        (lambda: cq.linear(x, q, out_dtype="int8"), TypeError),
+        (lambda: cq.linear(x, q, out=x[:, :24]), ValueError),
+        (lambda: cq.linear(x, q, stream=0), ValueError), (lambda: cq.matmul(x, q.T[0]), ValueError),
+        (lambda: cq.linear(x, weight("nf4", (256,))), ValueError),
+        (lambda: cq.matmul(np.float32(1), q), ValueError),
+        (lambda: cq.grouped_linear(x, q, [0, 0]), ValueError), (lambda: cq.prepack(q.T), ValueError),
+        (lambda: cq.prepack(x), TypeError), (lambda: cq.unpack(q), TypeError),
+    ]:  # fmt: skip
+        with pytest.raises(error):
+            call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prepack_loses_nothing(name):
+    q = weight(name)
+    again = cq.unpack(cq.prepack(q))
+    assert (again.format, again.shape, again.dtype) == (q.format, q.shape, q.dtype)
+    for key, value in q.arrays().items():
+        assert bits_equal(again.arrays()[key], value)
+
+
+def test_precompile_says_what_is_missing():
+    with pytest.raises(cq.BackendUnavailable, match="pip install"):
+        cq.precompile("nf4")

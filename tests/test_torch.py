@@ -1,0 +1,106 @@
+"""torch tensors on the CPU, in and out, without a copy."""
+
+import numpy as np
+import pytest
+from oracle import bits_equal
+
+import cuquant as cq
+
+torch = pytest.importorskip("torch", reason="torch is optional")
+
+NAMES = cq.list_formats()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def to_numpy(tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bytes_as_numpy(name, dtype):
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q = cq.quantize(x, name)
+    assert q.kind == "torch" and q.device == "cpu"
+    assert all(isinstance(part, torch.Tensor) for part in q.arrays().values())
+    host = x.float().numpy().astype(q.dtype)
+    wanted = cq.quantize(host, name)
+    for key, value in q.numpy().arrays().items():
+        assert bits_equal(value, wanted.arrays()[key])
+    y = q.dequantize()
+    assert isinstance(y, torch.Tensor) and y.dtype == dtype and y.shape == x.shape
+    assert bits_equal(to_numpy(y), to_numpy(torch.from_numpy(wanted.dequantize(dtype="float32")).to(dtype)))
+    assert isinstance(q.codes(), torch.Tensor)
+    assert q.scale is None or isinstance(q.scale, torch.Tensor)
+    assert q[1:3].kind == q.T.kind == cq.concatenate([q, q]).kind == "torch"
+
+
+def test_nothing_is_copied():
+    x = torch.randn(8, 64)
+    q = cq.quantize(x, "nf4")
+    assert q.numpy().packed.ctypes.data == q.packed.data_ptr()
+    out = torch.empty(8, 64)
+    assert q.dequantize(out=out) is out
+    assert bool((out == q.dequantize()).all())
+    again = cq.quantize(x * 2, "nf4", out=q)
+    assert again is q and q.packed.data_ptr() == again.packed.data_ptr()
+    assert bool((q.scale == cq.quantize(x * 2, "nf4").scale).all())
+
+
+def test_parameters_and_views():
+    w = torch.nn.Parameter(torch.randn(128, 6))
+    for view in (w, w.t(), w[::2], w[:, 1:4]):
+        q = cq.quantize(view, "int8")
+        wanted = cq.quantize(np.ascontiguousarray(view.detach().numpy()), "int8")
+        assert bits_equal(q.numpy().packed, wanted.packed)
+        assert not q.packed.requires_grad
+
+
+def test_products():
+    w, x = torch.randn(24, 256), torch.randn(2, 5, 256)
+    q = cq.quantize(w, "int4")
+    wanted = cq.linear(x.numpy(), q.numpy())
+    results = [x @ q.T, torch.matmul(x, q.T), torch.nn.functional.linear(x, q), cq.linear(x, q)]
+    for y in results:
+        assert isinstance(y, torch.Tensor) and bits_equal(y.numpy(), wanted)
+    assert torch.equal(q @ x[0].T, cq.matmul(q, x[0].T))
+    half = cq.linear(x.bfloat16(), q, torch.zeros(24).bfloat16(), activation="gelu")
+    assert half.dtype == torch.bfloat16 and half.shape == (2, 5, 24)
+    with pytest.raises(TypeError):
+        torch.add(x, q)
+    with pytest.raises(TypeError, match="one library"):
+        cq.linear(x.numpy(), q)
+    with pytest.raises(TypeError, match="numpy"):
+        cq.linear(x.numpy(), q.numpy(), torch.zeros(24))
+
+
+def test_dtypes_by_torchs_names():
+    q = cq.quantize(torch.randn(2, 64), "nf4")
+    assert q.dequantize(dtype=torch.float16).dtype == torch.float16
+    assert cq.linear(torch.randn(2, 64), q, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert q.to(torch.device("cpu")).device == "cpu"
+    for wrong in (torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
+            cq.quantize(torch.zeros(2, 64).to(wrong))
+
+
+def test_fp8_is_handed_over_as_bytes():
+    q = cq.quantize(torch.randn(2, 64), "fp8_e4m3")
+    assert q.packed.dtype == torch.uint8
+    values = q.packed.view(torch.float8_e4m3fn).float() * q.scale
+    assert torch.equal(values, q.dequantize())
+
+
+def test_files(tmp_path):
+    x = torch.randn(4, 64)
+    fp8, bf16 = x.to(torch.float8_e4m3fn), x.bfloat16()
+    cq.save(tmp_path / "m", {"w": cq.quantize(x, "nf4"), "fp8": fp8, "bf16": bf16})
+    loaded = cq.load(tmp_path / "m")
+    assert loaded["fp8"].dtype.name == "float8_e4m3fn" and loaded["bf16"].dtype.name == "bfloat16"
+    assert bits_equal(loaded["fp8"].view(np.uint8), fp8.view(torch.uint8).numpy())
+    assert cq.error(x, cq.quantize(x, "nf4")) == cq.error(x.numpy(), loaded["w"])
+
+
+def test_meta_and_cuda_tensors_are_refused():
+    with pytest.raises(cq.BackendUnavailable, match="meta"):
+        cq.quantize(torch.empty(2, 64, device="meta"))
