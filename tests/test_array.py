@@ -263,6 +263,20 @@ def test_blocks_round_trip(name):
             assert bits_equal(again.arrays()[key], value)
 
 
+def test_nvfp4_scales_of_ggml_have_no_sign():
+    blocks = make("nvfp4", (2, 64), global_scale=1.0).to_blocks()
+    signed = blocks.copy()
+    signed[..., :4] |= 0x80
+    wanted, found = (cq.QuantArray.from_blocks(b, "nvfp4", (2, 64)) for b in (blocks, signed))
+    assert bits_equal(found.dequantize(), wanted.dequantize())
+
+
+@pytest.mark.parametrize("name", [*BLOCKED, "mxfp4", "nvfp4"])
+def test_empty_blocks(name):
+    q = make(name, (0, 512), **({"global_scale": 1.0} if name == "nvfp4" else {}))
+    assert cq.QuantArray.from_blocks(q.to_blocks(), name, (0, 512)).dequantize().shape == (0, 512)
+
+
 def test_to_blocks_of_other_formats():
     for q, message in [
         (make("nf4"), "no ggml block"), (make("mxfp4", (2, 40)), "multiple of 32"),

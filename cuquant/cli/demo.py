@@ -40,7 +40,7 @@ def demo(
         return
     from cuquant.demo import plot
 
-    plot.draw(rows, passages, output)
+    plot.write(rows, passages, output)
     print(f"picture: {output}")
 
 

@@ -139,7 +139,8 @@ def _run(
         source, output, fmt, include=include, exclude=exclude, nonfinite=nonfinite, begin=begin
     )
     reports = []
-    with bar, closing(steps):  # closed at once after an exception: no half-written file stays
+    # Closed at once after an exception, so that no half-written file stays.
+    with bar, closing(steps):  # type: ignore[arg-type]
         for report in steps:
             reports.append(report)
             bar.advance(task, report.bytes_in)

@@ -57,7 +57,7 @@ def in_bytes(count: int) -> str:
         if size < 1000:
             break
         size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}" if size >= 100 else f"{size:.1f} {unit}"
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def in_seconds(seconds: float) -> str:

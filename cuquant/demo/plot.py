@@ -23,7 +23,7 @@ FAMILIES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "small floats": ("#009E73", "^"),
     "ggml": ("#CC79A7", "D"),
 }
-_DISTANCES = (7, 16, 26, 38, 52, 68)  # points from a dot to the edge of its label
+_DISTANCES = (7, 16, 26, 38, 52, 68, 90, 120)  # points from a dot to the edge of its label
 _DIRECTIONS = 24
 _ALONG = tuple(i / 24 for i in range(2, 24))  # spots on the line from a dot to its label
 
@@ -38,8 +38,15 @@ def family(name: str) -> str:
     return "codebooks" if isinstance(fmt.codec, Codebook) else "integers"
 
 
-def draw(rows: Sequence[Row], count: int, path: Path) -> None:
-    """Write the picture of `rows` (without fp32) from `count` passages to `path`."""
+def write(rows: Sequence[Row], count: int, path: Path) -> None:
+    """Draw `rows`, from `count` passages, and write the picture to `path`."""
+    buffer = io.BytesIO()
+    draw(rows, count).savefig(buffer, format=path.suffix.lower().lstrip("."))
+    path.write_bytes(buffer.getvalue())
+
+
+def draw(rows: Sequence[Row], count: int) -> Figure:
+    """The picture of all rows but fp32, which has no error to show."""
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -55,9 +62,7 @@ def draw(rows: Sequence[Row], count: int, path: Path) -> None:
     _dress(axes, shown, count)
     figure.canvas.draw()  # the layout is known from here on
     _label(axes, shown)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix.lower().lstrip("."))
-    path.write_bytes(buffer.getvalue())
+    return figure
 
 
 def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
@@ -90,7 +95,7 @@ def _label(axes: Axes, rows: Sequence[Row]) -> None:
     dots = [_box(x, y, 4.5 * scale, 4.5 * scale) for x, y in points]
     page = _Page(axes.get_window_extent(renderer), scale, dots)
     if legend := axes.get_legend():
-        page.taken.append(legend.get_window_extent(renderer))
+        page.labels.append(legend.get_window_extent(renderer))
     for row, (x, y) in zip(rows, points, strict=True):
         at = (row.bits_per_weight, row.distance)
         text = axes.annotate(
@@ -117,38 +122,48 @@ class _Page:
     inside: Bbox
     scale: float  # pixels per point
     dots: list[Bbox]
-    taken: list[Bbox] = field(default_factory=list)  # labels and lines; grows
+    labels: list[Bbox] = field(default_factory=list)
+    lines: list[Bbox] = field(default_factory=list)  # spots on them
 
     def place(self, x: float, y: float, width: float, height: float) -> tuple[float, float, bool]:
         """Where the label of the dot at (x, y) goes, seen from it; does it need a line?
 
-        `width` and `height` are half of the label's. Where no place is free it lies beside the dot.
+        `width` and `height` are half of the label's. Where every place has a line across another,
+        that is allowed; where none is free at all, the label lies beside its dot.
         """
         found = width + _DISTANCES[0] * self.scale, 0.0, False
-        for i, step in itertools.product(range(len(_DISTANCES)), range(_DIRECTIONS)):
+        steps = itertools.product((False, True), range(len(_DISTANCES)), range(_DIRECTIONS))
+        for crossing, i, step in steps:
             angle = 2 * math.pi * step / _DIRECTIONS
             # An ellipse around the label: beside a dot it must move further than above it.
             dx = math.cos(angle) * (width + _DISTANCES[i] * self.scale)
             dy = math.sin(angle) * (height + _DISTANCES[i] * self.scale)
-            if self._is_free(x, y, _box(x + dx, y + dy, width, height)):
+            is_free = self._is_free(_box(x + dx, y + dy, width, height))
+            if is_free and (crossing or self._is_clear(x, y, dx, dy)):
                 found = dx, dy, i > 0
                 break
         dx, dy, _ = found
-        self.taken.append(_box(x + dx, y + dy, width, height))
-        self.taken += [_box(x + dx * t, y + dy * t, 1, 1) for t in _ALONG]
+        self.labels.append(_box(x + dx, y + dy, width, height))
+        self.lines += _line(x, y, dx, dy)
         return found
 
-    def _is_free(self, x: float, y: float, box: Bbox) -> bool:
+    def _is_free(self, box: Bbox) -> bool:
+        """Whether a label may lie here: inside, and on no dot, label or line."""
         if box.x0 < self.inside.x0 or box.x1 > self.inside.x1:
             return False
         if box.y0 < self.inside.y0 or box.y1 > self.inside.y1:
             return False
-        if any(box.overlaps(other) for other in (*self.dots, *self.taken)):
-            return False
-        dx, dy = (box.x0 + box.x1) / 2 - x, (box.y0 + box.y1) / 2 - y
+        return not any(box.overlaps(other) for other in (*self.dots, *self.labels, *self.lines))
+
+    def _is_clear(self, x: float, y: float, dx: float, dy: float) -> bool:
+        """Whether the line from a dot to its label meets no other dot, label or line."""
         others = [dot for dot in self.dots if not dot.contains(x, y)]
-        line = [_box(x + dx * t, y + dy * t, 1, 1) for t in _ALONG]
-        return not any(spot.overlaps(other) for spot in line for other in (*others, *self.taken))
+        others += [*self.labels, *self.lines]
+        return not any(spot.overlaps(other) for spot in _line(x, y, dx, dy) for other in others)
+
+
+def _line(x: float, y: float, dx: float, dy: float) -> list[Bbox]:
+    return [_box(x + dx * t, y + dy * t, 1, 1) for t in _ALONG]
 
 
 def _box(x: float, y: float, width: float, height: float) -> Bbox:

@@ -99,7 +99,7 @@ def parse_formats(names: Iterable[str]) -> dict[str, Format]:
     for text in names:
         name, plus, option = text.partition("+")
         if plus and option != "double_quant":
-            raise ValueError(f"{text!r}: the one option here is double_quant, as in nf4+double_quant")
+            raise ValueError(f"{text!r}: the one option is double_quant, as in nf4+double_quant")
         found[text] = get_format(name, double_quant=True) if plus else get_format(name)
     return found
 

@@ -185,7 +185,7 @@ def _import_cupy() -> tuple[ModuleType | None, str | None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # two wheels: a check of its own says it better
-            import cupy
+            import cupy  # type: ignore[import-not-found]
     except Exception as error:
         return None, _first_line(error)
     return cupy, None
@@ -193,7 +193,7 @@ def _import_cupy() -> tuple[ModuleType | None, str | None]:
 
 def _nvrtc() -> tuple[Version | None, str | None, tuple[int, ...]]:
     try:
-        from cupy.cuda import nvrtc
+        from cupy.cuda import nvrtc  # type: ignore[import-not-found]
 
         major, minor = nvrtc.getVersion()
     except Exception as error:

@@ -115,7 +115,8 @@ class BlockLayout:
         `value(codes) * scale + minimum` in float32 has ggml's bits.
         """
         parts = self.stored(blocks)
-        scale = _decode_scale(parts["scale"].reshape(len(blocks), -1), self.scale_kind)
+        stored = parts["scale"] if parts["scale"].ndim == 2 else parts["scale"][:, None]
+        scale = _decode_scale(stored, self.scale_kind)
         with np.errstate(all="ignore"):  # float16 infinities and NaN are a block's to have
             if self.sc_runs:
                 scale = scale * parts["sc"].astype(F32)
@@ -195,7 +196,7 @@ class BlockLayout:
         blocks = np.zeros((n, self.nbytes), np.uint8)
         _write(blocks, self.code_runs, codes ^ np.uint8(0x80) if self.signed else codes)
         if self.scale_kind != "half":
-            blocks[:, self._scale_bytes] = scale.reshape(n, -1)
+            blocks[:, self._scale_bytes] = scale.reshape(n, self.sub_blocks)
             return blocks
         halves = {
             "scale": (scale, self.scale_byte),

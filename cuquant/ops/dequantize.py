@@ -38,7 +38,7 @@ def dequantize(
     >>> import numpy as np, cuquant as cq
     >>> q = cq.quantize(np.array([[-1.0, 0.0, 0.5, 1.0] * 16], np.float32), "nf4")
     >>> cq.dequantize(q, dtype="float16")[0, :4]
-    array([-1.   ,  0.   ,  0.441,  1.   ], dtype=float16)
+    array([-1.    ,  0.    ,  0.4407,  1.    ], dtype=float16)
     """
     if not isinstance(q, QuantArray):
         raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}")

@@ -1,0 +1,255 @@
+"""The package as a whole: layers, light imports, the wheel, the documents."""
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "cuquant"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+# A module may import from its own layer and from those above it in this list.
+LAYERS = [
+    ["errors"],
+    ["formats"],
+    ["reference"],
+    ["interop"],
+    ["slicing", "array", "jit"],
+    ["packed"],
+    ["ops", "metrics"],
+    ["functional", "io", "diagnosis", "demo"],
+    ["cli", "__init__", "__main__"],
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def owner(path: Path) -> str:
+    """The layer's name that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Everything a file imports, also inside its functions, as dotted names."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    level = LEVEL[owner(path)]
+    for name in imported(path):
+        if not name.startswith("cuquant."):
+            continue
+        part = name.split(".")[1]
+        target = LEVEL.get(part, LEVEL["__init__"])
+        assert target <= level, f"{path.name} imports {name}, from a layer above its own"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_imports_torch_or_what_executes_data(path):
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert not roots & {"torch", "pickle", "marshal", "shelve", "dill", "dlpack", "joblib"}
+    calls = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"eval", "exec", "compile", "print" if owner(path) != "cli" else ""}
+
+
+def run(code: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_import_is_light():
+    heavy = "torch cupy typer rich click safetensors gguf matplotlib platformdirs tokenizers sklearn"
+    found = run(f"import sys, cuquant; print([m for m in {heavy.split()} if m in sys.modules])")
+    assert found == "[]"
+
+
+def test_import_takes_less_than_300_ms():
+    code = (
+        "import time, numpy, ml_dtypes; t = time.process_time(); import cuquant;"
+        "print(time.process_time() - t)"
+    )
+    assert min(float(run(code)) for _ in range(3)) < 0.3
+
+
+def test_submodules_do_not_replace_public_names():
+    """Import every submodule, then see that each public name is still what it was."""
+    before = {name: getattr(cq, name) for name in cq.__all__}
+    for module in pkgutil.walk_packages(cq.__path__, "cuquant."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name, value in before.items():
+        assert getattr(cq, name) is value
+    submodules = {m.name for m in pkgutil.iter_modules(cq.__path__)}
+    assert submodules & set(cq.__all__) == {"functional"}
+
+
+def test_every_public_name_can_be_called(tmp_path):
+    """After all imports: functions work, classes are classes, errors are exceptions."""
+    x = np.ones((2, 64), np.float32)
+    q = cq.quantize(x, "nf4")
+    stack = cq.quantize(np.ones((1, 2, 64), np.float32), "nf4")
+    cq.save(tmp_path / "f", {"w": q})
+    calls = {
+        "concatenate": lambda: cq.concatenate([q, q]), "dequantize": lambda: cq.dequantize(q),
+        "doctor": cq.doctor, "error": lambda: cq.error(x, q), "get_format": lambda: cq.get_format("nf4"),
+        "grouped_linear": lambda: cq.grouped_linear(x, stack, [0, 0]), "linear": lambda: cq.linear(x, q),
+        "list_formats": cq.list_formats, "load": lambda: cq.load(tmp_path / "f"),
+        "matmul": lambda: cq.matmul(x, q.T), "prepack": lambda: cq.prepack(q),
+        "quantize": lambda: cq.quantize(x), "save": lambda: cq.save(tmp_path / "g", {"w": q}),
+        "swiglu": lambda: cq.swiglu(x, q, q), "unpack": lambda: cq.unpack(cq.prepack(q)),
+    }  # fmt: skip
+    for name in cq.__all__:
+        value = getattr(cq, name)
+        if inspect.isclass(value) or inspect.ismodule(value):
+            continue
+        if name == "precompile":
+            with pytest.raises(cq.BackendUnavailable):
+                value()
+            continue
+        calls.pop(name)()
+    assert not calls
+
+
+def public_functions() -> list[tuple[str, object]]:
+    found = [(name, getattr(cq, name)) for name in cq.__all__]
+    found += [(f"functional.{n}", getattr(cq.functional, n)) for n in cq.functional.__all__]
+    found += [
+        (f"QuantArray.{n}", v) for n, v in vars(cq.QuantArray).items()
+        if not n.startswith("_") and (callable(v) or isinstance(v, property | classmethod))
+    ]  # fmt: skip
+    return [(n, v) for n, v in found if not inspect.ismodule(v)]
+
+
+@pytest.mark.parametrize(("name", "value"), public_functions(), ids=lambda v: v if isinstance(v, str) else "")
+def test_public_names_are_documented(name, value):
+    text = inspect.getdoc(getattr(value, "__func__", value))
+    assert text and text.split("\n")[0].strip().endswith((".", ":", ";"))
+
+
+# ---- documents ------------------------------------------------------------------------------
+
+
+def between(marker: str) -> str:
+    found = re.search(rf"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", README, re.DOTALL)
+    assert found, f"README has no {marker} markers"
+    return found[1]
+
+
+def test_the_readme_holds_the_generated_table():
+    from cuquant.formats.table import format_table
+
+    assert between("formats").strip() == format_table().strip()
+
+
+def test_the_readme_examples_run(tmp_path):
+    """Every Python block of the README, one after the other."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    code = "\n".join(blocks)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path)
+
+
+def test_the_readme_names_only_commands_that_exist():
+    from typer.main import get_command
+
+    from cuquant.cli import app
+
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
+    named = set(re.findall(r"\bcuquant ([a-z]+)", shell)) | set(re.findall(r"`cuquant ([a-z]+)", README))
+    assert named and named <= known
+
+
+def test_the_version_has_a_changelog_entry():
+    assert f"## {cq.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_top_level_is_tidy():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not listed:
+        pytest.skip("not a git checkout")
+    top = {name.split("/")[0] for name in listed}
+    allowed = {"pyproject.toml", "cuquant", "kernels", "tests", "examples", "README.md", "LICENSE",
+               "CHANGELOG.md"}  # fmt: skip
+    assert {name for name in top if not name.startswith(".")} == allowed
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_run(notebook):
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(notebook, as_version=4)
+    NotebookClient(book, timeout=240, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    outputs = [o for cell in book.cells if cell.cell_type == "code" for o in cell.outputs]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
+    assert not [o for o in outputs if o.output_type == "error"]
+
+
+# ---- the wheel ------------------------------------------------------------------------------
+
+
+def test_the_wheel_works_outside_the_checkout(tmp_path):
+    """Built, unpacked and used from another folder: kernels inside, no sources of ours needed."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    kernels = {f"cuquant/kernels/{p.name}" for p in (ROOT / "kernels").iterdir()}
+    sources = {f"cuquant/{p.relative_to(PACKAGE).as_posix()}" for p in SOURCES}
+    assert kernels <= names and sources <= names and "cuquant/py.typed" in names
+    assert not [n for n in names if n.endswith("kernels/__init__.py") or n.startswith("tests")]
+    home = tmp_path / "env"
+    venv.create(home, system_site_packages=False, with_pip=False)
+    site = next(home.rglob("site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    paths = os.pathsep.join(p for p in sys.path if p.endswith("site-packages"))
+    code = (
+        "import cuquant, numpy as np; from cuquant.jit import kernel_folder;"
+        "q = cuquant.quantize(np.ones((2, 64), np.float32));"
+        "print(cuquant.__file__, kernel_folder(), q.dequantize().sum())"
+    )
+    done = subprocess.run(
+        [next(home.rglob("python")), "-c", f"import sys; sys.path += {paths.split(os.pathsep)}; {code}"],
+        check=True, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    where, kernels_at, total = done.stdout.split()
+    assert Path(where).is_relative_to(site) and Path(kernels_at) == site / "cuquant" / "kernels"
+    assert float(total) == 128
+
+
+def test_kernels_are_found_in_an_editable_install():
+    from cuquant.jit import kernel_folder
+
+    assert (kernel_folder() / "format.cuh").is_file()
