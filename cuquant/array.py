@@ -89,12 +89,12 @@ class QuantArray:
 
     @property
     def kind(self) -> str:
-        """"numpy", "cupy" or "torch": the library of the components."""
+        """ "numpy", "cupy" or "torch": the library of the components."""
         return interop.kind(next(iter(self.components.values()))) or "numpy"
 
     @property
     def device(self) -> str:
-        """"cpu", "cuda:0", ..."""
+        """ "cpu", "cuda:0", ..."""
         return interop.device(next(iter(self.components.values())))
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class QuantArray:
         codes = reference.codes(self._host, self.format, self.stored_shape)
         *rows, columns = codes.shape
         flat = codes.reshape(int(np.prod(rows)), columns)
-        packed = self.format.plain_packing.pack(flat, self.format.zero_code)
+        packed = self.format.row_packing.pack(flat, self.format.zero_code)
         return self._out(packed.reshape(*rows, packed.shape[-1]))
 
     @property
@@ -270,7 +270,7 @@ class QuantArray:
         (2, 64)
         """
         fmt = get_format(format)
-        layout = fmt.packing if isinstance(fmt.packing, BlockLayout) else _block_layout(fmt)
+        layout = fmt.layout if fmt.is_blocks else _block_layout(fmt)
         shape = tuple(int(n) for n in shape)
         which = interop.kind(blocks)
         host = interop.to_numpy(blocks, "blocks")
@@ -298,14 +298,18 @@ class QuantArray:
             if not isinstance(entry, slice) and np.size(entry):
                 low, high = np.min(entry), np.max(entry)
                 if low < -extent or high >= extent:
-                    raise IndexError(f"index {high if high >= extent else low} is outside 0..{extent - 1}")
+                    raise IndexError(
+                        f"index {high if high >= extent else low} is outside 0..{extent - 1}"
+                    )
         if not isinstance(stored[-1], slice):
             raise ValueError("the quantized axis takes slices on block boundaries, not indices")
         fmt, parts, shape = slicing.take(self.format, self.components, self.stored_shape, stored)
         if any(isinstance(entry, np.ndarray) and entry.ndim != 1 for entry in stored):
             axes = tuple(range(len(shape)))  # only allowed where the axes are in order
             if self.axes != tuple(range(self.ndim)):
-                raise ValueError("index arrays of several axes need an array that is not transposed")
+                raise ValueError(
+                    "index arrays of several axes need an array that is not transposed"
+                )
         else:
             kept = [axis for axis in self.axes if not isinstance(stored[axis], int)]
             axes = tuple(sorted(kept).index(axis) for axis in kept)
@@ -372,7 +376,9 @@ def _block_layout(fmt: Format) -> BlockLayout:
     layout = BLOCK_LAYOUTS.get(fmt.name)
     if layout is None or fmt.block_size != layout.sub_block:
         known = ", ".join(BLOCK_LAYOUTS)
-        raise ValueError(f"{fmt} has no ggml block; these have: {known} (with their own block size)")
+        raise ValueError(
+            f"{fmt} has no ggml block; these have: {known} (with their own block size)"
+        )
     return layout
 
 
@@ -382,7 +388,7 @@ def _from_layout(
     """The components of mxfp4 or nvfp4 from ggml's blocks."""
     held = layout.stored(blocks.reshape(blocks.size // layout.nbytes, layout.nbytes))
     codes = held["codes"].reshape(int(np.prod(shape[:-1])), shape[-1])
-    found = {"packed": fmt.packing.pack(codes, fmt.zero_code), "scale": held["scale"]}
+    found = {"packed": fmt.row_packing.pack(codes, fmt.zero_code), "scale": held["scale"]}
     if fmt.scale is not None and fmt.scale.nested == "global":
         found["scale"] = held["scale"] & np.uint8(0x7F)  # ggml's are unsigned: it ignores the bit
         found["global_scale"] = np.ones((), np.float32)
@@ -415,7 +421,9 @@ def concatenate(arrays: Sequence[QuantArray], axis: int = 0) -> QuantArray:
         if not isinstance(q, QuantArray):
             raise TypeError(f"concatenate joins QuantArrays, got {type(q).__name__}")
         if (q.ndim, q.axes, q.kind, q.device) != (first.ndim, first.axes, first.kind, first.device):
-            raise ValueError("the arrays must have the same number of axes, quantized axis and device")
+            raise ValueError(
+                "the arrays must have the same number of axes, quantized axis and device"
+            )
     if not -first.ndim <= axis < first.ndim:
         raise ValueError(f"axis {axis} is outside an array of {first.ndim} axes")
     states = [(q.format, q.arrays(), q.stored_shape) for q in arrays]

@@ -6,7 +6,7 @@ class FormatError(ValueError):
 
 
 class BackendUnavailable(RuntimeError):
-    """The operation needs a GPU, CuPy or NVRTC that is not here; the message names the pip command."""
+    """A GPU, CuPy or NVRTC is needed and not here; the message names the pip command."""
 
 
 class CompileError(RuntimeError):

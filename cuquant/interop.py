@@ -27,7 +27,7 @@ _TORCH_FLOATS = {
 
 
 def kind(x: object) -> str | None:
-    """"numpy", "cupy" or "torch"; None for what is no array of these libraries."""
+    """ "numpy", "cupy" or "torch"; None for what is no array of these libraries."""
     if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
     for name in ("torch", "cupy"):
@@ -39,7 +39,7 @@ def kind(x: object) -> str | None:
 
 
 def device(x: Any) -> str:
-    """"cpu" or "cuda:0" and so on."""
+    """ "cpu" or "cuda:0" and so on."""
     which = kind(x)
     if which == "torch":
         return str(x.device)
@@ -146,7 +146,7 @@ def to_device(x: Any, target: str) -> Any:
 
 
 def device_name(target: object) -> str:
-    """"cpu", "cuda" or "cuda:N" of a string or a torch.device; ValueError otherwise."""
+    """ "cpu", "cuda" or "cuda:N" of a string or a torch.device; ValueError otherwise."""
     name = str(target)
     base, _, index = name.partition(":")
     if base not in ("cpu", "cuda") or (index and not index.isdecimal()):
@@ -156,7 +156,7 @@ def device_name(target: object) -> str:
 
 def _cupy() -> Any:
     try:
-        import cupy
+        import cupy  # type: ignore[import-not-found]
     except ImportError as error:
         raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
     try:

@@ -68,7 +68,7 @@ def prepack(q: QuantArray) -> PackedWeight:
         raise TypeError(f"prepack takes a QuantArray, got {type(q).__name__}")
     if q.ndim not in (2, 3) or q.axes != tuple(range(q.ndim)):
         raise ValueError(
-            f"prepack takes [N, K] or [E, N, K] quantized along K; got shape {q.shape}, axis {q.axis}"
+            f"prepack takes [N, K] or [E, N, K] quantized along K; got {q.shape}, axis {q.axis}"
         )
     return PackedWeight(q.format, ROWS_LAYOUT, q.arrays(), q.shape, q.dtype)
 

@@ -32,9 +32,7 @@ def take(
     if (start, stop) != (0, stored[-1]):
         parts = _take_columns(fmt, parts, stored, start, stop)
     shape = np.empty(stored[:-1], np.int8)[tuple(rows)].shape
-    taken = {
-        name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()
-    }
+    taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
     return fmt, taken, (*shape, stop - start)
 
 
@@ -45,15 +43,11 @@ def flatten_nested(
     parts = dict(parts)
     if fmt.scale is None or fmt.scale.nested != "double":
         return fmt, parts
-    which = interop.kind(parts["packed"])
     host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
-    scale = reference.effective(host, fmt, stored).scale
-    kept = {k: v for k, v in parts.items() if k in ("packed", "zero_point")}
-    return get_format(fmt, double_quant=False), {
-        "packed": kept.pop("packed"),
-        "scale": interop.from_numpy(scale, which),
-        **kept,
-    }
+    scale = np.asarray(reference.effective(host, fmt, stored).scale)
+    kept = {name: part for name, part in parts.items() if not name.startswith("nested_")}
+    kept["scale"] = interop.from_numpy(scale, interop.kind(parts["packed"]) or "numpy")
+    return get_format(fmt, double_quant=False), kept
 
 
 def _check_rows(fmt: Format, stored: tuple[int, ...], rows: Sequence[Any]) -> None:
@@ -74,10 +68,11 @@ def _take_rows(
     fmt: Format, name: str, part: Any, stored: tuple[int, ...], rows: tuple[Any, ...]
 ) -> Any:
     if name in PER_BLOCK:
-        if fmt.scale.block == "tensor":
+        block = fmt.rule.block
+        if block == "tensor":
             return part
-        if isinstance(fmt.scale.block, tuple) and fmt.scale.block[0] > 1:
-            tall = fmt.scale.block[0]
+        if isinstance(block, tuple) and block[0] > 1:
+            tall = block[0]
             start, stop, _ = rows[-1].indices(stored[-2])
             rows = (*rows[:-1], slice(start // tall, max(start // tall, -(-stop // tall))))
     elif name == "global_scale":
@@ -93,7 +88,7 @@ def _take_columns(
     fmt: Format, parts: Parts, stored: tuple[int, ...], start: int, stop: int
 ) -> Parts:
     if fmt.is_blocks:
-        size = fmt.packing.elements
+        size = fmt.layout.elements
         _check_boundary(fmt, stored, start, stop, size)
         return {"blocks": parts["blocks"][..., start // size : stop // size, :]}
     parts = dict(parts)
@@ -103,7 +98,7 @@ def _take_columns(
         for name in PER_BLOCK:
             if name in parts:
                 parts[name] = parts[name][..., start // wide : -(-stop // wide)]
-    packing = fmt.packing
+    packing = fmt.row_packing
     if packing.splits_at(start) and (stop == stored[-1] or packing.splits_at(stop)):
         parts["packed"] = parts["packed"][..., packing.words(start) : packing.words(stop)]
     else:
@@ -118,9 +113,7 @@ def _block_width(fmt: Format) -> int | None:
     return fmt.scale.block[1] if isinstance(fmt.scale.block, tuple) else fmt.scale.block
 
 
-def _check_boundary(
-    fmt: Format, stored: tuple[int, ...], start: int, stop: int, size: int
-) -> None:
+def _check_boundary(fmt: Format, stored: tuple[int, ...], start: int, stop: int, size: int) -> None:
     if start % size or (stop % size and stop != stored[-1]):
         raise ValueError(
             f"{fmt.name} has blocks of {size} along its quantized axis of {stored[-1]}; "
@@ -136,9 +129,11 @@ def _codes(fmt: Format, parts: Parts, stored: tuple[int, ...]) -> np.ndarray:
 def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
     joined = np.concatenate(codes, axis=-1)
     rows = joined.reshape(int(np.prod(joined.shape[:-1])), joined.shape[-1])
-    packed = fmt.packing.pack(np.ascontiguousarray(rows), fmt.zero_code)
+    packed = fmt.row_packing.pack(np.ascontiguousarray(rows), fmt.zero_code)
     packed = packed.reshape(*joined.shape[:-1], packed.shape[-1])
-    return interop.from_numpy(np.ascontiguousarray(packed), interop.kind(parts["packed"]))
+    return interop.from_numpy(
+        np.ascontiguousarray(packed), interop.kind(parts["packed"]) or "numpy"
+    )
 
 
 def join(states: Sequence[State], axis: int) -> State:
@@ -157,11 +152,17 @@ def join(states: Sequence[State], axis: int) -> State:
         return fmt, _join_columns(fmt, states), stored
     if fmt.scale and isinstance(fmt.scale.block, tuple) and axis == len(shape) - 2:
         _check_extents(fmt, [s[axis] for _, _, s in states], fmt.scale.block[0])
-    alone = {"global_scale"} | (set(PER_BLOCK) if fmt.scale and fmt.scale.block == "tensor" else set())
-    return fmt, {
-        name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
-        for name, part in first.items()
-    }, stored
+    alone = {"global_scale"} | (
+        set(PER_BLOCK) if fmt.scale and fmt.scale.block == "tensor" else set()
+    )
+    return (
+        fmt,
+        {
+            name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
+            for name, part in first.items()
+        },
+        stored,
+    )
 
 
 def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> None:
@@ -180,7 +181,9 @@ def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> N
 
 def _check_extents(fmt: Format, extents: Sequence[int], size: int) -> None:
     if any(extent % size for extent in extents[:-1]):
-        raise ValueError(f"{fmt} has blocks of {size} there; only the last array may end inside one")
+        raise ValueError(
+            f"{fmt} has blocks of {size} there; only the last array may end inside one"
+        )
 
 
 def _join_columns(fmt: Format, states: Sequence[State]) -> Parts:
@@ -194,7 +197,7 @@ def _join_columns(fmt: Format, states: Sequence[State]) -> Parts:
     for name in PER_BLOCK:
         if wide and name in joined:
             joined[name] = _concatenate([parts[name] for _, parts, _ in states], -1)
-    if all(fmt.packing.splits_at(extent) for extent in extents[:-1]):
+    if all(fmt.row_packing.splits_at(extent) for extent in extents[:-1]):
         joined["packed"] = _concatenate([parts["packed"] for _, parts, _ in states], -1)
     else:
         codes = [_codes(*state) for state in states]

@@ -9,6 +9,7 @@ from hypothesis import settings
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("cuquant")
 
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20261121)
@@ -18,4 +19,3 @@ def rng() -> np.random.Generator:
 def single_threaded_blas() -> None:
     """xdist runs one worker a core: more BLAS threads would only fight."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-

@@ -12,6 +12,7 @@ from cuquant.formats import Codebook, Format, Minifloat, Uniform
 
 F = np.float32
 ROUND = {"float16": np.float16, "float32": np.float32}
+ONE = F(1)
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -25,7 +26,7 @@ def bits_equal(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = F(1)):
+def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = ONE):
     """(scale that codes use, value that is stored as scale, zero point, minimum) of one block."""
     size = np.abs(block)
     rule, codec = fmt.scale.rule, fmt.codec
@@ -90,7 +91,7 @@ def nearest(value: np.float32, levels: tuple[float, ...], tie: str) -> int:
     return len(levels) - 1
 
 
-def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = F(1)):
+def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = ONE):
     """Codes, stored scales, zero points and float32 values of one row; blocks along it."""
     width = len(row) if fmt.scale.block in ("row", "tensor") else int(fmt.scale.block)
     codes, scales, points, values = [], [], [], []
@@ -100,7 +101,9 @@ def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = F(1)):
             used, stored, point, _ = block_scale(block, fmt, world)
             inverse = F(1) / used
             dead = not np.isfinite(inverse) or inverse == 0
-            decoded_scale = F(2.0 ** (int(stored) - 127)) if fmt.scale.dtype == "e8m0" else F(stored)
+            decoded_scale = (
+                F(2.0 ** (int(stored) - 127)) if fmt.scale.dtype == "e8m0" else F(stored)
+            )
             decoded_scale = F(np.nan) if np.isnan(used) else decoded_scale * world
             for value in block:
                 scaled = F(0) if dead else value * inverse

@@ -46,7 +46,9 @@ def test_values_follow_from_codes_and_scales(name):
         scale = np.repeat(scale, 512 // q.scale.shape[-1], axis=-1)
     values = q.format.codec.decode(q.codes())
     if q.zero_point is not None:
-        values = values - np.repeat(q.zero_point, 512 // q.scale.shape[-1], axis=-1).astype(np.float32)
+        values = values - np.repeat(q.zero_point, 512 // q.scale.shape[-1], axis=-1).astype(
+            np.float32
+        )
     values = values * scale
     if q.minimum is not None:
         values = values + np.repeat(q.minimum, 512 // q.minimum.shape[-1], axis=-1)
@@ -56,7 +58,7 @@ def test_values_follow_from_codes_and_scales(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_of_every_format_unpacks_to_its_codes(name):
     q = make(name)
-    assert (q.format.plain_packing.unpack(q.packed, 512).view(q.codes().dtype) == q.codes()).all()
+    assert (q.format.row_packing.unpack(q.packed, 512).view(q.codes().dtype) == q.codes()).all()
 
 
 def test_it_is_frozen_and_no_array():
@@ -98,22 +100,35 @@ def test_transpose(name, axis):
     assert t.shape == (96, 64, 32) and t.axis == 2 - axis
     assert bits_equal(np.ascontiguousarray(t.dequantize()), np.ascontiguousarray(q.dequantize().T))
     assert bits_equal(np.ascontiguousarray(t.codes()), np.ascontiguousarray(q.codes().T))
-    assert t.T.axes == q.axes and t.arrays()[next(iter(t.arrays()))] is q.arrays()[next(iter(t.arrays()))]
+    assert (
+        t.T.axes == q.axes
+        and t.arrays()[next(iter(t.arrays()))] is q.arrays()[next(iter(t.arrays()))]
+    )
 
 
 def test_transpose_of_two_dimensional_and_double_blocks():
     for options in ({"block_size": (8, 16)}, {"double_quant": True}):
         q = make("nf4", (3, 32, 64), **options)
-        assert bits_equal(np.ascontiguousarray(q.T.dequantize()), np.ascontiguousarray(q.dequantize().T))
+        assert bits_equal(
+            np.ascontiguousarray(q.T.dequantize()), np.ascontiguousarray(q.dequantize().T)
+        )
 
 
 # ---- slices ---------------------------------------------------------------------------------
 
 ROW_INDEXES = {
-    "int": 2, "negative": -1, "slice": slice(1, 3), "step": slice(None, None, 2),
-    "reverse": slice(None, None, -1), "none": slice(2, 2), "list": [3, 0, 0], "array": np.array([1, 2]),
-    "ellipsis": ..., "tuple": (slice(0, 2), slice(None)), "ellipsis and columns": (..., slice(None)),
-}  # fmt: skip
+    "int": 2,
+    "negative": -1,
+    "slice": slice(1, 3),
+    "step": slice(None, None, 2),
+    "reverse": slice(None, None, -1),
+    "none": slice(2, 2),
+    "list": [3, 0, 0],
+    "array": np.array([1, 2]),
+    "ellipsis": ...,
+    "tuple": (slice(0, 2), slice(None)),
+    "ellipsis and columns": (..., slice(None)),
+}
 
 
 @pytest.mark.parametrize("index", ROW_INDEXES.values(), ids=list(ROW_INDEXES))
@@ -173,8 +188,15 @@ def test_row_scales_allow_any_columns():
 def test_two_dimensional_blocks_slice_on_their_boundaries():
     q = make("fp8_e4m3", (2, 40, 96), block_size=(16, 32))
     values = q.dequantize()
-    for index in [(slice(None), slice(16, 40)), (1,), (..., slice(32, 96)), (0, slice(0, 32), slice(64, 96))]:
-        assert bits_equal(np.ascontiguousarray(q[index].dequantize()), np.ascontiguousarray(values[index]))
+    for index in [
+        (slice(None), slice(16, 40)),
+        (1,),
+        (..., slice(32, 96)),
+        (0, slice(0, 32), slice(64, 96)),
+    ]:
+        assert bits_equal(
+            np.ascontiguousarray(q[index].dequantize()), np.ascontiguousarray(values[index])
+        )
     for index in [(0, 3), (0, slice(5, 20)), (0, slice(0, 32, 2)), (..., slice(0, 20))]:
         with pytest.raises(ValueError, match=r"boundaries|slice them"):
             q[index]
@@ -196,8 +218,24 @@ def test_gathering_rows_with_a_matrix_of_indices():
     assert bits_equal(q[ids].dequantize(), q.dequantize()[ids])
 
 
-@pytest.mark.parametrize("index", [(0, 0, 0), 4, -5, [4], [-5], (..., ...), None, True, 1.0, "a",
-                                   np.array([True] * 4), ([0], [1])], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "index",
+    [
+        (0, 0, 0),
+        4,
+        -5,
+        [4],
+        [-5],
+        (..., ...),
+        None,
+        True,
+        1.0,
+        "a",
+        np.array([True] * 4),
+        ([0], [1]),
+    ],
+    ids=str,
+)
 def test_bad_indices(index):
     with pytest.raises((IndexError, ValueError)):
         make("nf4")[index]
@@ -213,7 +251,9 @@ def test_slices_of_double_quantized_arrays_keep_the_values(name):
     q = make(name, (600, 512), double_quant=True)
     for index in (slice(3, 9), [5, 2], slice(None)):
         part = q[index]
-        assert part.format == cq.get_format(name) and bits_equal(part.dequantize(), q.dequantize()[index])
+        assert part.format == cq.get_format(name) and bits_equal(
+            part.dequantize(), q.dequantize()[index]
+        )
 
 
 # ---- joins ----------------------------------------------------------------------------------
@@ -234,15 +274,23 @@ def test_concatenate_rows_and_columns(name):
 def test_concatenate_refuses_what_it_would_have_to_requantize():
     a, b = make("nf4", (2, 64)), make("nf4", (2, 100))
     assert cq.concatenate([a, b], axis=1).shape == (2, 164)
-    for arrays, axis in [([b, a], 1), ([a, b], 0), ([a, make("fp4", (2, 64))], 0), ([], 0), ([a, a], 2),
-                         ([a, a.T], 0), ([make("int8", (2, 64)), make("int8", (2, 32))], 1)]:  # fmt: skip
+    for arrays, axis in [
+        ([b, a], 1),
+        ([a, b], 0),
+        ([a, make("fp4", (2, 64))], 0),
+        ([], 0),
+        ([a, a], 2),
+        ([a, a.T], 0),
+        ([make("int8", (2, 64)), make("int8", (2, 32))], 1),
+    ]:
         with pytest.raises(ValueError):
             cq.concatenate(arrays, axis)
     with pytest.raises(ValueError, match="global_scale"):
         cq.concatenate([make("nvfp4", (2, 64)), make("nvfp4", (2, 64), global_scale=1.0)])
     with pytest.raises(ValueError, match="scale"):
-        cq.concatenate([make("int8", (2, 64), block_size="tensor"),
-                        make("int8", (3, 64), block_size="tensor")])  # fmt: skip
+        cq.concatenate(
+            [make("int8", (2, 64), block_size="tensor"), make("int8", (3, 64), block_size="tensor")]
+        )
     with pytest.raises(TypeError, match="QuantArrays"):
         cq.concatenate([a, a.dequantize()])
 
@@ -255,7 +303,9 @@ def test_blocks_round_trip(name):
     q = make(name, (3, 2, 512), **({"global_scale": 1.0} if name == "nvfp4" else {}))
     blocks = q.to_blocks()
     size = {"mxfp4": (32, 17), "nvfp4": (64, 36)}.get(name) or (
-        q.format.packing.elements, q.format.packing.nbytes)  # fmt: skip
+        q.format.packing.elements,
+        q.format.packing.nbytes,
+    )
     assert blocks.dtype == np.uint8 and blocks.shape == (3, 2, 512 // size[0], size[1])
     for given in (blocks, blocks.reshape(3, 2, -1), blocks[:, :, ::-1][:, :, ::-1]):
         again = cq.QuantArray.from_blocks(given, name, (3, 2, 512))
@@ -279,10 +329,12 @@ def test_empty_blocks(name):
 
 def test_to_blocks_of_other_formats():
     for q, message in [
-        (make("nf4"), "no ggml block"), (make("mxfp4", (2, 40)), "multiple of 32"),
-        (make("nvfp4"), "global_scale=1"), (make("mxfp4", block_size=64), "block"),
+        (make("nf4"), "no ggml block"),
+        (make("mxfp4", (2, 40)), "multiple of 32"),
+        (make("nvfp4"), "global_scale=1"),
+        (make("mxfp4", block_size=64), "block"),
         (make("nvfp4", (2, 96), global_scale=1.0), "multiple of 64"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             q.to_blocks()
 
@@ -290,11 +342,14 @@ def test_to_blocks_of_other_formats():
 def test_from_blocks_checks_its_bytes():
     blocks = make("q4_0").to_blocks()
     for given, name, shape, error in [
-        (blocks[..., :-1], "q4_0", (4, 512), cq.FormatError), (blocks, "q4_0", (4, 500), cq.FormatError),
-        (blocks, "q4_0", (4, 544), cq.FormatError), (blocks, "q4_0", (), cq.FormatError),
-        (blocks.view(np.int8), "q4_0", (4, 512), cq.FormatError), (blocks, "nf4", (4, 512), ValueError),
+        (blocks[..., :-1], "q4_0", (4, 512), cq.FormatError),
+        (blocks, "q4_0", (4, 500), cq.FormatError),
+        (blocks, "q4_0", (4, 544), cq.FormatError),
+        (blocks, "q4_0", (), cq.FormatError),
+        (blocks.view(np.int8), "q4_0", (4, 512), cq.FormatError),
+        (blocks, "nf4", (4, 512), ValueError),
         ("q4_0", "q4_0", (4, 512), TypeError),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error):
             cq.QuantArray.from_blocks(given, name, shape)
 

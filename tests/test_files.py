@@ -42,10 +42,14 @@ def test_round_trip(name, tmp_path):
 
 
 OPTIONS = [
-    ("nf4", {"double_quant": True}), ("nf4", {"block_size": "tensor"}), ("fp8_e4m3", {"block_size": (2, 64)}),
-    ("k3", {"levels": [-1.0, -0.3, 0.0, 0.1, 1.0]}), ("k8", {"levels": np.linspace(-1, 1, 256) ** 3}),
-    ("k5", {"levels": "normal", "block_size": 32}), ("int4", {"block_size": "row"}),
-]  # fmt: skip
+    ("nf4", {"double_quant": True}),
+    ("nf4", {"block_size": "tensor"}),
+    ("fp8_e4m3", {"block_size": (2, 64)}),
+    ("k3", {"levels": [-1.0, -0.3, 0.0, 0.1, 1.0]}),
+    ("k8", {"levels": np.linspace(-1, 1, 256) ** 3}),
+    ("k5", {"levels": "normal", "block_size": 32}),
+    ("int4", {"block_size": "row"}),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
@@ -62,10 +66,14 @@ def test_options_round_trip(name, options, tmp_path):
 def test_plain_arrays_and_packed_weights(tmp_path):
     path = tmp_path / "m"
     plain = {
-        "f32": np.arange(6, dtype=np.float32).reshape(2, 3), "nan": np.full(3, np.nan),
-        "bf16": np.ones(3, ml_dtypes.bfloat16), "fp8": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
-        "fp4": np.array([1, -2, 3, 6], ml_dtypes.float4_e2m1fn), "ids": np.array(3), "b": np.array([True]),
-    }  # fmt: skip
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "nan": np.full(3, np.nan),
+        "bf16": np.ones(3, ml_dtypes.bfloat16),
+        "fp8": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+        "fp4": np.array([1, -2, 3, 6], ml_dtypes.float4_e2m1fn),
+        "ids": np.array(3),
+        "b": np.array([True]),
+    }
     packed = cq.prepack(sample("int4"))
     cq.save(path, {**plain, "w": packed})
     loaded = cq.load(path)
@@ -122,8 +130,12 @@ def test_nan_codes_are_found_too(tmp_path):
 def test_names_that_collide(tmp_path):
     with pytest.raises(ValueError, match="two tensors"):
         cq.save(tmp_path / "x", {"w": sample("nf4"), "w.packed": np.zeros(1)})
-    for arrays, error in [({1: np.zeros(1)}, TypeError), ([np.zeros(1)], TypeError), ({"w": 3}, TypeError),
-                          ({"w": np.array(["a"])}, TypeError)]:  # fmt: skip
+    for arrays, error in [
+        ({1: np.zeros(1)}, TypeError),
+        ([np.zeros(1)], TypeError),
+        ({"w": 3}, TypeError),
+        ({"w": np.array(["a"])}, TypeError),
+    ]:
         with pytest.raises(error):
             cq.save(tmp_path / "x", arrays)
     assert not any(tmp_path.iterdir())
@@ -161,25 +173,44 @@ def without(key):
 
 
 HOSTILE = {
-    "not json": lambda d: "{", "a list": lambda d: "[]", "NaN": lambda d: '{"version": NaN}',
-    "deep": lambda d: "[" * 100_000, "version": lambda d: {**d, "version": 99},
-    "no arrays": lambda d: {"version": 1}, "arrays a list": lambda d: {"version": 1, "arrays": []},
+    "not json": lambda d: "{",
+    "a list": lambda d: "[]",
+    "NaN": lambda d: '{"version": NaN}',
+    "deep": lambda d: "[" * 100_000,
+    "version": lambda d: {**d, "version": 99},
+    "no arrays": lambda d: {"version": 1},
+    "arrays a list": lambda d: {"version": 1, "arrays": []},
     "entry a list": lambda d: {"version": 1, "arrays": {"w": []}},
-    "unknown format": entry("format", "nf5"), "format a list": entry("format", ["nf4"]),
-    "options a list": entry("options", []), "unknown option": entry("options", {"color": 1}),
-    "bad option": entry("options", {"block_size": -1}), "levels": entry("options", {"levels": [0, 1]}),
-    "another block": entry("options", {"block_size": 128}), "negative": entry("shape", [-4, 512]),
-    "float": entry("shape", [4.0, 512]), "bool": entry("shape", [True, 512]), "huge": entry("shape", [2**70, 2]),
-    "large": entry("shape", [2**40, 2**40]), "another shape": entry("shape", [8, 256]),
-    "fewer axes": entry("axes", [0]), "axes twice": entry("axes", [1, 1]), "axes": entry("axes", "01"),
-    "1000 axes": entry("shape", [1] * 1000), "dtype": entry("dtype", "int8"), "dtype a dict": entry("dtype", {}),
-    "components": entry("components", {"packed": {}}), "components a list": entry("components", []),
+    "unknown format": entry("format", "nf5"),
+    "format a list": entry("format", ["nf4"]),
+    "options a list": entry("options", []),
+    "unknown option": entry("options", {"color": 1}),
+    "bad option": entry("options", {"block_size": -1}),
+    "levels": entry("options", {"levels": [0, 1]}),
+    "another block": entry("options", {"block_size": 128}),
+    "negative": entry("shape", [-4, 512]),
+    "float": entry("shape", [4.0, 512]),
+    "bool": entry("shape", [True, 512]),
+    "huge": entry("shape", [2**70, 2]),
+    "large": entry("shape", [2**40, 2**40]),
+    "another shape": entry("shape", [8, 256]),
+    "fewer axes": entry("axes", [0]),
+    "axes twice": entry("axes", [1, 1]),
+    "axes": entry("axes", "01"),
+    "1000 axes": entry("shape", [1] * 1000),
+    "dtype": entry("dtype", "int8"),
+    "dtype a dict": entry("dtype", {}),
+    "components": entry("components", {"packed": {}}),
+    "components a list": entry("components", []),
     "more components": entry("components", {"packed": {}, "scale": {}, "zero_point": {}}),
-    "layout": entry("layout", "tiles/7"), "no shape": without("shape"), "no format": without("format"),
-    "no components": without("components"), "0-d": lambda d: (entry("shape", [])(d), entry("axes", [])(d))[1],
+    "layout": entry("layout", "tiles/7"),
+    "no shape": without("shape"),
+    "no format": without("format"),
+    "no components": without("components"),
+    "0-d": lambda d: (entry("shape", [])(d), entry("axes", [])(d))[1],
     "missing tensor": lambda d: {"version": 1, "arrays": {"v": d["arrays"]["w"]}},
     "code in a dtype": entry("dtype", "__import__('os').system('true')"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=list(HOSTILE))
@@ -248,7 +279,9 @@ def test_quantize_file(name, tmp_path):
         value, true = loaded[report.name], tensors[report.name]
         if report.reason is None:
             assert same(value, cq.quantize(true, name))
-            assert report.sqnr_db == cq.error(true, value).sqnr_db and report.bytes_out == value.nbytes
+            assert (
+                report.sqnr_db == cq.error(true, value).sqnr_db and report.bytes_out == value.nbytes
+            )
         else:
             assert bits_equal(value, true) and report.bytes_out == true.nbytes
     kept = {r.name for r in reports if r.reason}
@@ -259,11 +292,21 @@ def test_globs_and_same_file(tmp_path):
     tensors = model(tmp_path / "m")
     fmt = cq.get_format("nf4")
     plans = []
-    done = list(quantize_file(tmp_path / "m", tmp_path / "m", fmt, include=["*.weight"], exclude=["b.*"],
-                              begin=plans.extend))  # fmt: skip
+    done = list(
+        quantize_file(
+            tmp_path / "m",
+            tmp_path / "m",
+            fmt,
+            include=["*.weight"],
+            exclude=["b.*"],
+            begin=plans.extend,
+        )
+    )
     assert [p.info.name for p in plans] == [r.name for r in done]
     loaded = cq.load(tmp_path / "m")
-    assert isinstance(loaded["a.weight"], cq.QuantArray) and bits_equal(loaded["b.weight"], tensors["b.weight"])
+    assert isinstance(loaded["a.weight"], cq.QuantArray) and bits_equal(
+        loaded["b.weight"], tensors["b.weight"]
+    )
     with pytest.raises(ValueError, match="quantized already"):
         list(quantize_file(tmp_path / "m", tmp_path / "n", fmt))
 

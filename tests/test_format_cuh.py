@@ -48,9 +48,12 @@ ROUNDINGS = {"half_even": "HalfEven", "half_away": "HalfAway", "half_up": "HalfU
 SPECIALS = {(4, 3): "OneNan", (5, 2): "Ieee", (5, 10): "Ieee", (8, 7): "Ieee"}
 CODECS = {name: cq.get_format(name).codec for name in cq.list_formats()}
 PACKINGS = [
-    Packing(1), Packing(4), Packing(4, "high"), Packing(8),
+    Packing(1),
+    Packing(4),
+    Packing(4, "high"),
+    Packing(8),
     *(Packing(k, order) for k in range(2, 9) for order in ("dense", "word", "planes")),
-]  # fmt: skip
+]
 
 
 def codec_type(codec) -> str:
@@ -82,19 +85,34 @@ def library(tmp_path_factory):
     for packing in PACKINGS:
         word = "u8" if packing.dtype == np.uint8 else "u32"
         order = packing.order.capitalize()
+        kind = f"Packing<{packing.bits}, Order::{order}>"
         text.append(
-            f"void {packing_name(packing)}(const {word}* row, u32* codes, long n) {{ for (long i = 0;"
-            f" i < n; ++i) codes[i] = Packing<{packing.bits}, Order::{order}>::get(row, i); }}"
+            f"void {packing_name(packing)}(const {word}* row, u32* codes, long n) "
+            f"{{ for (long i = 0; i < n; ++i) codes[i] = {kind}::get(row, i); }}"
         )
     text.append("}")
     folder = tmp_path_factory.mktemp("format_cuh")
     source, binary = folder / "words.cpp", folder / "words.so"
     source.write_text("\n".join(text), encoding="utf-8")
     subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror",
-         "-shared", "-fPIC", f"-I{kernel_folder()}", str(source), "-o", str(binary)],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            compiler,
+            "-std=c++17",
+            "-O1",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            f"-I{kernel_folder()}",
+            str(source),
+            "-o",
+            str(binary),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return ctypes.CDLL(str(binary))
 
 
@@ -130,8 +148,13 @@ def test_codecs(name, library, rng):
     if isinstance(codec, Codebook):
         tables = [codec.borders, codec.ranks_to_codes, codec.values]
     run = getattr(library, f"codec_{name}")
-    run(pointer(x), pointer(codes), pointer(values), ctypes.c_long(len(x)),
-        *(pointer(np.ascontiguousarray(t)) for t in tables))  # fmt: skip
+    run(
+        pointer(x),
+        pointer(codes),
+        pointer(values),
+        ctypes.c_long(len(x)),
+        *(pointer(np.ascontiguousarray(t)) for t in tables),
+    )
     wanted = codec.encode(x)
     assert (codes == wanted).all()
     assert values.tobytes() == codec.decode(wanted).tobytes()

@@ -107,7 +107,9 @@ def test_the_tables_are_what_the_script_computes():
 
 def test_bitsandbytes_maps():
     golden = np.load("tests/data/bitsandbytes_1.npz")
-    assert bits_equal(np.array(MAPS["dynamic"], np.float32), golden["float32/nf4/double/nested_map"])
+    assert bits_equal(
+        np.array(MAPS["dynamic"], np.float32), golden["float32/nf4/double/nested_map"]
+    )
     for name, entries in MAPS.items():
         assert len(entries) == (16 if name == "nf4" else 256)
         assert (np.diff(np.array(entries, np.float32)) >= 0).all()
@@ -115,17 +117,31 @@ def test_bitsandbytes_maps():
 
 
 def test_nf4_borders_are_bitsandbytes_thresholds():
-    printed = [-0.8480964004993439, -0.6106329262256622, -0.4599952697753906, -0.33967943489551544,
-               -0.23460740596055984, -0.13791173323988914, -0.045525018125772476,
-               0.03979014977812767, 0.1202552504837513, 0.2035212516784668, 0.2920137718319893,
-               0.3893125355243683, 0.5016634166240692, 0.6427869200706482, 0.8614784181118011]
+    printed = [
+        -0.8480964004993439,
+        -0.6106329262256622,
+        -0.4599952697753906,
+        -0.33967943489551544,
+        -0.23460740596055984,
+        -0.13791173323988914,
+        -0.045525018125772476,
+        0.03979014977812767,
+        0.1202552504837513,
+        0.2035212516784668,
+        0.2920137718319893,
+        0.3893125355243683,
+        0.5016634166240692,
+        0.6427869200706482,
+        0.8614784181118011,
+    ]
     assert bits_equal(NF4.borders, np.array(printed, np.float32))
 
 
 def test_fp4_is_sign_and_magnitude_with_its_own_borders():
     """|x| against the literals of the kernel, strictly; negative values have bit 3 set."""
-    limits = np.array([0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333,
-                       0.8333333], np.float32)
+    limits = np.array(
+        [0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333], np.float32
+    )
     order = np.array([0, 1, 6, 7, 4, 5, 2, 3])
     edges = np.concatenate([limits, np.nextafter(limits, 2), np.nextafter(limits, 0), [0, 1e-45]])
     x = np.concatenate([edges, -edges, np.linspace(-1, 1, 10001)]).astype(np.float32)
@@ -159,8 +175,14 @@ def test_the_grid_agrees_with_a_binary_search(name, rng):
     codec = CODEBOOKS[name]
     cells = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     beside = [np.nextafter(codec.borders, np.float32(to)) for to in (-9e9, 9e9)]
-    x = np.concatenate([cells[~np.isnan(cells)], codec.borders, *beside,
-                        rng.uniform(-1.2, 1.2, 100_000).astype(np.float32)])
+    x = np.concatenate(
+        [
+            cells[~np.isnan(cells)],
+            codec.borders,
+            *beside,
+            rng.uniform(-1.2, 1.2, 100_000).astype(np.float32),
+        ]
+    )
     rank = np.searchsorted(codec.borders, x, side="left")
     assert (codec.encode(x) == codec.ranks_to_codes[rank]).all()
 
@@ -176,14 +198,34 @@ def test_a_codebook_too_fine_for_the_grid_is_searched(rng):
 # Floors in dB on N(0, 1), block sizes in parentheses: shared measurements of the literature's
 # constructions on 2 to 4 million samples; 0.05 dB is four standard errors of 2^20 samples.
 FLOORS = {
-    ("nf4", 64): 20.73, ("nf4", 32): 21.18, ("nf4", 128): 20.39, ("fp4", 64): 18.28,
-    ("bof4s", 64): 21.34, ("bof4s", 32): 21.93, ("dynamic8", 256): 39.31,
-    ("dynamic8", 4096): 37.74, ("linear8", 256): 43.14, ("mxfp4", None): 18.79,
-    ("nvfp4", None): 20.44, ("q4_0", None): 21.31, ("q4_1", None): 22.14, ("q5_0", None): 27.39,
-    ("q8_0", None): 45.43, ("uint4", 64): 20.81, ("uint4", 128): 19.95, ("fp4_e2m1", 32): 19.91,
-    ("k2", 32): 9.74, ("k3", 32): 15.83, ("k4", 32): 22.02, ("k5", 32): 28.14, ("k2", 64): 9.39, ("k3", 64): 15.25, ("k4", 64): 21.38,
-    ("k6", 64): 33.57, ("k8", 64): 45.66,
-}  # fmt: skip
+    ("nf4", 64): 20.73,
+    ("nf4", 32): 21.18,
+    ("nf4", 128): 20.39,
+    ("fp4", 64): 18.28,
+    ("bof4s", 64): 21.34,
+    ("bof4s", 32): 21.93,
+    ("dynamic8", 256): 39.31,
+    ("dynamic8", 4096): 37.74,
+    ("linear8", 256): 43.14,
+    ("mxfp4", None): 18.79,
+    ("nvfp4", None): 20.44,
+    ("q4_0", None): 21.31,
+    ("q4_1", None): 22.14,
+    ("q5_0", None): 27.39,
+    ("q8_0", None): 45.43,
+    ("uint4", 64): 20.81,
+    ("uint4", 128): 19.95,
+    ("fp4_e2m1", 32): 19.91,
+    ("k2", 32): 9.74,
+    ("k3", 32): 15.83,
+    ("k4", 32): 22.02,
+    ("k5", 32): 28.14,
+    ("k2", 64): 9.39,
+    ("k3", 64): 15.25,
+    ("k4", 64): 21.38,
+    ("k6", 64): 33.57,
+    ("k8", 64): 45.66,
+}
 
 
 @pytest.mark.parametrize(("name", "block"), FLOORS)

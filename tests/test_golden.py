@@ -11,8 +11,11 @@ from oracle import DTYPES, bits_equal
 import cuquant as cq
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "bitsandbytes_1.npz")
-BLOCKS = {"nf4": (32, 64, 128, 256, 4096), "fp4": (32, 64, 128, 256, 4096),
-          "dynamic8": (64, 256, 4096)}  # fmt: skip
+BLOCKS = {
+    "nf4": (32, 64, 128, 256, 4096),
+    "fp4": (32, 64, 128, 256, 4096),
+    "dynamic8": (64, 256, 4096),
+}
 CASES = [(name, block) for name, blocks in BLOCKS.items() for block in blocks]
 
 
@@ -56,8 +59,9 @@ def test_bitsandbytes_codes(name, block, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "block"), [("nf4", 64), ("nf4", 256), ("fp4", 64), ("fp4", 256),
-                                             ("dynamic8", 256)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "block"), [("nf4", 64), ("nf4", 256), ("fp4", 64), ("fp4", 256), ("dynamic8", 256)]
+)
 def test_bitsandbytes_values(name, block, dtype):
     """Their codes, decoded by us, are their values, bit for bit but for the sign of zeros."""
     x = golden(dtype, "x")
@@ -105,7 +109,9 @@ def test_bitsandbytes_int8_rows():
 
 @pytest.mark.parametrize("rows", [1, 4, 17])
 def test_bitsandbytes_matmul(rows):
-    a, packed, absmax, y = (GOLDEN[f"matmul_4bit/{rows}/{k}"] for k in ("a", "codes", "absmax", "y"))
+    a, packed, absmax, y = (
+        GOLDEN[f"matmul_4bit/{rows}/{k}"] for k in ("a", "codes", "absmax", "y")
+    )
     out, inner = y.shape[1], a.shape[1]
     q = cq.quantize(np.ones((out, inner), np.float16), "nf4")
     q.packed[...] = packed.reshape(q.packed.shape)
@@ -113,7 +119,9 @@ def test_bitsandbytes_matmul(rows):
     exact = a.astype(np.float64) @ q.dequantize(dtype="float32").astype(np.float64).T
     mine = cq.linear(a, q)
     # Ours rounds once. Theirs rounds weights to float16 too: 2^-11 of each product.
-    bound = np.abs(a).astype(np.float64) @ np.abs(q.dequantize(dtype="float32").astype(np.float64)).T
+    bound = (
+        np.abs(a).astype(np.float64) @ np.abs(q.dequantize(dtype="float32").astype(np.float64)).T
+    )
     assert (np.abs(mine - exact) <= 2**-11 * np.abs(exact) + 512 * 2**-24 * bound).all()
     assert (np.abs(y.astype(np.float64) - exact) <= 2**-10 * bound).all()
 
@@ -177,8 +185,20 @@ def test_mxfp4_differs_from_gguf_only_by_ties_and_negative_zero(rows):
     assert minus_zero.sum() == (a == 8).sum()  # every -0 of ours, counted
 
 
-DECODABLE = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
-             "iq4_nl", "iq4_xs"]  # fmt: skip
+DECODABLE = [
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_nl",
+    "iq4_xs",
+]
 
 
 @pytest.mark.parametrize("name", DECODABLE)
@@ -209,21 +229,25 @@ def test_gguf_decodes_what_we_quantize(name):
 # ---- ml_dtypes ------------------------------------------------------------------------------
 
 CASTS = {
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
-    "fp6_e2m3": ml_dtypes.float6_e2m3fn, "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_scale_one_is_a_saturating_cast(name, rng):
     dtype = CASTS[name]
     top = float(ml_dtypes.finfo(dtype).max)
-    x = np.concatenate([
-        rng.standard_normal(5000) * top / 3,
-        np.arange(1 << (8 * 1), dtype=np.uint8)[: 1 << cq.get_format(name).bits].view(dtype),
-        [0.0, -0.0, top, -top, 2 * top, -1e30, 1e-30],
-    ]).astype(np.float32)  # fmt: skip
+    x = np.concatenate(
+        [
+            rng.standard_normal(5000) * top / 3,
+            np.arange(1 << (8 * 1), dtype=np.uint8)[: 1 << cq.get_format(name).bits].view(dtype),
+            [0.0, -0.0, top, -top, 2 * top, -1e30, 1e-30],
+        ]
+    ).astype(np.float32)
     x = x[np.isfinite(x)]
     q = cq.quantize(x, name, scale=1.0, block_size="tensor")
     wanted = np.clip(x, -top, top).astype(dtype)
@@ -237,8 +261,13 @@ def test_16_bit_floats_are_casts(rng):
     assert bits_equal(cq.quantize(x, "bf16").packed, x.astype(ml_dtypes.bfloat16))
 
 
-MX = {"mxfp8": (8, 448), "mxfp8_e5m2": (15, 57344), "mxfp6": (2, 7.5), "mxfp6_e3m2": (4, 28),
-      "mxfp4": (2, 6)}  # fmt: skip
+MX = {
+    "mxfp8": (8, 448),
+    "mxfp8_e5m2": (15, 57344),
+    "mxfp6": (2, 7.5),
+    "mxfp6_e3m2": (4, 28),
+    "mxfp4": (2, 6),
+}
 
 
 @pytest.mark.parametrize("name", MX)
@@ -247,8 +276,11 @@ def test_mx_scales_come_from_exponent_bits(name):
     emax, _ = MX[name]
     exponents = np.arange(-110, 120)
     powers = np.exp2(exponents.astype(np.float64)).astype(np.float32)
-    for tops, shift in [(powers, 0), (np.nextafter(powers, np.float32(0)), -1),
-                        (np.nextafter(powers, np.float32(np.inf)), 0)]:  # fmt: skip
+    for tops, shift in [
+        (powers, 0),
+        (np.nextafter(powers, np.float32(0)), -1),
+        (np.nextafter(powers, np.float32(np.inf)), 0),
+    ]:
         x = np.zeros((len(tops), 32), np.float32)
         x[:, 5] = -tops
         byte = cq.quantize(x, name).arrays()["scale"][:, 0]

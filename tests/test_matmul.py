@@ -52,9 +52,15 @@ def test_leading_axes(shape, rng):
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((256,), (256,)), ((4, 256), (256,)), ((256,), (256, 3)), ((2, 4, 256), (2, 256, 3)),
-     ((5, 1, 4, 256), (2, 256, 3)), ((256,), (2, 256, 3))],
-)  # fmt: skip
+    [
+        ((256,), (256,)),
+        ((4, 256), (256,)),
+        ((256,), (256, 3)),
+        ((2, 4, 256), (2, 256, 3)),
+        ((5, 1, 4, 256), (2, 256, 3)),
+        ((256,), (2, 256, 3)),
+    ],
+)
 def test_matmul_follows_numpy(a, b, rng):
     x, y = rng.standard_normal(a).astype(np.float32), rng.standard_normal(b).astype(np.float32)
     left, right = cq.quantize(x, "int8"), cq.quantize(y, "int8", axis=0)
@@ -140,8 +146,12 @@ def test_grouped_linear(name, double, rng):
         assert np.allclose(y[i], wanted, rtol=0, atol=256 * 2**-24 * 64)
     assert bits_equal(cq.grouped_linear(x, cq.prepack(q), experts.tolist()), y)
     assert cq.grouped_linear(x[:0], q, []).shape == (0, 8)
-    for wrong, error in [([3, 0], ValueError), ([4] * 7, ValueError), ([-1] * 7, ValueError),
-                         ([0.5] * 7, TypeError)]:  # fmt: skip
+    for wrong, error in [
+        ([3, 0], ValueError),
+        ([4] * 7, ValueError),
+        ([-1] * 7, ValueError),
+        ([0.5] * 7, TypeError),
+    ]:
         with pytest.raises(error):
             cq.grouped_linear(x, q, wrong)
 
@@ -159,23 +169,30 @@ def test_weights_quantized_along_another_axis(rng):
 def test_wrong_operands(rng):
     q, x = weight("nf4"), rng.standard_normal((2, 256), dtype=np.float32)
     for call, error in [
-        (lambda: cq.matmul(x, x.T), TypeError), (lambda: cq.linear(x, x), TypeError),
-        (lambda: cq.linear(x[:, :-1], q), ValueError), (lambda: cq.matmul(x, q), ValueError),
-        (lambda: cq.linear(x.astype(np.float64), q), TypeError), (lambda: cq.linear([1.0], q), TypeError),
+        (lambda: cq.matmul(x, x.T), TypeError),
+        (lambda: cq.linear(x, x), TypeError),
+        (lambda: cq.linear(x[:, :-1], q), ValueError),
+        (lambda: cq.matmul(x, q), ValueError),
+        (lambda: cq.linear(x.astype(np.float64), q), TypeError),
+        (lambda: cq.linear([1.0], q), TypeError),
         (lambda: cq.linear(x, q, activation="tanh"), ValueError),
         (lambda: cq.linear(x, q, np.zeros(23, np.float32)), ValueError),
-        (lambda: cq.linear(x, q, np.zeros(24)), TypeError), (lambda: cq.linear(x, q, 1.0), TypeError),
+        (lambda: cq.linear(x, q, np.zeros(24)), TypeError),
+        (lambda: cq.linear(x, q, 1.0), TypeError),
         (lambda: cq.linear(x, q, residual=np.zeros((2, 23), np.float32)), ValueError),
         (lambda: cq.linear(x, q, out=np.zeros((2, 23), np.float32)), ValueError),
         (lambda: cq.linear(x, q, out=np.zeros((2, 24))), TypeError),
         (lambda: cq.linear(x, q, out_dtype="int8"), TypeError),
         (lambda: cq.linear(x, q, out=x[:, :24]), ValueError),
-        (lambda: cq.linear(x, q, stream=0), ValueError), (lambda: cq.matmul(x, q.T[0]), ValueError),
+        (lambda: cq.linear(x, q, stream=0), ValueError),
+        (lambda: cq.matmul(x, q.T[0]), ValueError),
         (lambda: cq.linear(x, weight("nf4", (256,))), ValueError),
         (lambda: cq.matmul(np.float32(1), q), ValueError),
-        (lambda: cq.grouped_linear(x, q, [0, 0]), ValueError), (lambda: cq.prepack(q.T), ValueError),
-        (lambda: cq.prepack(x), TypeError), (lambda: cq.unpack(q), TypeError),
-    ]:  # fmt: skip
+        (lambda: cq.grouped_linear(x, q, [0, 0]), ValueError),
+        (lambda: cq.prepack(q.T), ValueError),
+        (lambda: cq.prepack(x), TypeError),
+        (lambda: cq.unpack(q), TypeError),
+    ]:
         with pytest.raises(error):
             call()
 

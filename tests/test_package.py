@@ -85,7 +85,9 @@ def run(code: str, *flags: str) -> str:
 
 
 def test_import_is_light():
-    heavy = "torch cupy typer rich click safetensors gguf matplotlib platformdirs tokenizers sklearn"
+    heavy = (
+        "torch cupy typer rich click safetensors gguf matplotlib platformdirs tokenizers sklearn"
+    )
     found = run(f"import sys, cuquant; print([m for m in {heavy.split()} if m in sys.modules])")
     assert found == "[]"
 
@@ -117,14 +119,22 @@ def test_every_public_name_can_be_called(tmp_path):
     stack = cq.quantize(np.ones((1, 2, 64), np.float32), "nf4")
     cq.save(tmp_path / "f", {"w": q})
     calls = {
-        "concatenate": lambda: cq.concatenate([q, q]), "dequantize": lambda: cq.dequantize(q),
-        "doctor": cq.doctor, "error": lambda: cq.error(x, q), "get_format": lambda: cq.get_format("nf4"),
-        "grouped_linear": lambda: cq.grouped_linear(x, stack, [0, 0]), "linear": lambda: cq.linear(x, q),
-        "list_formats": cq.list_formats, "load": lambda: cq.load(tmp_path / "f"),
-        "matmul": lambda: cq.matmul(x, q.T), "prepack": lambda: cq.prepack(q),
-        "quantize": lambda: cq.quantize(x), "save": lambda: cq.save(tmp_path / "g", {"w": q}),
-        "swiglu": lambda: cq.swiglu(x, q, q), "unpack": lambda: cq.unpack(cq.prepack(q)),
-    }  # fmt: skip
+        "concatenate": lambda: cq.concatenate([q, q]),
+        "dequantize": lambda: cq.dequantize(q),
+        "doctor": cq.doctor,
+        "error": lambda: cq.error(x, q),
+        "get_format": lambda: cq.get_format("nf4"),
+        "grouped_linear": lambda: cq.grouped_linear(x, stack, [0, 0]),
+        "linear": lambda: cq.linear(x, q),
+        "list_formats": cq.list_formats,
+        "load": lambda: cq.load(tmp_path / "f"),
+        "matmul": lambda: cq.matmul(x, q.T),
+        "prepack": lambda: cq.prepack(q),
+        "quantize": lambda: cq.quantize(x),
+        "save": lambda: cq.save(tmp_path / "g", {"w": q}),
+        "swiglu": lambda: cq.swiglu(x, q, q),
+        "unpack": lambda: cq.unpack(cq.prepack(q)),
+    }
     for name in cq.__all__:
         value = getattr(cq, name)
         if inspect.isclass(value) or inspect.ismodule(value):
@@ -141,13 +151,16 @@ def public_functions() -> list[tuple[str, object]]:
     found = [(name, getattr(cq, name)) for name in cq.__all__]
     found += [(f"functional.{n}", getattr(cq.functional, n)) for n in cq.functional.__all__]
     found += [
-        (f"QuantArray.{n}", v) for n, v in vars(cq.QuantArray).items()
+        (f"QuantArray.{n}", v)
+        for n, v in vars(cq.QuantArray).items()
         if not n.startswith("_") and (callable(v) or isinstance(v, property | classmethod))
-    ]  # fmt: skip
+    ]
     return [(n, v) for n, v in found if not inspect.ismodule(v)]
 
 
-@pytest.mark.parametrize(("name", "value"), public_functions(), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("name", "value"), public_functions(), ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_public_names_are_documented(name, value):
     text = inspect.getdoc(getattr(value, "__func__", value))
     assert text and text.split("\n")[0].strip().endswith((".", ":", ";"))
@@ -183,7 +196,9 @@ def test_the_readme_names_only_commands_that_exist():
 
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    named = set(re.findall(r"\bcuquant ([a-z]+)", shell)) | set(re.findall(r"`cuquant ([a-z]+)", README))
+    named = set(re.findall(r"\bcuquant ([a-z]+)", shell)) | set(
+        re.findall(r"`cuquant ([a-z]+)", README)
+    )
     assert named and named <= known
 
 
@@ -198,18 +213,30 @@ def test_the_top_level_is_tidy():
     if not listed:
         pytest.skip("not a git checkout")
     top = {name.split("/")[0] for name in listed}
-    allowed = {"pyproject.toml", "cuquant", "kernels", "tests", "examples", "README.md", "LICENSE",
-               "CHANGELOG.md"}  # fmt: skip
+    allowed = {
+        "pyproject.toml",
+        "cuquant",
+        "kernels",
+        "tests",
+        "examples",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+    }
     assert {name for name in top if not name.startswith(".")} == allowed
 
 
-@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem
+)
 def test_notebooks_run(notebook):
     import nbformat
     from nbclient import NotebookClient
 
     book = nbformat.read(notebook, as_version=4)
-    NotebookClient(book, timeout=240, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    NotebookClient(
+        book, timeout=240, resources={"metadata": {"path": str(notebook.parent)}}
+    ).execute()
     outputs = [o for cell in book.cells if cell.cell_type == "code" for o in cell.outputs]
     assert any("image/png" in o.get("data", {}) for o in outputs)
     assert not [o for o in outputs if o.output_type == "error"]
@@ -221,9 +248,19 @@ def test_notebooks_run(notebook):
 def test_the_wheel_works_outside_the_checkout(tmp_path):
     """Built, unpacked and used from another folder: kernels inside, no sources of ours needed."""
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        check=True,
+        capture_output=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     kernels = {f"cuquant/kernels/{p.name}" for p in (ROOT / "kernels").iterdir()}
@@ -241,9 +278,16 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
         "print(cuquant.__file__, kernel_folder(), q.dequantize().sum())"
     )
     done = subprocess.run(
-        [next(home.rglob("python")), "-c", f"import sys; sys.path += {paths.split(os.pathsep)}; {code}"],
-        check=True, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            next(home.rglob("python")),
+            "-c",
+            f"import sys; sys.path += {paths.split(os.pathsep)}; {code}",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     where, kernels_at, total = done.stdout.split()
     assert Path(where).is_relative_to(site) and Path(kernels_at) == site / "cuquant" / "kernels"
     assert float(total) == 128

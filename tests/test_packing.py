@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 
 from cuquant.formats import Packing
 
-PACKINGS = (
-    [Packing(1), Packing(4), Packing(4, "high"), Packing(8), Packing(8, signed=True)]
-    + [Packing(k, order) for k in range(2, 9) for order in ("dense", "word", "planes")]
-)
+PACKINGS = [Packing(1), Packing(4), Packing(4, "high"), Packing(8), Packing(8, signed=True)] + [
+    Packing(k, order) for k in range(2, 9) for order in ("dense", "word", "planes")
+]
 IDS = [f"{p.bits}-{p.order}{'-signed' if p.signed else ''}" for p in PACKINGS]
 
 

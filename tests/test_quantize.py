@@ -22,19 +22,21 @@ def hard_rows(rng: np.random.Generator, columns: int) -> np.ndarray:
     """Rows of every kind: normal, tiny, huge, tied, sparse, subnormal, constant, zero."""
     normal = rng.standard_normal(columns)
     tied = rng.choice([-2.0, -1.0, 0.0, 1.0, 2.0], columns)
-    return np.stack([
-        normal,
-        normal * 1e-20,
-        normal * 1e30,
-        tied,
-        np.where(rng.random(columns) < 0.95, 0, normal),
-        normal * 1e-41,
-        np.full(columns, -0.75),
-        np.zeros(columns),
-        np.where(np.arange(columns) % 2 == 0, -0.0, 0.0),
-        np.round(normal * 8) / 8,
-        np.abs(normal) + 10,
-    ]).astype(np.float32)  # fmt: skip
+    return np.stack(
+        [
+            normal,
+            normal * 1e-20,
+            normal * 1e30,
+            tied,
+            np.where(rng.random(columns) < 0.95, 0, normal),
+            normal * 1e-41,
+            np.full(columns, -0.75),
+            np.zeros(columns),
+            np.where(np.arange(columns) % 2 == 0, -0.0, 0.0),
+            np.round(normal * 8) / 8,
+            np.abs(normal) + 10,
+        ]
+    ).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,9 +56,15 @@ def test_equals_the_oracle(name, dtype, rng):
     for i, row in enumerate(x.astype(np.float32)):
         codes, scales, points, wanted = quantize_row(row, fmt, world if options else np.float32(1))
         assert q.codes()[i].tolist() == codes
-        stored = np.array(scales).astype(parts["scale"].dtype) if fmt.scale.dtype == "e8m0" else (
-            np.array(scales, ml_dtypes.float8_e4m3fn).view(np.uint8) if options
-            else np.array(scales, parts["scale"].dtype))
+        stored = (
+            np.array(scales).astype(parts["scale"].dtype)
+            if fmt.scale.dtype == "e8m0"
+            else (
+                np.array(scales, ml_dtypes.float8_e4m3fn).view(np.uint8)
+                if options
+                else np.array(scales, parts["scale"].dtype)
+            )
+        )
         assert (parts["scale"][i] == stored).all()
         if fmt.offset == "zero_point":
             assert q.zero_point[i].tolist() == points
@@ -133,8 +141,9 @@ def test_zeros_decode_to_positive_zero(name, block):
     if fmt.scale is None:
         q = cq.quantize(np.zeros((3, 100), np.float32), name)
     else:
-        q = cq.quantize(np.zeros((3, 100), np.float32), name,
-                        block_size=None if block == "own" else block)  # fmt: skip
+        q = cq.quantize(
+            np.zeros((3, 100), np.float32), name, block_size=None if block == "own" else block
+        )
         assert (q.arrays()["scale"] == 0).all() and not np.signbit(q.scale).any()
     assert (q.codes() == q.format.zero_code).all()
     values = q.dequantize()
@@ -238,9 +247,15 @@ def test_fp16_saturates_and_bf16_rounds():
     with pytest.raises(ValueError, match="overflow"):
         cq.quantize(x[:4], "fp16", nonfinite="raise")
     x = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38], np.float32)
-    assert cq.quantize(x, "bf16").dequantize().tolist() == [
-        1.0, 1 + 4 * 2**-8, float(np.finfo(np.float32).max - np.float32(2.0**103 * (2**17 - 2**1)))
-    ] or cq.quantize(x, "bf16").dequantize()[2] == ml_dtypes.finfo(ml_dtypes.bfloat16).max  # fmt: skip
+    assert (
+        cq.quantize(x, "bf16").dequantize().tolist()
+        == [
+            1.0,
+            1 + 4 * 2**-8,
+            float(np.finfo(np.float32).max - np.float32(2.0**103 * (2**17 - 2**1))),
+        ]
+        or cq.quantize(x, "bf16").dequantize()[2] == ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -259,11 +274,18 @@ def test_e8m0_reaches_its_lowest_scale():
     assert (q.dequantize() == 2.0**-127).all()
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "mxfp8", "mxfp4", "nvfp4",
-                                  "fp6_e2m3", "fp16", "bf16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "mxfp8", "mxfp4", "nvfp4", "fp6_e2m3", "fp16", "bf16"],
+)
 def test_negative_zero_is_kept_where_the_format_has_it(name):
     x = np.array([[1.0, -0.0, 0.0, -1.0] * 8], np.float32)
-    assert np.signbit(cq.quantize(x, name).dequantize()[0, :4]).tolist() == [False, True, False, True]
+    assert np.signbit(cq.quantize(x, name).dequantize()[0, :4]).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("name", ["nf4", "int4", "k3", "bof4s", "int8", "uint4"])
@@ -274,10 +296,18 @@ def test_negative_zero_becomes_zero_elsewhere(name):
 
 
 WRONG = {
-    "float64": np.float64, "int32": np.int32, "uint8": np.uint8, "bool": np.bool_,
-    "complex64": np.complex64, "big-endian": ">f4", "big-endian half": ">f2",
-    "float8": ml_dtypes.float8_e4m3fn, "int4": ml_dtypes.int4, "object": object, "str": "U4",
-}  # fmt: skip
+    "float64": np.float64,
+    "int32": np.int32,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "big-endian": ">f4",
+    "big-endian half": ">f2",
+    "float8": ml_dtypes.float8_e4m3fn,
+    "int4": ml_dtypes.int4,
+    "object": object,
+    "str": "U4",
+}
 
 
 @pytest.mark.parametrize("dtype", WRONG.values(), ids=list(WRONG))
@@ -300,20 +330,32 @@ def test_a_masked_array_is_refused():
 def test_bad_arguments():
     x = np.ones((4, 128), np.float32)
     for options, kind in [
-        ({"axis": 2}, ValueError), ({"axis": 1.0}, TypeError), ({"nonfinite": "ignore"}, ValueError),
-        ({"seed": -1, "stochastic": True}, ValueError), ({"seed": "a", "stochastic": True}, TypeError),
-        ({"zero_point": 3}, ValueError), ({"global_scale": 1.0}, ValueError),
-        ({"scale": np.nan}, ValueError), ({"scale": np.ones((3, 2))}, ValueError),
-        ({"scale": "1"}, TypeError), ({"stream": object()}, ValueError), ({"out": x}, TypeError),
-        ({"scale": 1.0, "zero_point": 1}, ValueError), ({"double_quant": True, "scale": 1.0}, ValueError),
-        ({"format": "q4_0", "stochastic": True}, ValueError), ({"format": "q4_0", "scale": 1}, ValueError),
-        ({"format": "mxfp4", "scale": 3.0}, ValueError), ({"format": "mxfp4", "scale": -2.0}, ValueError),
-        ({"format": "nvfp4", "scale": 1.0}, ValueError), ({"format": "nvfp4", "global_scale": 0}, ValueError),
+        ({"axis": 2}, ValueError),
+        ({"axis": 1.0}, TypeError),
+        ({"nonfinite": "ignore"}, ValueError),
+        ({"seed": -1, "stochastic": True}, ValueError),
+        ({"seed": "a", "stochastic": True}, TypeError),
+        ({"zero_point": 3}, ValueError),
+        ({"global_scale": 1.0}, ValueError),
+        ({"scale": np.nan}, ValueError),
+        ({"scale": np.ones((3, 2))}, ValueError),
+        ({"scale": "1"}, TypeError),
+        ({"stream": object()}, ValueError),
+        ({"out": x}, TypeError),
+        ({"scale": 1.0, "zero_point": 1}, ValueError),
+        ({"double_quant": True, "scale": 1.0}, ValueError),
+        ({"format": "q4_0", "stochastic": True}, ValueError),
+        ({"format": "q4_0", "scale": 1}, ValueError),
+        ({"format": "mxfp4", "scale": 3.0}, ValueError),
+        ({"format": "mxfp4", "scale": -2.0}, ValueError),
+        ({"format": "nvfp4", "scale": 1.0}, ValueError),
+        ({"format": "nvfp4", "global_scale": 0}, ValueError),
         ({"format": "nvfp4", "global_scale": np.inf}, ValueError),
         ({"format": "uint4", "scale": 1.0, "zero_point": 16}, ValueError),
         ({"format": "uint4", "scale": 1.0, "zero_point": 1.5}, ValueError),
-        ({"format": "q4_k"}, ValueError), ({"block_size": (64, 64), "axis": 0}, None),
-    ]:  # fmt: skip
+        ({"format": "q4_k"}, ValueError),
+        ({"block_size": (64, 64), "axis": 0}, None),
+    ]:
         if kind is None:
             cq.quantize(x, **options)
             continue
@@ -354,7 +396,9 @@ def test_two_dimensional_blocks(name, tile, rng):
         for i in range(0, 37, tall):
             for j in range(0, 100, wide):
                 part = x[b, i : i + tall, j : j + wide]
-                alone = cq.quantize(np.ascontiguousarray(part), name, block_size="tensor", **options)
+                alone = cq.quantize(
+                    np.ascontiguousarray(part), name, block_size="tensor", **options
+                )
                 assert q.scale[b, i // tall, j // wide] == alone.scale
                 assert bits_equal(q.codes()[b, i : i + tall, j : j + wide], alone.codes())
 
@@ -368,8 +412,11 @@ def test_blocks_larger_than_a_piece(name, block, rng):
     if block == "row":
         halves = [np.abs(x[:, i]) for i in (slice(None),)]
         assert q.scale.shape == (3, 1) and np.abs(halves[0]).max() > 0
-    parts = {"row": [x[i] for i in range(3)], "tensor": [x],
-             (70, 70000): [x[:, j : j + 70000] for j in range(0, 150_000, 70000)]}[block]  # fmt: skip
+    parts = {
+        "row": [x[i] for i in range(3)],
+        "tensor": [x],
+        (70, 70000): [x[:, j : j + 70000] for j in range(0, 150_000, 70000)],
+    }[block]
     for part, scale in zip(parts, q.scale.reshape(-1), strict=True):
         flat = part.reshape(-1)
         fmt = q.format
@@ -378,7 +425,8 @@ def test_blocks_larger_than_a_piece(name, block, rng):
             "absmax": np.abs(first) / np.float32(fmt.scale.peak),
             "signed_max": first / np.float32(fmt.scale.peak),
             "range": (flat.max() - flat.min()) / np.float32(fmt.scale.peak),
-            "mean_abs": np.float64(np.abs(flat).sum(dtype=np.float64)) / flat.size,  # integers: exact
+            "mean_abs": np.float64(np.abs(flat).sum(dtype=np.float64))
+            / flat.size,  # integers: exact
         }[fmt.scale.rule]
         assert scale == exact.astype(scale.dtype)
 
@@ -500,9 +548,11 @@ def test_out_is_checked(rng):
         with pytest.raises(ValueError, match="out has"):
             cq.quantize(x, "nf4", out=out)
     for out, message in [
-        (np.zeros((4, 127), np.float32), "shape"), (np.zeros((4, 128), np.float16), "dtype"),
-        (q.packed, "overlaps"), (np.broadcast_to(np.float32(0), (4, 128)), "read-only"),
-    ]:  # fmt: skip
+        (np.zeros((4, 127), np.float32), "shape"),
+        (np.zeros((4, 128), np.float16), "dtype"),
+        (q.packed, "overlaps"),
+        (np.broadcast_to(np.float32(0), (4, 128)), "read-only"),
+    ]:
         with pytest.raises(ValueError, match=message):
             q.dequantize(out=out, dtype="float16" if message == "overlaps" else "float32")
     with pytest.raises(TypeError, match="numpy array"):

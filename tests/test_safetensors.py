@@ -35,12 +35,22 @@ from cuquant.io.safetensors import (
 )
 
 NUMPY_TAGS = [
-    "BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "F32", "F64", "C64"
+    "BOOL",
+    "U8",
+    "I8",
+    "U16",
+    "I16",
+    "U32",
+    "I32",
+    "U64",
+    "I64",
+    "F16",
+    "F32",
+    "F64",
+    "C64",
 ]
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-TAGS = [
-    *NUMPY_TAGS, "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", *BITS
-]
+TAGS = [*NUMPY_TAGS, "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", *BITS]
 SHAPES = [(), (1,), (0,), (0, 7), (3, 0, 5), (7,), (31, 33), (2, 3, 5, 7), (4,), (8, 12), (1,) * 64]
 
 
@@ -341,8 +351,10 @@ MALFORMED = {
     "two_objects": (container("{}{}"), "not JSON"),
     "zero_padding": (container("{}\0\0"), "not JSON"),
     "control_character": (container('{"a\n":1}'), "not JSON"),
-    "duplicate_tensor": (container(f'{{"a":{json.dumps(GOOD)},"a":{json.dumps(GOOD)}}}', b"1234"),
-                         "'a' twice"),
+    "duplicate_tensor": (
+        container(f'{{"a":{json.dumps(GOOD)},"a":{json.dumps(GOOD)}}}', b"1234"),
+        "'a' twice",
+    ),
     "duplicate_spelled_otherwise": (container('{"a":0,"\\u0061":0}'), "'a' twice"),
     "duplicate_field": (container('{"a":{"dtype":"U8","dtype":"I8"}}'), "'dtype' twice"),
     "duplicate_metadata_map": (container('{"__metadata__":{},"__metadata__":{}}'), "twice"),
@@ -353,8 +365,10 @@ MALFORMED = {
     "integer_of_a_million_digits": (container('{"a":' + "9" * 10**6 + "}"), "number '9999"),
     "deep_lists": (container('{"a":' + "[" * 200_000 + "]" * 200_000 + "}"), "nests too deep"),
     "deep_objects": (container('{"a":' * 90_000 + "0" + "}" * 90_000), "nests too deep"),
-    "lone_surrogate": (container('{"\\ud800":' + json.dumps(GOOD) + "}", b"1234"),
-                       "not valid Unicode"),
+    "lone_surrogate": (
+        container('{"\\ud800":' + json.dumps(GOOD) + "}", b"1234"),
+        "not valid Unicode",
+    ),
     "entry_is_null": (container({"a": None}), "exactly dtype, shape and data_offsets"),
     "entry_is_list": (container({"a": [1, 2]}), "exactly dtype"),
     "missing_field": (container({"a": {"dtype": "U8", "shape": [0]}}), "exactly dtype"),
@@ -370,15 +384,23 @@ MALFORMED = {
     "rank_65": (container({"a": entry(shape=(1,) * 64 + (4,))}, b"1234"), "at most 64"),
     "rank_100000": (container({"a": entry(shape=(2,) * 100_000)}, b"1234"), "at most 64"),
     "product_wraps_at_2_64": (container({"a": entry(shape=(2**32, 2**32))}, b""), "overflows"),
-    "product_overflows_beside_zero": (container({"a": entry(shape=(2**62, 4, 0), offsets=(0, 0))}),
-                                      "overflows"),
-    "larger_than_file": (container({"a": entry(shape=(2**40,), offsets=(0, 2**40))}, b"1234"),
-                         "truncated"),
+    "product_overflows_beside_zero": (
+        container({"a": entry(shape=(2**62, 4, 0), offsets=(0, 0))}),
+        "overflows",
+    ),
+    "larger_than_file": (
+        container({"a": entry(shape=(2**40,), offsets=(0, 2**40))}, b"1234"),
+        "truncated",
+    ),
     "offsets_missing_end": (container({"a": entry(offsets=(0,))}, b"1234"), "its data_offsets are"),
-    "offsets_of_three": (container({"a": entry(offsets=(0, 4, 4))}, b"1234"),
-                         "its data_offsets are"),
-    "offsets_boolean": (container({"a": entry(shape=(1,), offsets=(False, True))}, b"1"),
-                        "its data_offsets are"),
+    "offsets_of_three": (
+        container({"a": entry(offsets=(0, 4, 4))}, b"1234"),
+        "its data_offsets are",
+    ),
+    "offsets_boolean": (
+        container({"a": entry(shape=(1,), offsets=(False, True))}, b"1"),
+        "its data_offsets are",
+    ),
     "offsets_negative": (container({"a": entry(offsets=(-4, 0))}, b"1234"), "its data_offsets are"),
     "offsets_reversed": (container({"a": entry(offsets=(4, 0))}, b"1234"), "its data_offsets are"),
     "size_mismatch": (container({"a": entry("F32", (2,), (0, 4))}, b"1234"), "takes 8"),
@@ -386,8 +408,10 @@ MALFORMED = {
     "ragged_f6": (container({"a": entry("F6_E2M3", (5,), (0, 4))}, b"1234"), "30 bits"),
     "overlap": (container({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "overlaps"),
     "same_bytes_twice": (container({"a": entry(), "b": entry()}, b"1234"), "overlaps"),
-    "empty_inside_another": (container({"a": entry(), "b": entry(shape=(0,), offsets=(2, 2))},
-                                       b"1234"), "overlaps"),
+    "empty_inside_another": (
+        container({"a": entry(), "b": entry(shape=(0,), offsets=(2, 2))}, b"1234"),
+        "overlaps",
+    ),
     "hole": (container({"a": entry(), "b": entry(offsets=(5, 9))}, b"123456789"), "hole"),
     "hole_at_start": (container({"a": entry(offsets=(1, 5))}, b"12345"), "hole"),
     "truncated_data": (container({"a": entry()}, b"123"), "truncated"),
@@ -538,8 +562,10 @@ def read_everything(path):
             with contextlib.suppress(FormatError):  # a BOOL byte that is neither 0 nor 1
                 assert reader.read(name).shape == reader.read(name, copy=False).shape == info.shape
         if safetensors is not None:
-            official = {name: bytes(found["data"]) for name, found in
-                        safetensors.deserialize(path.read_bytes())}
+            official = {
+                name: bytes(found["data"])
+                for name, found in safetensors.deserialize(path.read_bytes())
+            }
             assert official == {name: reader.raw(name).tobytes() for name in reader.tensors}
     return True
 

@@ -123,8 +123,9 @@ def test_same_seed_same_bytes(name, rng):
 def test_the_counter_is_the_flat_index_of_the_array_as_given(axis, rng):
     """Whatever axis is quantized, element i draws the bits of counter i."""
     x = rng.uniform(0, 3, (5, 6, 7)).astype(np.float32)
-    q = cq.quantize(x, "uint2", axis=axis, block_size="tensor", scale=1.0, zero_point=0,
-                    stochastic=True, seed=9)  # fmt: skip
+    q = cq.quantize(
+        x, "uint2", axis=axis, block_size="tensor", scale=1.0, zero_point=0, stochastic=True, seed=9
+    )
     draw = uniform(9, np.arange(x.size, dtype=np.uint64)).reshape(x.shape)
     floor = np.floor(x)
     assert (q.codes() == np.clip(floor + (draw < x - floor), 0, 3)).all()

@@ -29,7 +29,9 @@ def test_same_bytes_as_numpy(name, dtype):
         assert bits_equal(value, wanted.arrays()[key])
     y = q.dequantize()
     assert isinstance(y, torch.Tensor) and y.dtype == dtype and y.shape == x.shape
-    assert bits_equal(to_numpy(y), to_numpy(torch.from_numpy(wanted.dequantize(dtype="float32")).to(dtype)))
+    assert bits_equal(
+        to_numpy(y), to_numpy(torch.from_numpy(wanted.dequantize(dtype="float32")).to(dtype))
+    )
     assert isinstance(q.codes(), torch.Tensor)
     assert q.scale is None or isinstance(q.scale, torch.Tensor)
     assert q[1:3].kind == q.T.kind == cq.concatenate([q, q]).kind == "torch"

@@ -140,7 +140,7 @@ def _run(
     )
     reports = []
     # Closed at once after an exception, so that no half-written file stays.
-    with bar, closing(steps):  # type: ignore[arg-type]
+    with bar, closing(steps):
         for report in steps:
             reports.append(report)
             bar.advance(task, report.bytes_in)

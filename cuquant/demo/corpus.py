@@ -8,7 +8,6 @@ the text itself grows a little from one Python version to the next.
 import re
 from collections.abc import Iterator
 from itertools import zip_longest
-
 from pydoc_data.topics import topics
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
@@ -19,7 +18,7 @@ _FOOTNOTE = re.compile(r"\s*\[\d+\]")
 _EMPHASIS = re.compile(r"(?<![\w*])(\*{1,2})(\w[^*]*?)\1(?![\w*])")
 _LITERAL = re.compile(r'"([^"]*)"')
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-_PLAIN_WORD = re.compile(r"^[(“‘]?[A-Za-z]+(?:[’'-][a-z]+)*[)”’.,;:!?]*$")
+_PLAIN_WORD = re.compile(r"^[(“‘]?[A-Za-z]+(?:[’'-][a-z]+)*[)”’.,;:!?]*$")  # noqa: RUF001
 _VERSION_NOTE = re.compile(r"^(Changed|New|Added|Deprecated|Removed)\b.* version ")
 _CODE_MARKS = (">>>", "::=", "(Pdb)")
 
@@ -57,8 +56,10 @@ def passages(count: int = 128, words: int = 60) -> list[str]:
     by_topic = [list(_cut(_prose(topics[name], seen), words)) for name in sorted(topics)]
     found = [text for rank in zip_longest(*by_topic) for text in rank if text is not None]
     if len(found) < count:
-        raise ValueError(f"count is {count}, but the topics have {len(found)} passages of about "
-                         f"{words} words; ask for fewer or shorter ones")
+        raise ValueError(
+            f"count is {count}, but the topics have {len(found)} passages of about "
+            f"{words} words; ask for fewer or shorter ones"
+        )
     return found[:count]
 
 
@@ -94,7 +95,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _cut(paragraphs: Iterator[str], words: int) -> Iterator[str]:
-    """Yield passages of whole sentences; a topic's rest below three quarters of `words` is dropped."""
+    """Passages of whole sentences; a topic's rest below three quarters of `words` is dropped."""
     passage: list[str] = []
     for paragraph in paragraphs:
         for sentence in _SENTENCE_END.split(paragraph):

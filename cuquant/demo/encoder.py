@@ -55,20 +55,33 @@ def load_weights(path: str | Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     tensors = load_file(path)
-    return {name: np.asarray(value, dtype=np.float32) for name, value in tensors.items()
-            if value.dtype.kind not in "iub"}
+    return {
+        name: np.asarray(value, dtype=np.float32)
+        for name, value in tensors.items()
+        if value.dtype.kind not in "iub"
+    }
 
 
 def linear_weights(config: Mapping[str, Any]) -> list[str]:
     """Names of the weight matrices that `Encoder` hands to `linear`, in order of use."""
-    parts = ("attention.self.query", "attention.self.key", "attention.self.value",
-             "attention.output.dense", "intermediate.dense", "output.dense")
-    return [f"encoder.layer.{i}.{part}.weight"
-            for i in range(config["num_hidden_layers"]) for part in parts]
+    parts = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    )
+    return [
+        f"encoder.layer.{i}.{part}.weight"
+        for i in range(config["num_hidden_layers"])
+        for part in parts
+    ]
 
 
-def tokenize(tokenizer_path: str | Path, texts: Sequence[str],
-             max_tokens: int = 96) -> tuple[np.ndarray, np.ndarray]:
+def tokenize(
+    tokenizer_path: str | Path, texts: Sequence[str], max_tokens: int = 96
+) -> tuple[np.ndarray, np.ndarray]:
     """Turn texts into token ids, cut at `max_tokens` and padded to the longest.
 
     Returns
@@ -84,8 +97,10 @@ def tokenize(tokenizer_path: str | Path, texts: Sequence[str],
     tokenizer.enable_truncation(max_tokens)
     tokenizer.enable_padding()  # to the longest; the file itself asks for 128, always
     encodings = tokenizer.encode_batch(list(texts))
-    return (np.array([e.ids for e in encodings], np.int64),
-            np.array([e.attention_mask for e in encodings], np.int64))
+    return (
+        np.array([e.ids for e in encodings], np.int64),
+        np.array([e.attention_mask for e in encodings], np.int64),
+    )
 
 
 def array_linear(x: Any, w: Any, b: Any) -> Any:
@@ -126,15 +141,22 @@ class Encoder:
         If the activation is not the exact GELU.
     """
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Any],
-                 linear: Callable[[Any, Any, Any], Any] | None = None, *,
-                 embedding: Callable[[Any, Any], Any] | None = None,
-                 xp: ModuleType = np) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        linear: Callable[[Any, Any, Any], Any] | None = None,
+        *,
+        embedding: Callable[[Any, Any], Any] | None = None,
+        xp: ModuleType = np,
+    ) -> None:
         if config["hidden_act"] != "gelu":
             raise ValueError(f"hidden_act is {config['hidden_act']!r}; this encoder has 'gelu'")
         self.config = dict(config)
-        self.weights = {name: xp.asarray(value) if isinstance(value, np.ndarray) else value
-                        for name, value in weights.items()}
+        self.weights = {
+            name: xp.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in weights.items()
+        }
         self.linear = linear or array_linear
         self.embedding = embedding or array_embedding
         self.xp = xp
@@ -162,8 +184,10 @@ class Encoder:
         """
         limit = self.config["max_position_embeddings"]
         if ids.ndim != 2 or ids.shape != mask.shape or ids.shape[1] > limit:
-            raise ValueError(f"ids have shape {ids.shape} and mask {mask.shape}; both must be "
-                             f"[n, t] with t at most {limit}")
+            raise ValueError(
+                f"ids have shape {ids.shape} and mask {mask.shape}; both must be "
+                f"[n, t] with t at most {limit}"
+            )
         xp = self.xp
         out = xp.zeros((len(ids), self.config["hidden_size"]), dtype=np.float32)
         lengths = np.max(np.where(mask, np.arange(1, ids.shape[1] + 1), 1), axis=1, initial=1)
@@ -187,12 +211,14 @@ class Encoder:
         penalty = ((mask - 1) * np.float32(1e9))[:, None, None, :]
         for i in range(self.config["num_hidden_layers"]):
             layer = f"encoder.layer.{i}"
-            attended = self._dense(self._attention(x, penalty, layer),
-                                   f"{layer}.attention.output.dense")
+            attended = self._dense(
+                self._attention(x, penalty, layer), f"{layer}.attention.output.dense"
+            )
             x = self._layer_norm(x + attended, f"{layer}.attention.output.LayerNorm")
             inner = gelu(self._dense(x, f"{layer}.intermediate.dense"), xp)
-            x = self._layer_norm(x + self._dense(inner, f"{layer}.output.dense"),
-                                 f"{layer}.output.LayerNorm")
+            x = self._layer_norm(
+                x + self._dense(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm"
+            )
         return x
 
     def _attention(self, x: Any, penalty: Any, layer: str) -> Any:
@@ -201,8 +227,10 @@ class Encoder:
         b, t, hidden = x.shape
         query, key, value = (
             self._dense(x, f"{layer}.attention.self.{part}")
-            .reshape(b, t, heads, hidden // heads).transpose(0, 2, 1, 3)
-            for part in ("query", "key", "value"))
+            .reshape(b, t, heads, hidden // heads)
+            .transpose(0, 2, 1, 3)
+            for part in ("query", "key", "value")
+        )
         scores = (query * np.float32((hidden // heads) ** -0.5)) @ key.transpose(0, 1, 3, 2)
         scores += penalty
         scores -= scores.max(axis=-1, keepdims=True)

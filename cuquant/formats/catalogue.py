@@ -287,7 +287,8 @@ def get_format(name: str | Format, **options: object) -> Format:
         True: float32 scales become 8-bit codes themselves, in nested blocks of 256 (QLoRA).
     levels
         k2..k8 only: "lloyd" (least squared error on normal data in blocks of that size,
-        signed-max scale), "normal", "linear", or an array of 2 to 2^k ascending values (absmax scale).
+        signed-max scale), "normal", "linear", or an array of 2 to 2^k ascending values (absmax
+        scale).
     packing
         k2..k8 only: "dense" (a bit stream), "word" (32 // k codes a uint32) or "planes".
     scale_dtype
@@ -333,9 +334,9 @@ def _with_block(fmt: Format, block: object) -> Format:
     if fmt.scale is None:
         raise ValueError(f"{fmt.name} has no blocks; leave block_size out")
     if fmt.is_blocks:
-        if block not in (fmt.scale.block, fmt.packing.elements):
+        if block not in (fmt.scale.block, fmt.layout.elements):
             raise ValueError(
-                f"{fmt.name} has blocks of {fmt.packing.elements}, fixed by ggml; got {block}"
+                f"{fmt.name} has blocks of {fmt.layout.elements}, fixed by ggml; got {block}"
             )
         return fmt
     return replace(fmt, scale=replace(fmt.scale, block=block))
@@ -368,13 +369,19 @@ _CHANGES: dict[str, Callable[[Format, object], Format]] = {
 
 
 def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
-    """Options in their plain, checked form: what a file header holds."""
+    """Options that are not the format's own, in their checked form: what a file header holds."""
     kept = dict(given)
     if "block_size" in kept and fmt.scale is not None:
-        kept["block_size"] = fmt.packing.elements if fmt.is_blocks else fmt.scale.block
+        kept["block_size"] = fmt.scale.block
     if isinstance(fmt.codec, Codebook) and not isinstance(kept.get("levels", ""), str):
         kept["levels"] = fmt.codec.levels
     if "double_quant" in kept:
         kept["double_quant"] = True
-    return kept
-
+    usual = _MAKERS[fmt.name](fmt.name)
+    defaults = {
+        "block_size": usual.block_size,
+        "levels": "lloyd",
+        "packing": getattr(usual.packing, "order", None),
+        "scale_dtype": usual.scale.dtype if usual.scale else None,
+    }
+    return {option: value for option, value in kept.items() if defaults.get(option) != value}

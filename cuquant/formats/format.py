@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuquant.formats.blocks import BlockLayout
-from cuquant.formats.codecs import Codec, Uniform
+from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import DTYPES, NESTED_BLOCK, Block, Scale
 
@@ -77,11 +77,25 @@ class Format:
         return int(self.codec.encode(np.zeros(1, np.float32))[0])
 
     @property
-    def plain_packing(self) -> Packing:
+    def row_packing(self) -> Packing:
         """`packing`, or how ggml codes are packed once they are taken out of their blocks."""
         if isinstance(self.packing, Packing):
             return self.packing
         return Packing(self.bits, "low" if self.bits in (4, 8) else "dense")
+
+    @property
+    def layout(self) -> BlockLayout:
+        """`packing` where `is_blocks`."""
+        if not isinstance(self.packing, BlockLayout):
+            raise TypeError(f"{self} is not stored in ggml's blocks")
+        return self.packing
+
+    @property
+    def rule(self) -> Scale:
+        """`scale` where there is one."""
+        if self.scale is None:
+            raise TypeError(f"{self} has no scale")
+        return self.scale
 
     @property
     def scale_is_plain(self) -> bool:
@@ -100,9 +114,9 @@ class Format:
             raise ValueError(
                 f"x has shape {stored}; a block_size of {self.scale.block} needs two axes or more"
             )
-        if self.is_blocks and stored[-1] % self.packing.elements:
+        if self.is_blocks and stored[-1] % self.layout.elements:
             raise ValueError(
-                f"{self.name} needs a quantized axis that is a multiple of {self.packing.elements}, "
+                f"{self.name} needs a quantized axis that is a multiple of {self.layout.elements}, "
                 f"got {stored[-1]}; pad it, as ggml does, or pass another axis="
             )
 
@@ -110,11 +124,13 @@ class Format:
         """The arrays that hold an array stored as [rows..., K]: names, dtypes, shapes."""
         *rows, count = stored
         if self.is_blocks:
-            blocks = count // self.packing.elements
-            shape = (*rows, blocks, self.packing.nbytes)
+            blocks = count // self.layout.elements
+            shape = (*rows, blocks, self.layout.nbytes)
             return (Component("blocks", np.dtype(np.uint8), shape),)
-        packed = self.codec.dtype if self.bits == 16 else self.packing.dtype  # type: ignore[union-attr]
-        parts = [Component("packed", np.dtype(packed), (*rows, self.packing.words(count)))]
+        # fp16 and bf16 are stored as what they are.
+        dtype = self.codec.dtype if isinstance(self.codec, Minifloat) and self.bits == 16 else None
+        packing = self.row_packing
+        parts = [Component("packed", dtype or packing.dtype, (*rows, packing.words(count)))]
         if self.scale is None:
             return tuple(parts)
         shape = self.scale.shape(stored)
@@ -152,4 +168,3 @@ def _short(value: object) -> str:
 
 def _rebuild(get_format, name: str, options: dict) -> Format:
     return get_format(name, **options)
-

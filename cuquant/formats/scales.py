@@ -59,20 +59,20 @@ class Scale:
         if self.block == "tensor":
             return ()
         *rows, columns = stored
-        if self.block == "row":
-            return (*rows, 1)
         if isinstance(self.block, tuple):
             *batch, height = rows
             tall, wide = self.block
             return (*batch, -(-height // tall), -(-columns // wide))
-        return (*rows, -(-columns // self.block))
+        return (*rows, 1 if isinstance(self.block, str) else -(-columns // self.block))
 
 
 def check_block(block: object) -> Block:
     """`block` as an int, "row", "tensor" or a pair of ints; ValueError or TypeError otherwise."""
     if isinstance(block, str):
         if block not in ("row", "tensor"):
-            raise ValueError(f'block_size {block!r} is unknown; pass an int, "row", "tensor" or a pair')
+            raise ValueError(
+                f'block_size {block!r} is unknown; pass an int, "row", "tensor" or a pair'
+            )
         return block
     if isinstance(block, (tuple, list)):
         if len(block) != 2:

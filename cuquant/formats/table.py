@@ -69,8 +69,8 @@ def _row(fmt: Format) -> Row:
 def _block(fmt: Format) -> str:
     if fmt.scale is None:
         return ""
-    if fmt.is_blocks and fmt.packing.elements != fmt.scale.block:  # type: ignore[union-attr]
-        return f"{fmt.packing.elements} in {fmt.scale.block}s"  # type: ignore[union-attr]
+    if fmt.is_blocks and fmt.layout.elements != fmt.rule.block:
+        return f"{fmt.layout.elements} in {fmt.rule.block}s"
     return str(fmt.scale.block)
 
 
@@ -81,7 +81,7 @@ def _scale(fmt: Format) -> str:
         return "power of two, e8m0"
     nested = ", float32 over all" if fmt.scale.nested == "global" else ""
     rule, dtype = fmt.scale.rule.replace("_", " "), fmt.scale.dtype
-    if fmt.is_blocks and fmt.packing.sc_runs:  # type: ignore[union-attr]
+    if fmt.is_blocks and fmt.layout.sc_runs:
         dtype = "integer x float16"
     return f"{rule}, {dtype}{nested}"
 

@@ -298,7 +298,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
 def _q8_1_of_values(values: np.ndarray) -> np.ndarray:
     """uint8 [n, 36] of float32 values [n, 32]; a block with NaN or infinity is NaN."""
     fmt = get_format("q8_1")
-    peak = F32(fmt.scale.peak)  # type: ignore[union-attr]
+    peak = F32(fmt.rule.peak)
     with np.errstate(all="ignore"):
         scale = np.abs(values).max(-1, keepdims=True) / peak
         scale[~np.isfinite(scale)] = np.nan

@@ -55,7 +55,7 @@ def quantize_tensor(x: Any, bits: int = 8) -> tuple[Any, Any]:
     top = (1 << (integer(bits, "bits", 2, 8) - 1)) - 1
     fmt = get_format("int8", block_size="tensor")
     codec = Uniform(-top, top)
-    scale = replace(fmt.scale, peak=float(top))  # type: ignore[type-var]
+    scale = replace(fmt.rule, peak=float(top))
     fmt = replace(fmt, codec=codec, scale=scale)
     host = floats(x, "x")
     fmt.check_shape(host.shape)

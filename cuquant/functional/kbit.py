@@ -122,7 +122,7 @@ def dequantize_kbit(
     fmt = _format(k, levels, block_size, packing)
     shape = extents(shape)
     count = int(np.prod(shape, dtype=object))
-    words = _words(packed, fmt.plain_packing, count)
+    words = _words(packed, fmt.row_packing, count)
     _, (blocks,) = (part.shape for part in fmt.components((count,)))
     scale = floats(scale, "scale").reshape(-1)
     if scale.size != blocks:
@@ -176,7 +176,7 @@ def convert_packing(
     ['100100']
     """
     formats = [_format(k, levels, None, packing) for packing in (source, target)]
-    before, after = (fmt.plain_packing for fmt in formats)
+    before, after = (fmt.row_packing for fmt in formats)
     n = integer(n, "n", 0)
     codes = before.unpack(_words(packed, before, n)[None], n)
     return like(after.pack(codes, formats[1].zero_code)[0], packed)

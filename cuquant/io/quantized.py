@@ -238,7 +238,8 @@ def parse_entry(
     where: str, described: Mapping[str, Any]
 ) -> tuple[Format, tuple[int, ...], np.dtype, tuple[int, ...]]:
     """Format, shape, dtype and axes of a header entry; FormatError for anything unexpected."""
-    shape, axes = described.get("shape"), described.get("axes")
+    shape: Any = described.get("shape")
+    axes: Any = described.get("axes")
     if not _sizes(shape) or not _sizes(axes) or sorted(axes) != list(range(len(shape))):
         raise FormatError(f"{where}: its shape and axes do not describe an array")
     options, name, dtype = (described.get(key) for key in ("options", "format", "dtype"))

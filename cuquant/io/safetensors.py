@@ -233,8 +233,10 @@ class SafetensorsReader:
         try:
             self._open(max_header_bytes, max_tensors)
         except RecursionError:
-            raise FormatError(f"{self.path}: the header nests too deep; a real one has 3 levels "
-                              "(do not use this file)") from None
+            raise FormatError(
+                f"{self.path}: the header nests too deep; a real one has 3 levels "
+                "(do not use this file)"
+            ) from None
         except ValueError as error:
             raise FormatError(f"{self.path}: {error}") from error
 
@@ -283,8 +285,10 @@ class SafetensorsReader:
         """
         info, stored = self._stored(name)
         if info.dtype == "BOOL" and stored.max(initial=0) > _HIGHEST_BYTE["BOOL"]:
-            raise FormatError(f"{self.path}: BOOL tensor {_quote(name)} holds the byte "
-                              f"{stored.max()}; only 0 and 1 are booleans, read it with raw()")
+            raise FormatError(
+                f"{self.path}: BOOL tensor {_quote(name)} holds the byte "
+                f"{stored.max()}; only 0 and 1 are booleans, read it with raw()"
+            )
         if info.dtype in _SUB_BYTE_BITS:
             array = _unpack(stored, _SUB_BYTE_BITS[info.dtype])
             array = array.view(info.numpy_dtype).reshape(info.shape)
@@ -515,8 +519,10 @@ class SafetensorsWriter:
         assert self._file is not None and self._temporary is not None  # __enter__ has set them
         if self._pending:
             missing = [name for name in self.tensors if name in self._pending]
-            raise ValueError(f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were "
-                             f"not written, no file was made; write {_quote(missing)}")
+            raise ValueError(
+                f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were "
+                f"not written, no file was made; write {_quote(missing)}"
+            )
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
@@ -536,15 +542,21 @@ class SafetensorsWriter:
 
 def _read_header(file: BinaryIO, file_size: int, max_header_bytes: int) -> bytes:
     if file_size < 8:
-        raise ValueError(f"is {file_size} bytes long, a safetensors file has at least 8 (its "
-                         "header length); it is truncated or of another format")
+        raise ValueError(
+            f"is {file_size} bytes long, a safetensors file has at least 8 (its "
+            "header length); it is truncated or of another format"
+        )
     (length,) = struct.unpack("<Q", file.read(8))
     if length > file_size - 8:
-        raise ValueError(f"its first 8 bytes say that the header is {length} bytes long, but "
-                         f"{file_size - 8} follow; it is truncated or of another format")
+        raise ValueError(
+            f"its first 8 bytes say that the header is {length} bytes long, but "
+            f"{file_size - 8} follow; it is truncated or of another format"
+        )
     if length > max_header_bytes:
-        raise ValueError(f"the header is {length} bytes long, the limit is {max_header_bytes}; "
-                         "raise max_header_bytes if you trust the file")
+        raise ValueError(
+            f"the header is {length} bytes long, the limit is {max_header_bytes}; "
+            "raise max_header_bytes if you trust the file"
+        )
     return file.read(length)
 
 
@@ -552,13 +564,17 @@ def _parse_header(
     header: bytes, data_start: int, max_tensors: int
 ) -> tuple[dict[str, str], list[TensorInfo]]:
     if not header.startswith(b"{"):
-        raise ValueError(f"the header starts with {_quote(header[:8])}, not with a JSON object's "
-                         "{; the file is corrupt or of another format")
+        raise ValueError(
+            f"the header starts with {_quote(header[:8])}, not with a JSON object's "
+            "{; the file is corrupt or of another format"
+        )
     try:
         text = header.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"the header is not UTF-8: {error.reason} at its byte {error.start}; "
-                         "the file is corrupt") from None
+        raise ValueError(
+            f"the header is not UTF-8: {error.reason} at its byte {error.start}; "
+            "the file is corrupt"
+        ) from None
     try:
         entries = json.loads(
             text,
@@ -568,8 +584,9 @@ def _parse_header(
             parse_constant=_refuse_number,
         )
     except json.JSONDecodeError as error:
-        raise ValueError(f"the header is not JSON: {error.msg} at its character {error.pos}; "
-                         "the file is corrupt") from None
+        raise ValueError(
+            f"the header is not JSON: {error.msg} at its character {error.pos}; the file is corrupt"
+        ) from None
     metadata = _checked_metadata(entries.pop(_METADATA, {}))
     if len(entries) > max_tensors:
         _refuse_count(max_tensors)
@@ -590,16 +607,19 @@ def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str
         if len(built) < len(pairs):
             seen: set[str] = set()
             duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"the header has the key {_quote(duplicate)} twice in one object; "
-                             "readers would disagree about its meaning, do not use this file")
+            raise ValueError(
+                f"the header has the key {_quote(duplicate)} twice in one object; "
+                "readers would disagree about its meaning, do not use this file"
+            )
         return built
 
     return build
 
 
 def _refuse_count(max_tensors: int) -> NoReturn:
-    raise ValueError(f"the header has more than {max_tensors} tensors; raise max_tensors if you "
-                     "trust the file")
+    raise ValueError(
+        f"the header has more than {max_tensors} tensors; raise max_tensors if you trust the file"
+    )
 
 
 def _parse_int(digits: str) -> int:
@@ -609,8 +629,10 @@ def _parse_int(digits: str) -> int:
 
 
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"the header has the number {_quote(text)}; only integers below 2^64 occur "
-                     "in one, the file is corrupt")
+    raise ValueError(
+        f"the header has the number {_quote(text)}; only integers below 2^64 occur "
+        "in one, the file is corrupt"
+    )
 
 
 def _parse_entries(entries: dict[str, Any], data_start: int) -> list[TensorInfo]:
@@ -626,21 +648,29 @@ def _parse_entries(entries: dict[str, Any], data_start: int) -> list[TensorInfo]
 def _parse_entry(name: str, value: Any, data_start: int) -> TensorInfo:
     _check_text(name, "its name")
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise ValueError(f"its entry is {_quote(value)}; an object with exactly dtype, shape and "
-                         "data_offsets is wanted, the file is corrupt")
+        raise ValueError(
+            f"its entry is {_quote(value)}; an object with exactly dtype, shape and "
+            "data_offsets is wanted, the file is corrupt"
+        )
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     numpy_dtype(tag)
     if not _are_sizes(shape) or len(shape) > _MAX_RANK:
-        raise ValueError(f"its shape is {_quote(shape)}; a list of at most {_MAX_RANK} "
-                         "non-negative integers is wanted, the file is corrupt")
+        raise ValueError(
+            f"its shape is {_quote(shape)}; a list of at most {_MAX_RANK} "
+            "non-negative integers is wanted, the file is corrupt"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"its data_offsets are {_quote(offsets)}; [start, end] with "
-                         "0 <= start <= end is wanted, the file is corrupt")
+        raise ValueError(
+            f"its data_offsets are {_quote(offsets)}; [start, end] with "
+            "0 <= start <= end is wanted, the file is corrupt"
+        )
     start, end = offsets
     nbytes = _stored_nbytes(tag, shape)
     if nbytes != end - start:
-        raise ValueError(f"its data_offsets {_quote(offsets)} hold {end - start} bytes, but "
-                         f"{tag} {_quote(shape)} takes {nbytes}; the file is corrupt")
+        raise ValueError(
+            f"its data_offsets {_quote(offsets)} hold {end - start} bytes, but "
+            f"{tag} {_quote(shape)} takes {nbytes}; the file is corrupt"
+        )
     return TensorInfo(name, tag, tuple(shape), data_start + start, nbytes)
 
 
@@ -655,14 +685,18 @@ def _check_coverage(infos: list[TensorInfo], data_start: int, file_size: int) ->
     for info in infos:
         if info.offset != position:
             fault = "overlaps the tensor before it" if info.offset < position else "leaves a hole"
-            raise ValueError(f"tensor {_quote(info.name)} {fault}: it starts at byte "
-                             f"{info.offset - data_start} of the data, not at "
-                             f"{position - data_start}; the file is corrupt")
+            raise ValueError(
+                f"tensor {_quote(info.name)} {fault}: it starts at byte "
+                f"{info.offset - data_start} of the data, not at "
+                f"{position - data_start}; the file is corrupt"
+            )
         position += info.nbytes
     if position != file_size:
         fault = "is truncated" if position > file_size else "has trailing bytes"
-        raise ValueError(f"{fault}: the header describes {position - data_start} bytes of data, "
-                         f"the file holds {file_size - data_start}; fetch it again")
+        raise ValueError(
+            f"{fault}: the header describes {position - data_start} bytes of data, "
+            f"the file holds {file_size - data_start}; fetch it again"
+        )
 
 
 def _stored_nbytes(tag: str, shape: Iterable[int]) -> int:
@@ -674,8 +708,9 @@ def _stored_nbytes(tag: str, shape: Iterable[int]) -> int:
         raise ValueError(f"{tag} {_quote(shape)} overflows 2^63 bytes")
     bits = math.prod(shape) * _SUB_BYTE_BITS.get(tag, 8 * itemsize)
     if bits % 8:
-        raise ValueError(f"{tag} {_quote(shape)} takes {bits} bits, which is not a whole number "
-                         "of bytes")
+        raise ValueError(
+            f"{tag} {_quote(shape)} takes {bits} bits, which is not a whole number of bytes"
+        )
     return bits // 8
 
 
@@ -690,8 +725,9 @@ def _check_text(text: Any, what: str) -> None:
 
 def _checked_metadata(metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, Mapping):
-        raise ValueError(f"{_METADATA} is {_quote(metadata)}; a map of strings to strings is "
-                         "wanted")
+        raise ValueError(
+            f"{_METADATA} is {_quote(metadata)}; a map of strings to strings is wanted"
+        )
     for key, value in metadata.items():
         _check_text(key, f"a key of {_METADATA}")
         _check_text(value, f"{_METADATA}[{_quote(key)}]")
@@ -711,8 +747,10 @@ def _plan(name: str, dtype: Any, shape: Iterable[int]) -> TensorInfo:
     tag = _TAGS[numpy_dtype(dtype)] if isinstance(dtype, str) else tag_of(dtype)
     sizes = tuple(int(operator.index(size)) for size in shape)  # int(): True is written 1
     if len(sizes) > _MAX_RANK or any(size < 0 for size in sizes):
-        raise ValueError(f"tensor {_quote(name)} has the shape {sizes}; at most {_MAX_RANK} "
-                         "non-negative sizes are wanted")
+        raise ValueError(
+            f"tensor {_quote(name)} has the shape {sizes}; at most {_MAX_RANK} "
+            "non-negative sizes are wanted"
+        )
     try:
         nbytes = _stored_nbytes(tag, sizes)
     except ValueError as error:
@@ -733,13 +771,17 @@ def _lay_out(
     ends = list(itertools.accumulate((info.nbytes for info in infos), initial=0))
     for info, start, end in zip(infos, ends, ends[1:], strict=False):
         entries[info.name] = {
-            "dtype": info.dtype, "shape": info.shape, "data_offsets": (start, end)
+            "dtype": info.dtype,
+            "shape": info.shape,
+            "data_offsets": (start, end),
         }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)  # spaces: the only padding readers allow
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"the header would be {len(text)} bytes long, readers accept "
-                         f"{MAX_HEADER_BYTES}; split the tensors over several files")
+        raise ValueError(
+            f"the header would be {len(text)} bytes long, readers accept "
+            f"{MAX_HEADER_BYTES}; split the tensors over several files"
+        )
     data_start = 8 + len(text)
     placed = {
         info.name: TensorInfo(info.name, info.dtype, info.shape, data_start + start, info.nbytes)
@@ -750,8 +792,10 @@ def _lay_out(
 
 def _refuse_big_endian(dtype: np.dtype[Any]) -> None:
     if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big"):
-        raise TypeError(f"dtype {dtype} is big-endian, safetensors is little-endian; convert with "
-                        'x.astype(x.dtype.newbyteorder("<"))')
+        raise TypeError(
+            f"dtype {dtype} is big-endian, safetensors is little-endian; convert with "
+            'x.astype(x.dtype.newbyteorder("<"))'
+        )
 
 
 def _stored_chunks(array: np.ndarray, info: TensorInfo) -> Iterator[np.ndarray]:

@@ -1,9 +1,9 @@
-"""Quantize a safetensors file tensor by tensor: memory holds one tensor, whatever the file's size."""
+"""Quantize a safetensors file tensor by tensor: memory holds one tensor at a time."""
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -89,7 +89,7 @@ def quantize_file(
     exclude: Sequence[str] = (),
     nonfinite: str = "raise",
     begin: Callable[[list[Plan]], None] | None = None,
-) -> Iterator[Report]:
+) -> Generator[Report, None, None]:
     """Quantize the float matrices of a safetensors file; yields a report after each tensor.
 
     The target appears under its name when the iterator is exhausted. If it is closed before, or

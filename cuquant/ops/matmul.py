@@ -93,11 +93,11 @@ def matmul(
     """
     left, right = Operand.of(a, "a"), Operand.of(b, "b")
     if left.dtype is not None and right.dtype is not None:
-        raise TypeError("matmul needs a QuantArray on one side at least; use a @ b for plain arrays")
+        raise TypeError(
+            "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
+        )
     shape = _product_shape(left.shape, right.shape)
-    finish = Finish.check(
-        [left, right], shape, bias, activation, None, out_dtype, out, stream
-    )
+    finish = Finish.check([left, right], shape, bias, activation, None, out_dtype, out, stream)
     return finish(lambda: _flat_matmul(left.values(), right.values()))
 
 
@@ -151,9 +151,7 @@ def linear(
     """
     left, right = Operand.of(x, "x"), _weight(w, "w", 2)
     shape = _linear_shape(left, right)
-    finish = Finish.check(
-        [left, right], shape, bias, activation, residual, out_dtype, out, stream
-    )
+    finish = Finish.check([left, right], shape, bias, activation, residual, out_dtype, out, stream)
     return finish(lambda: _flat_matmul(left.values(), right.values().T))
 
 
@@ -234,9 +232,7 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
     if len(left.shape) != 2 or left.shape[1] != depth:
         raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
     chosen = _experts(experts, left.shape[0], known)
-    finish = Finish.check(
-        [left, right], (left.shape[0], width), None, None, None, None, out, None
-    )
+    finish = Finish.check([left, right], (left.shape[0], width), None, None, None, None, out, None)
 
     def product() -> np.ndarray:
         values = left.values()
@@ -260,7 +256,7 @@ def _experts(experts: Any, count: int, known: int) -> np.ndarray:
         raise TypeError(f"experts must be integers, got {chosen.dtype}")
     if chosen.shape != (count,):
         raise ValueError(f"experts has shape {chosen.shape}; x has {count} rows")
-    if chosen.size and not (0 <= chosen.min() and chosen.max() < known):
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < known):
         raise ValueError(f"experts must be in 0..{known - 1}, got {chosen.min()}..{chosen.max()}")
     return chosen.astype(np.int64)
 

@@ -98,7 +98,9 @@ def quantize(
     fmt.check_shape(moved.shape)
     given = _calibration(fmt, moved.shape, scale, zero_point, global_scale)
     if stochastic and fmt.is_blocks:
-        raise ValueError(f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding")
+        raise ValueError(
+            f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding"
+        )
     key = _seed(seed) if stochastic else 0
     order = [*(i for i in range(host.ndim) if i != axis), axis]
     axes = tuple(int(i) for i in np.argsort(order))
@@ -185,7 +187,7 @@ def _zero_points(fmt: Format, zero_point: Any, shape: tuple[int, ...]) -> np.nda
     values = _broadcast(zero_point, shape, "zero_point")
     if values.dtype.kind not in "iu" and (np.asarray(values, np.float64) % 1 != 0).any():
         raise ValueError("zero_point must be integers")
-    if values.size and not (0 <= values.min() and values.max() <= fmt.codec.high):
+    if values.size and not (values.min() >= 0 and values.max() <= fmt.codec.high):
         raise ValueError(f"zero_point must be in 0..{fmt.codec.high} for {fmt}")
     return values.astype(np.uint8)
 
@@ -209,7 +211,9 @@ def _check_out(
         raise TypeError(f"out must be a QuantArray, got {type(out).__name__}")
     wanted = (fmt, x.shape, x.dtype, axes, which)
     came = (out.format, out.shape, out.dtype, out.axes, out.kind)
-    for name, want, got in zip(("format", "shape", "dtype", "axes", "kind"), wanted, came, strict=True):
+    for name, want, got in zip(
+        ("format", "shape", "dtype", "axes", "kind"), wanted, came, strict=True
+    ):
         if want != got:
             raise ValueError(f"out has {name} {got}; this call gives {want}")
     for name, part in out.numpy().arrays().items():

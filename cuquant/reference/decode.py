@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from cuquant.formats import Format, get_format
+from cuquant.formats import Format, Uniform, get_format
 from cuquant.formats.blocks import Fields
 from cuquant.reference.memory import empty
 from cuquant.reference.tiles import Piece, Tiles
@@ -33,7 +33,7 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
         shape = fmt.scale.shape(stored)
         if not parts["blocks"].size:
             return Blocks(np.zeros(shape, F32), np.zeros(shape, F32) if fmt.offset else None)
-        fields = fmt.packing.unpack(_flat_blocks(parts["blocks"]))
+        fields = fmt.layout.unpack(_flat_blocks(parts["blocks"]))
         minimum = None if fields.minimum is None else fields.minimum.reshape(shape)
         return Blocks(fields.scale.reshape(shape), minimum)
     scale = parts["scale"]
@@ -93,7 +93,7 @@ def dequantize(
 def _decode(
     part: np.ndarray, fmt: Format, scale: np.ndarray | None, zero_point: np.ndarray | None
 ) -> np.ndarray:
-    if zero_point is not None:
+    if isinstance(fmt.codec, Uniform) and zero_point is not None:
         values = fmt.codec.decode(part, zero_point.astype(F32))
     else:
         values = fmt.codec.decode(part)
@@ -107,7 +107,7 @@ def _decode(
 
 def _decode_blocks(part: np.ndarray, fmt: Format, fields: Fields) -> np.ndarray:
     """ggml's arithmetic, which keeps the -0.0 of a negative scale."""
-    subs = (-1, fmt.packing.sub_block)
+    subs = (-1, fmt.layout.sub_block)
     values = fmt.codec.decode(part).reshape(subs) * fields.scale.reshape(-1, 1)
     if fields.minimum is not None:
         values += fields.minimum.reshape(-1, 1)
@@ -119,15 +119,17 @@ def _unpacked(
 ) -> Iterator[tuple[Piece, np.ndarray, Fields | None]]:
     """Codes piece by piece, [rows, columns], with the other fields of ggml's blocks."""
     if fmt.is_blocks:
-        layout = fmt.packing
-        blocks = parts["blocks"].reshape(tiles.rows, tiles.columns // layout.elements, layout.nbytes)
+        layout = fmt.layout
+        blocks = parts["blocks"].reshape(
+            tiles.rows, tiles.columns // layout.elements, layout.nbytes
+        )
         for piece in tiles.panels(layout.elements):
             rows = slice(piece.row, piece.row_end)
             across = slice(piece.column // layout.elements, piece.column_end // layout.elements)
             fields = layout.unpack(_flat_blocks(blocks[rows, across]))
             yield piece, fields.codes.reshape(piece.shape), fields
         return
-    packing = fmt.packing
+    packing = fmt.row_packing
     packed = parts["packed"].reshape(tiles.batch, tiles.rows, packing.words(tiles.columns))
     for piece in tiles.panels(packing.group):
         words = slice(packing.words(piece.column), packing.words(piece.column_end))

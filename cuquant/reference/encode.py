@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from cuquant.formats import Format, get_format
+from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
@@ -39,6 +39,7 @@ class Source:
         self.moved = np.moveaxis(x, axis, -1)
         self.matrices = self.moved.reshape(tiles.shape)
         self.logical_shape, self.axis = x.shape, axis
+        self.rows = tiles.rows
         self.clamp = clamp
 
     def __getitem__(self, piece: Piece) -> np.ndarray:
@@ -46,16 +47,16 @@ class Source:
         part = self.matrices[piece.index]
         values = np.ascontiguousarray(part, dtype=F32)
         if self.clamp and not np.isfinite(values).all():
-            top = F32(ml_dtypes.finfo(part.dtype).max)
+            top = float(ml_dtypes.finfo(part.dtype).max)
             values = np.nan_to_num(values, nan=0.0, posinf=top, neginf=-top)
         return values
 
     def flat_index(self, piece: Piece) -> np.ndarray:
         """uint64: where each element of a piece stands in the array as it was given, flattened."""
         shape = self.logical_shape
-        strides = np.cumprod((1, *shape[:0:-1]), dtype=np.uint64)[::-1]
+        strides = np.cumprod(np.array([1, *shape[:0:-1]], np.uint64))[::-1]
         step = strides[self.axis]
-        row = piece.batch * self.matrices.shape[1] + np.arange(piece.row, piece.row_end)
+        row = piece.batch * self.rows + np.arange(piece.row, piece.row_end)
         start = np.zeros(len(row), np.uint64)
         others = [i for i in range(len(shape)) if i != self.axis % len(shape)]
         for i in reversed(others):
@@ -93,7 +94,7 @@ def quantize(
     # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
     clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
     source = Source(x, axis % x.ndim, tiles, clamp)
-    if fmt.scale is not None and fmt.scale.rule == "search":
+    if fmt.scale is not None and fmt.rule.rule == "search":
         return _search_blocks(source, fmt, stored, nonfinite)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     if fmt.is_blocks:
@@ -101,15 +102,15 @@ def quantize(
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
     for name, values in scales.stored.items():
         parts[name][...] = values.reshape(parts[name].shape)
-    packed = parts["packed"].reshape(tiles.batch, tiles.rows, fmt.packing.words(tiles.columns))
-    for piece in tiles.panels(fmt.packing.group):
+    packed = parts["packed"].reshape(tiles.batch, tiles.rows, fmt.row_packing.words(tiles.columns))
+    for piece in tiles.panels(fmt.row_packing.group):
         values = source[piece]
-        if nonfinite == "raise" and fmt.scale is None:
+        if nonfinite == "raise" and isinstance(fmt.codec, Minifloat) and fmt.scale is None:
             _refuse_overflow(fmt, np.abs(values) > F32(fmt.codec.peak))
         draw = uniform(seed, source.flat_index(piece)) if stochastic else None
         codes = _encode(values, fmt, tiles, scales, piece, draw)
-        words = fmt.packing.pack(codes, fmt.zero_code).view(packed.dtype)
-        first = fmt.packing.words(piece.column)
+        words = fmt.row_packing.pack(codes, fmt.zero_code).view(packed.dtype)
+        first = fmt.row_packing.words(piece.column)
         packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
     return parts
 
@@ -123,7 +124,7 @@ def statistics(source: Source, fmt: Format, tiles: Tiles) -> dict[str, np.ndarra
     "top" (float32: max |x|, or the signed furthest), "low" and "high" (float32), or "sum"
     (float64, added one by one in index order).
     """
-    names = {"range": ("low", "high"), "mean_abs": ("sum",)}.get(fmt.scale.rule, ("top",))
+    names = {"range": ("low", "high"), "mean_abs": ("sum",)}.get(fmt.rule.rule, ("top",))
     found = {name: np.zeros(tiles.grid, np.float64 if name == "sum" else F32) for name in names}
     seen = np.zeros(tiles.grid, bool)
     for piece in tiles.whole_tiles():
@@ -138,7 +139,7 @@ def statistics(source: Source, fmt: Format, tiles: Tiles) -> dict[str, np.ndarra
 def _gather_statistics(
     found: dict[str, np.ndarray], fmt: Format, blocks: np.ndarray, where: tuple, fresh: bool
 ) -> None:
-    rule = fmt.scale.rule
+    rule = fmt.rule.rule
     if rule == "range":
         low, high = blocks.min(-1), blocks.max(-1)
         if fmt.offset == "zero_point":  # zero must have a code
@@ -187,13 +188,13 @@ def _scales(
     if fmt.scale is None:
         return Scales({})
     with np.errstate(all="ignore"):
-        calibrated = given.scale is not None
-        found = {} if calibrated and source.clamp else statistics(source, fmt, tiles)
+        known = given.scale is not None and source.clamp  # nothing is left to find
+        found = {} if known else statistics(source, fmt, tiles)
         bad = np.zeros(tiles.grid, bool)
         for values in found.values():
             bad |= ~np.isfinite(values)
         world = _global_scale(source, fmt, tiles, given)
-        if calibrated:
+        if given.scale is not None:
             exact = given.scale.reshape(tiles.grid).astype(F32)
             exact = exact if world is None else exact / world
         else:
@@ -211,24 +212,23 @@ def _scales(
         if fmt.offset == "zero_point":
             zero_point = _zero_point(found, fmt, tiles, effective, given)
             stored["zero_point"] = zero_point
-        encoding = exact if fmt.scale.encode_with == "exact" else effective
+        encoding = exact if fmt.rule.encode_with == "exact" else effective
         inverse = _inverse(encoding)
-        if fmt.scale.rule == "mean_abs" and not stochastic:  # codes are signs, whatever the scale
+        if fmt.rule.rule == "mean_abs" and not stochastic:  # codes are signs, whatever the scale
             inverse = (inverse != 0).astype(F32)
         return Scales(stored, exact, inverse, None, zero_point)
 
 
-def _exact(
-    found: Components, fmt: Format, tiles: Tiles, world: np.float32 | None
-) -> np.ndarray:
+def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | None) -> np.ndarray:
     """The scale of each block before rounding: statistic / peak, float32."""
-    rule, peak = fmt.scale.rule, F32(fmt.scale.peak)
+    rule, peak = fmt.rule.rule, F32(fmt.rule.peak)
     if rule == "range":
         return (found["high"] - found["low"]) / peak
     if rule == "mean_abs":  # float64: rounded once, to the stored dtype
         return found["sum"] / np.maximum(_elements(tiles), 1)
     if rule == "e8m0":
-        exponent = np.frexp(found["top"])[1] - 1 - fmt.codec.emax
+        emax = int(np.frexp(fmt.rule.peak)[1]) - 1
+        exponent = np.frexp(found["top"])[1] - 1 - emax
         power = np.ldexp(F32(1), np.clip(exponent, -127, 127))
         return np.where(found["top"] == 0, F32(0), power).astype(F32)
     return found["top"] / (peak if world is None else peak * world)
@@ -246,15 +246,15 @@ def _global_scale(
     source: Source, fmt: Format, tiles: Tiles, given: Calibration
 ) -> np.float32 | None:
     """nvfp4's float32: absmax / (6 * 448) of the finite elements; 1 where all are zero."""
-    if fmt.scale.nested != "global":
+    if fmt.rule.nested != "global":
         return None
     if given.global_scale is not None:
         return F32(given.global_scale)
     top = F32(0)
-    for piece in tiles.panels(fmt.packing.group):
+    for piece in tiles.panels(fmt.row_packing.group):
         size = np.abs(source[piece])
         top = max(top, size.max(initial=0, where=np.isfinite(size)))
-    return top / F32(fmt.scale.peak * 448) if top > 0 else F32(1)
+    return top / F32(fmt.rule.peak * 448) if top > 0 else F32(1)
 
 
 def _cast(exact: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
@@ -262,7 +262,7 @@ def _cast(exact: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
 
     Those saturate. NaN stays. A zero is a positive one.
     """
-    dtype = {"float16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}.get(fmt.scale.dtype, F32)
+    dtype = {"float16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}.get(fmt.rule.dtype, F32)
     rounded = exact.astype(dtype)
     over = ~np.isfinite(rounded) & ~np.isnan(exact)
     top = np.asarray(ml_dtypes.finfo(dtype).max, F32)
@@ -274,9 +274,9 @@ def _store(
     exact: np.ndarray, fmt: Format, world: np.float32 | None
 ) -> tuple[Components, np.ndarray]:
     """The scale components, and the effective float32 scale that decoding will see."""
-    if fmt.scale.nested == "double":
+    if fmt.rule.nested == "double":
         return _double_quantize(exact, fmt)
-    if fmt.scale.dtype == "e8m0":
+    if fmt.rule.dtype == "e8m0":
         exponent = np.where(exact == 0, -127, np.frexp(exact)[1] - 1)
         byte = np.where(np.isnan(exact), E8M0_NAN, exponent + 127).astype(np.uint8)
         return {"scale": byte}, exact
@@ -305,10 +305,11 @@ def _zero_point(
 ) -> np.ndarray:
     """uint8 of the grid's shape: the code of 0, rint(-min / scale)."""
     if given.scale is not None:
-        return given.zero_point.reshape(tiles.grid).astype(np.uint8)
+        points = np.zeros(tiles.grid) if given.zero_point is None else given.zero_point
+        return points.reshape(tiles.grid).astype(np.uint8)
     usable = _inverse(effective) != 0
     ratio = np.where(usable, -found["low"] / np.where(usable, effective, F32(1)), F32(0))
-    return np.clip(np.rint(ratio), 0, fmt.codec.high).astype(np.uint8)
+    return np.clip(np.rint(ratio), 0, fmt.rule.peak).astype(np.uint8)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
@@ -349,17 +350,17 @@ def _interleave(
     source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, saturate: bool
 ) -> Components:
     """ggml's blocks: codes and half-rounded scales together."""
-    layout = fmt.packing
-    blocks = empty(fmt.components(stored)[0].shape, np.uint8)
+    layout, exact = fmt.layout, np.asarray(scales.exact)
+    blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     flat = blocks.reshape(tiles.rows, -(-tiles.columns // layout.elements), layout.nbytes)
     for piece in tiles.panels(layout.elements):
         codes = _encode(source[piece], fmt, tiles, scales, piece, None)
         where = tiles.tile_index(piece)
         codes = codes.reshape(-1, layout.elements)
-        fields = {"scale": scales.exact[where].reshape(len(codes), -1)}
+        fields = {"scale": exact[where].reshape(len(codes), -1)}
         if scales.minimum is not None:
             fields["minimum"] = scales.minimum[where].reshape(len(codes), -1)
-        if fmt.name == "q8_1":
+        if layout.sum_byte is not None:
             fields["sum"] = fields["scale"][:, 0] * fmt.codec.decode(codes).sum(-1, dtype=F32)
         packed = layout.pack(codes, **fields, saturate=saturate)
         _, rows, across = where
@@ -369,14 +370,14 @@ def _interleave(
 
 def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -> Components:
     """K-quants and IQ4: their quantizers look for the scales that err least."""
-    layout = fmt.packing
-    blocks = empty(fmt.components(stored)[0].shape, np.uint8)
+    layout = fmt.layout
+    blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     tiles = Tiles.of(fmt, stored)
     flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
     done = 0
     for piece in tiles.panels(layout.elements):
         values = source[piece].reshape(-1, layout.elements)
-        bad = ~np.isfinite(values).all(-1)
+        bad = np.logical_not(np.isfinite(values).all(axis=-1))
         values = np.where(bad[:, None], F32(0), values)
         packed = search(fmt.name, values, saturate=nonfinite == "clamp")
         packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
@@ -396,15 +397,15 @@ def _refuse_nonfinite(x: np.ndarray) -> None:
         return
     first = int(np.argmin(finite.reshape(-1)))
     raise ValueError(
-        f"x holds {x.reshape(-1)[first]} at flat index {first} (of {x.size}), and nonfinite='raise'; "
+        f"x holds {x.reshape(-1)[first]} at flat index {first} of {x.size}, and nonfinite='raise'; "
         "repair it, or pass nonfinite='clamp' or 'propagate'"
     )
 
 
 def _refuse_overflow(fmt: Format, over: np.ndarray) -> None:
     if over.any():
-        kind = fmt.scale.dtype if fmt.scale else "value"
+        kind = fmt.rule.dtype if fmt.scale else "value"
         raise ValueError(
-            f"{int(over.sum())} {kind} entries of {fmt.name} would overflow, and nonfinite='raise'; "
+            f"{int(over.sum())} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
             "rescale x, choose float32 scales, or pass nonfinite='propagate' to saturate"
         )

@@ -121,7 +121,7 @@ class Tiles:
         return tiles.reshape(tiles.shape[0], tiles.shape[1], tall * wide)
 
     def spread(self, values: np.ndarray, piece: Piece) -> np.ndarray:
-        """The tile values `values` (of `grid`'s shape) for each element of a piece, broadcastable."""
+        """The tile values `values` (of `grid`'s shape) of a piece's elements, broadcastable."""
         batch, rows, columns = self.tile_index(piece)
         tiles = values[batch, rows, columns]
         if self.tall > 1:
