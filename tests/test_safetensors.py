@@ -24,7 +24,7 @@ try:
 except ImportError:
     safetensors = None
 
-import cuquant.io.safetensors as module
+import cuquant.io.safetensors.writer as module
 from cuquant.errors import FormatError
 from cuquant.io.safetensors import (
     SafetensorsReader,
@@ -145,7 +145,7 @@ def test_sub_byte_codes_fill_bytes_from_the_least_significant_bit(path):
 
 @pytest.mark.parametrize("tag", ["F4", "F6_E3M2", "F32"])
 def test_arrays_longer_than_a_chunk(path, tag, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 16)
+    monkeypatch.setattr(module, "CHUNK", 16)
     array = sample(tag, (20, 15))
     write_file(path, {"a": array, "t": array.T})
     with SafetensorsReader(path) as reader:
@@ -995,7 +995,7 @@ with SafetensorsWriter(path, {"a": ("F32", (50_000,)), "b": ("F32", (4,))}) as w
 
 
 def start_child(target, fate):
-    root = Path(module.__file__).parents[2]
+    root = Path(module.__file__).parents[3]
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, str(target), fate],
         stdout=subprocess.PIPE,

@@ -37,6 +37,9 @@ class Codebook:
     code_of_rank: tuple[int, ...] | None = None
     tie: str = "lower"
 
+    def __reduce__(self):  # the tables below are quicker made again than carried along
+        return Codebook, (self.levels, self.thresholds, self.code_of_rank, self.tie)
+
     @property
     def bits(self) -> int:
         return (len(self.levels) - 1).bit_length()

@@ -52,11 +52,6 @@ class Format:
         text = ", ".join(f"{key}={_short(value)}" for key, value in self.options.items())
         return f"{self.name}({text})" if text else self.name
 
-    def __reduce__(self):
-        from cuquant.formats.catalogue import get_format
-
-        return _rebuild, (get_format, self.name, dict(self.options))
-
     @property
     def is_blocks(self) -> bool:
         """Whether codes and scales are interleaved in one array of ggml's bytes."""
@@ -164,7 +159,3 @@ class Format:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _rebuild(get_format, name: str, options: dict) -> Format:
-    return get_format(name, **options)

@@ -1,0 +1,192 @@
+"""The header of a safetensors file that nobody vouches for: read and checked within bounds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+from cuquant.io.safetensors.tensors import (
+    METADATA,
+    TensorInfo,
+    check_text,
+    checked_metadata,
+    numpy_dtype,
+    quote,
+    stored_nbytes,
+)
+
+MAX_HEADER_BYTES = 100_000_000  # the official library's limit
+
+
+MAX_TENSORS = 1_000_000
+
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+MAX_RANK = 64  # NumPy's own limit
+
+
+_MAX_DIGITS = 20  # of 2**64 - 1: no honest header holds a longer number
+
+
+def read_header(file: BinaryIO, file_size: int, max_header_bytes: int) -> bytes:
+    if file_size < 8:
+        raise ValueError(
+            f"is {file_size} bytes long, a safetensors file has at least 8 (its "
+            "header length); it is truncated or of another format"
+        )
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > file_size - 8:
+        raise ValueError(
+            f"its first 8 bytes say that the header is {length} bytes long, but "
+            f"{file_size - 8} follow; it is truncated or of another format"
+        )
+    if length > max_header_bytes:
+        raise ValueError(
+            f"the header is {length} bytes long, the limit is {max_header_bytes}; "
+            "raise max_header_bytes if you trust the file"
+        )
+    return file.read(length)
+
+
+def parse_header(
+    header: bytes, data_start: int, max_tensors: int
+) -> tuple[dict[str, str], list[TensorInfo]]:
+    if not header.startswith(b"{"):
+        raise ValueError(
+            f"the header starts with {quote(header[:8])}, not with a JSON object's "
+            "{; the file is corrupt or of another format"
+        )
+    try:
+        text = header.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the header is not UTF-8: {error.reason} at its byte {error.start}; "
+            "the file is corrupt"
+        ) from None
+    try:
+        entries = json.loads(
+            text,
+            object_pairs_hook=_object_hook(max_tensors),
+            parse_int=_parse_int,
+            parse_float=_refuse_number,
+            parse_constant=_refuse_number,
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the header is not JSON: {error.msg} at its character {error.pos}; the file is corrupt"
+        ) from None
+    metadata = checked_metadata(entries.pop(METADATA, {}))
+    if len(entries) > max_tensors:
+        _refuse_count(max_tensors)
+    return metadata, _parse_entries(entries, data_start)
+
+
+def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Make the builder of one JSON object, which refuses duplicate keys and too many objects.
+
+    Objects are counted while they are parsed, so that a flood of them is cut off early.
+    """
+    count = itertools.count(1)
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if next(count) > max_tensors + 2:  # the header itself and __metadata__
+            _refuse_count(max_tensors)
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            seen: set[str] = set()
+            duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(
+                f"the header has the key {quote(duplicate)} twice in one object; "
+                "readers would disagree about its meaning, do not use this file"
+            )
+        return built
+
+    return build
+
+
+def _refuse_count(max_tensors: int) -> NoReturn:
+    raise ValueError(
+        f"the header has more than {max_tensors} tensors; raise max_tensors if you trust the file"
+    )
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:  # before int(), whose time is quadratic
+        _refuse_number(digits)
+    return int(digits)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(
+        f"the header has the number {quote(text)}; only integers below 2^64 occur "
+        "in one, the file is corrupt"
+    )
+
+
+def _parse_entries(entries: dict[str, Any], data_start: int) -> list[TensorInfo]:
+    infos = []
+    for name, value in entries.items():
+        try:
+            infos.append(_parse_entry(name, value, data_start))
+        except ValueError as error:
+            raise ValueError(f"tensor {quote(name)}: {error}") from None
+    return infos
+
+
+def _parse_entry(name: str, value: Any, data_start: int) -> TensorInfo:
+    check_text(name, "its name")
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        raise ValueError(
+            f"its entry is {quote(value)}; an object with exactly dtype, shape and "
+            "data_offsets is wanted, the file is corrupt"
+        )
+    tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    numpy_dtype(tag)
+    if not _are_sizes(shape) or len(shape) > MAX_RANK:
+        raise ValueError(
+            f"its shape is {quote(shape)}; a list of at most {MAX_RANK} "
+            "non-negative integers is wanted, the file is corrupt"
+        )
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(
+            f"its data_offsets are {quote(offsets)}; [start, end] with "
+            "0 <= start <= end is wanted, the file is corrupt"
+        )
+    start, end = offsets
+    nbytes = stored_nbytes(tag, shape)
+    if nbytes != end - start:
+        raise ValueError(
+            f"its data_offsets {quote(offsets)} hold {end - start} bytes, but "
+            f"{tag} {quote(shape)} takes {nbytes}; the file is corrupt"
+        )
+    return TensorInfo(name, tag, tuple(shape), data_start + start, nbytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    # type() and not isinstance(): true is an int to Python, but not a size.
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def check_coverage(infos: list[TensorInfo], data_start: int, file_size: int) -> None:
+    """Check that `infos`, sorted by offset, cover the data section: no hole, overlap or rest."""
+    position = data_start
+    for info in infos:
+        if info.offset != position:
+            fault = "overlaps the tensor before it" if info.offset < position else "leaves a hole"
+            raise ValueError(
+                f"tensor {quote(info.name)} {fault}: it starts at byte "
+                f"{info.offset - data_start} of the data, not at "
+                f"{position - data_start}; the file is corrupt"
+            )
+        position += info.nbytes
+    if position != file_size:
+        fault = "is truncated" if position > file_size else "has trailing bytes"
+        raise ValueError(
+            f"{fault}: the header describes {position - data_start} bytes of data, "
+            f"the file holds {file_size - data_start}; fetch it again"
+        )
