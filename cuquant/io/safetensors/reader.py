@@ -62,6 +62,7 @@ class SafetensorsReader:
     Examples
     --------
     >>> import tempfile
+    >>> from cuquant.io.safetensors import SafetensorsWriter
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
     >>> with SafetensorsWriter(path, {"w": ("F32", (2,))}) as writer:
     ...     writer.write("w", np.ones(2, np.float32))

@@ -73,7 +73,7 @@ class SafetensorsWriter:
 
     Examples
     --------
-    >>> import tempfile
+    >>> import tempfile, ml_dtypes
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
     >>> with SafetensorsWriter(path, {"w": ("F4", (2, 2))}, {"format": "pt"}) as writer:
     ...     writer.write("w", np.ones((2, 2), ml_dtypes.float4_e2m1fn))
