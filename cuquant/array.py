@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -112,8 +111,9 @@ class QuantArray:
         """The component arrays by name; they are what is stored, not copies."""
         return dict(self.components)
 
-    @cached_property
+    @property
     def _host(self) -> dict[str, np.ndarray]:
+        """NumPy views of the components, made anew: a copy of q must not keep old ones."""
         return {name: interop.to_numpy(part, name) for name, part in self.components.items()}
 
     def codes(self) -> Any:
@@ -242,7 +242,11 @@ class QuantArray:
 
     @classmethod
     def from_blocks(
-        cls, blocks: Any, format: str | Format, shape: Sequence[int], dtype: object = "float32"
+        cls,
+        blocks: Any,
+        format: str | Format,
+        shape: Sequence[int] | int,
+        dtype: object = "float32",
     ) -> "QuantArray":
         """An array from ggml's interleaved bytes, as `to_blocks` gives them.
 
@@ -271,7 +275,7 @@ class QuantArray:
         """
         fmt = get_format(format)
         layout = fmt.layout if fmt.is_blocks else _block_layout(fmt)
-        shape = tuple(int(n) for n in shape)
+        shape = tuple(int(n) for n in np.atleast_1d(shape))
         which = interop.kind(blocks)
         host = interop.to_numpy(blocks, "blocks")
         if not shape or shape[-1] % layout.elements:
@@ -291,7 +295,11 @@ class QuantArray:
     # ---- slices -----------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> "QuantArray":
-        """Rows by ints, slices or one array of ints; columns by slices on block boundaries."""
+        """Rows by ints, slices or one array of ints; columns by slices on block boundaries.
+
+        The result has memory of its own. Double-quantized scales, whose nested blocks a slice
+        would cut, become the float32 ones they decode to.
+        """
         index = _full_index(index, self.ndim)
         stored = [index[self.axes.index(i)] for i in range(self.ndim)]
         for entry, extent in zip(stored, self.stored_shape, strict=True):
@@ -303,13 +311,10 @@ class QuantArray:
                     )
         if not isinstance(stored[-1], slice):
             raise ValueError("the quantized axis takes slices on block boundaries, not indices")
+        _check_arrays(stored, self.axes)
         fmt, parts, shape = slicing.take(self.format, self.components, self.stored_shape, stored)
         if any(isinstance(entry, np.ndarray) and entry.ndim != 1 for entry in stored):
-            axes = tuple(range(len(shape)))  # only allowed where the axes are in order
-            if self.axes != tuple(range(self.ndim)):
-                raise ValueError(
-                    "index arrays of several axes need an array that is not transposed"
-                )
+            axes = tuple(range(len(shape)))
         else:
             kept = [axis for axis in self.axes if not isinstance(stored[axis], int)]
             axes = tuple(sorted(kept).index(axis) for axis in kept)
@@ -342,6 +347,17 @@ class QuantArray:
         return NotImplemented
 
 
+def _check_arrays(stored: Sequence[Any], axes: tuple[int, ...]) -> None:
+    """IndexError where NumPy would reorder axes by rules that the stored order cannot follow."""
+    arrays = [entry for entry in stored if isinstance(entry, np.ndarray)]
+    mixed = any(isinstance(entry, int) for entry in stored) or any(a.ndim != 1 for a in arrays)
+    if arrays and mixed and axes != tuple(range(len(axes))):
+        raise IndexError(
+            "an array quantized along another axis takes an index array of one axis alone; "
+            "index in two steps"
+        )
+
+
 def _full_index(index: Any, ndim: int) -> list[Any]:
     """One int, slice or int array for each axis."""
     entries = list(index) if isinstance(index, tuple) else [index]
@@ -367,6 +383,7 @@ def _entry(entry: Any) -> Any:
         return int(entry)
     if isinstance(entry, list) or interop.kind(entry):
         rows = np.asarray(entry) if isinstance(entry, list) else interop.to_numpy(entry, "index")
+        rows = rows if rows.size else rows.astype(np.int64)
         if rows.dtype.kind in "iu":
             return rows.astype(np.int64)
     raise IndexError(f"a QuantArray is indexed by ints, slices, '...' or int arrays, not {entry!r}")

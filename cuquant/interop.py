@@ -98,8 +98,8 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
         )
     if device(x) != "cpu":
         raise BackendUnavailable(
-            f"{name} is on {device(x)}, and this version of cuquant has no CUDA kernels yet; "
-            "move it to the CPU (x.get() in CuPy, x.cpu() in torch)"
+            f"{name} is on {device(x)!r}, and this version of cuquant computes on the CPU only; "
+            "move it there (x.get() in CuPy, x.cpu() in torch)"
         )
     if which == "numpy":
         if isinstance(x, np.ma.MaskedArray):
@@ -166,6 +166,15 @@ def _cupy() -> Any:
             f"CuPy finds no usable GPU ({error}); `cuquant doctor` tells more"
         ) from error
     return cupy
+
+
+def refuse_gradient(x: Any, name: str) -> None:
+    """RuntimeError where torch would expect a gradient to flow back to `x`, which none does."""
+    if kind(x) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad, and products with a QuantArray have no gradient; "
+            "call them under torch.no_grad(), or pass x.detach()"
+        )
 
 
 def reject_stream(stream: object) -> None:

@@ -22,7 +22,8 @@ def take(
     fmt: Format, parts: Mapping[str, Any], stored: tuple[int, ...], index: Sequence[Any]
 ) -> State:
     """The part of an array that `index` names: one int, slice or int array per stored axis."""
-    fmt, parts = flatten_nested(fmt, parts, stored)
+    which = _kind(parts)
+    fmt, parts = flatten_nested(fmt, _local(parts), stored)
     *rows, columns = index
     start, stop, step = columns.indices(stored[-1])
     if step != 1:
@@ -33,7 +34,29 @@ def take(
         parts = _take_columns(fmt, parts, stored, start, stop)
     shape = np.empty(stored[:-1], np.int8)[tuple(rows)].shape
     taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
-    return fmt, taken, (*shape, stop - start)
+    return fmt, _fresh(taken, which), (*shape, stop - start)
+
+
+def _kind(parts: Mapping[str, Any]) -> str:
+    return interop.kind(next(iter(parts.values()))) or "numpy"
+
+
+def _local(parts: Mapping[str, Any]) -> Parts:
+    """Components as arrays that slice like NumPy's: those on the CPU as NumPy views."""
+    return {
+        name: interop.to_numpy(part, name) if interop.device(part) == "cpu" else part
+        for name, part in parts.items()
+    }
+
+
+def _fresh(parts: Mapping[str, Any], which: str) -> Parts:
+    """Components in memory of their own, so that writing to them changes no other array."""
+    return {
+        name: interop.from_numpy(reference.aligned(part, copy=True), which)
+        if isinstance(part, np.ndarray)
+        else part.copy()
+        for name, part in parts.items()
+    }
 
 
 def flatten_nested(
@@ -46,7 +69,7 @@ def flatten_nested(
     host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
     scale = np.asarray(reference.effective(host, fmt, stored).scale)
     kept = {name: part for name, part in parts.items() if not name.startswith("nested_")}
-    kept["scale"] = interop.from_numpy(scale, interop.kind(parts["packed"]) or "numpy")
+    kept["scale"] = interop.from_numpy(scale, _kind(parts))
     return get_format(fmt, double_quant=False), kept
 
 
@@ -77,11 +100,7 @@ def _take_rows(
             rows = (*rows[:-1], slice(start // tall, max(start // tall, -(-stop // tall))))
     elif name == "global_scale":
         return part
-    return _contiguous(part[rows])
-
-
-def _contiguous(part: Any) -> Any:
-    return part.contiguous() if interop.kind(part) == "torch" else part.copy(order="C")
+    return part[rows]
 
 
 def _take_columns(
@@ -138,7 +157,8 @@ def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
 
 def join(states: Sequence[State], axis: int) -> State:
     """Arrays of one format, one after the other along the stored axis `axis` (not negative)."""
-    states = [(*flatten_nested(*state), state[2]) for state in states]
+    which = _kind(states[0][1])
+    states = [(*flatten_nested(f, _local(p), s), s) for f, p, s in states]
     fmt, first, shape = states[0]
     for other, _, stored in states[1:]:
         if other != fmt:
@@ -149,20 +169,17 @@ def join(states: Sequence[State], axis: int) -> State:
     total = sum(stored[axis] for _, _, stored in states)
     stored = (*shape[:axis], total, *shape[axis + 1 :])
     if axis == len(shape) - 1:
-        return fmt, _join_columns(fmt, states), stored
+        return fmt, _fresh(_join_columns(fmt, states), which), stored
     if fmt.scale and isinstance(fmt.scale.block, tuple) and axis == len(shape) - 2:
         _check_extents(fmt, [s[axis] for _, _, s in states], fmt.scale.block[0])
     alone = {"global_scale"} | (
         set(PER_BLOCK) if fmt.scale and fmt.scale.block == "tensor" else set()
     )
-    return (
-        fmt,
-        {
-            name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
-            for name, part in first.items()
-        },
-        stored,
-    )
+    joined = {
+        name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
+        for name, part in first.items()
+    }
+    return fmt, _fresh(joined, which), stored
 
 
 def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> None:
@@ -172,11 +189,16 @@ def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> N
     if block == "tensor" or (block == "row" and along_columns):
         shared += [name for name in PER_BLOCK if name in parts[0]]
     for name in shared:
-        if any(bool((part[name] != parts[0][name]).any()) for part in parts[1:]):
+        if any(_differ(part[name], parts[0][name]) for part in parts[1:]):
             raise ValueError(
                 f"the arrays have different values of {name}, which {fmt} shares along this axis; "
                 f"quantize them with one {name}="
             )
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether any entries differ; a NaN equals a NaN."""
+    return bool(((a != b) & ((a == a) | (b == b))).any())
 
 
 def _check_extents(fmt: Format, extents: Sequence[int], size: int) -> None:

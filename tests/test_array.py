@@ -367,3 +367,54 @@ def test_error_by_hand():
     assert all(np.isnan(cq.error(x, np.float32([np.nan, 1]))))
     with pytest.raises(ValueError, match="shape"):
         cq.error(x, y[:1])
+
+
+# ---- what once went wrong -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))])
+def test_a_copy_sees_what_is_written_to_it(duplicate):
+    q = make("nf4")
+    q.dequantize()
+    other = duplicate(q)
+    x = np.full((4, 512), 3.0, np.float32)
+    cq.quantize(x, "nf4", out=other)
+    assert (other.dequantize() == 3).all() and not (q.dequantize() == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("nvfp4", {}), ("int8", {"block_size": "tensor"}), ("nf4", {})]
+)
+def test_writing_to_a_slice_or_a_join_leaves_the_others(name, options):
+    a = make(name, **options)
+    before = a.dequantize()
+    for part in (a[:2], a[[0, 1]], cq.concatenate([a[:1], a[1:2]])):
+        for value in part.arrays().values():
+            value[...] = 1
+    assert bits_equal(a.dequantize(), before)
+
+
+def test_index_arrays_on_another_axis_never_reorder():
+    q = make("nf4", (4, 3, 5, 64), axis=1)
+    values = q.dequantize()
+    assert bits_equal(np.ascontiguousarray(q[:, :, [1, 2]].dequantize()), values[:, :, [1, 2]])
+    for index in [(0, slice(None), [1, 2]), (0, ..., [3, 1]), ([[0, 1], [2, 3]],)]:
+        with pytest.raises(IndexError, match="two steps"):
+            q[index]
+
+
+def test_nan_scales_are_equal_to_themselves():
+    x = np.ones((4, 64), np.float32)
+    x[0, 0] = np.nan
+    q = cq.quantize(x, "int8", block_size="tensor")
+    assert np.isnan(cq.concatenate([q, q]).dequantize()).all()
+
+
+def test_slices_and_joins_start_on_256_bytes():
+    q = make("k3", (8, 512))
+    for part in (q[1:3], q[3], q[:, 64:128], cq.concatenate([q[1:2], q])):
+        assert all(a.ctypes.data % 256 == 0 for a in part.arrays().values())
+
+
+def test_an_empty_list_takes_no_rows():
+    assert make("nf4")[[]].shape == (0, 512)

@@ -70,10 +70,13 @@ def test_products():
     assert half.dtype == torch.bfloat16 and half.shape == (2, 5, 24)
     with pytest.raises(TypeError):
         torch.add(x, q)
-    with pytest.raises(TypeError, match="one library"):
-        cq.linear(x.numpy(), q)
-    with pytest.raises(TypeError, match="numpy"):
-        cq.linear(x.numpy(), q.numpy(), torch.zeros(24))
+    assert isinstance(x @ q.numpy().T, torch.Tensor)
+    assert isinstance(x.numpy() @ q.T, np.ndarray)
+    assert bits_equal((x @ q.numpy().T).numpy(), wanted)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        cq.linear(x.requires_grad_(), q)
+    with torch.no_grad():
+        assert not (x @ q.T).requires_grad
 
 
 def test_dtypes_by_torchs_names():

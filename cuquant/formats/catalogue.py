@@ -358,7 +358,7 @@ def _with_double_quant(fmt: Format, flag: object) -> Format:
             f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
             "pass another format or get_format(..., scale_dtype='float32')"
         )
-    return replace(fmt, scale=replace(fmt.scale, nested="double", encode_with="exact"))
+    return replace(fmt, scale=replace(fmt.scale, nested="double"))
 
 
 _CHANGES: dict[str, Callable[[Format, object], Format]] = {

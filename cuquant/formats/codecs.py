@@ -76,6 +76,11 @@ class Codebook:
         values[self.ranks_to_codes] = np.asarray(self.levels, F32)
         return values
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """float32: all the numbers that codes stand for."""
+        return np.asarray(self.levels, F32)
+
     @cached_property
     def _grid(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Rank and border by the upper 16 bits of a float32, where no cell holds two borders.
@@ -146,6 +151,11 @@ class Uniform:
     @property
     def code_dtype(self) -> np.dtype:
         return np.dtype(np.uint8)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """float32: all the numbers that codes stand for, before a zero point is taken off."""
+        return np.arange(self.low, self.high + 1, dtype=F32)
 
     @property
     def offset(self) -> int:
@@ -229,6 +239,11 @@ class Minifloat:
     def emax(self) -> int:
         """floor(log2(peak)), which OCP MX subtracts from a block's exponent."""
         return int(np.frexp(self.peak)[1]) - 1
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """float32: the largest and smallest number that codes stand for."""
+        return np.array([-self.peak, self.peak], F32)
 
     @cached_property
     def values(self) -> np.ndarray:

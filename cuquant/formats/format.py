@@ -59,6 +59,7 @@ class Format:
 
     @property
     def block_size(self) -> Block | None:
+        """Elements that share a scale; None for fp16 and bf16."""
         return self.scale.block if self.scale else None
 
     @property
@@ -99,6 +100,7 @@ class Format:
 
     @property
     def has_integer_codes(self) -> bool:
+        """Whether codes are integers, which have no place for NaN."""
         return isinstance(self.codec, Uniform)
 
     def check_shape(self, stored: tuple[int, ...]) -> None:

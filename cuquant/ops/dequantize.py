@@ -55,7 +55,7 @@ def dequantize(
 
 
 def writable_out(
-    out: Any, shape: tuple[int, ...], kind: str, dtype: object, sources: list[np.ndarray]
+    out: Any, shape: tuple[int, ...], kind: str | None, dtype: object, sources: list[np.ndarray]
 ) -> np.ndarray:
     """`out` as a NumPy array after every check: kind, shape, dtype, writeable, no overlap."""
     if interop.kind(out) != kind:

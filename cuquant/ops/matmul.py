@@ -30,6 +30,7 @@ class Operand:
             value = unpack(value)
         if isinstance(value, QuantArray):
             return cls(value, value.shape, value.kind, None)
+        interop.refuse_gradient(value, name)
         host = interop.to_numpy(value, name)
         dtype = interop.float_dtype(host.dtype, name)
         return cls(value, host.shape, interop.kind(value) or "numpy", dtype)
@@ -76,7 +77,7 @@ def matmul(
 
     Returns
     -------
-    Array [..., M, N] of the operands' kind; sums are float32, rounded once at the end.
+    Array [..., M, N] of the plain operand's kind; sums are float32, rounded once at the end.
 
     Raises
     ------
@@ -325,46 +326,42 @@ class Finish:
     ) -> "Finish":
         """Every check of a product's other arguments, before anything is computed."""
         interop.reject_stream(stream)
-        kinds = {operand.kind for operand in operands}
-        if len(kinds) > 1:
-            mixed = " and ".join(sorted(kinds))
-            raise TypeError(f"the operands are arrays of {mixed}; use one library")
+        kind = next((o.kind for o in operands if o.dtype is not None), operands[0].kind)
         if activation is not None and activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
-        kind = operands[0].kind
-        added = _addend(bias, "bias", shape[-1:], kind)
-        carried = _addend(residual, "residual", shape, kind)
+        added = _addend(bias, "bias", shape[-1:])
+        carried = _addend(residual, "residual", shape)
         dtype = _result_dtype(operands, out_dtype)
         target = None
         if out is not None:
             memory = [part for operand in operands for part in operand.memory()]
             memory += [part for part in (added, carried) if part is not None]
-            target = writable_out(out, shape, kind, out_dtype, memory)
+            target = writable_out(out, shape, interop.kind(out), out_dtype, memory)
             dtype = target.dtype
         return cls(kind, dtype, added, activation, carried, out, target)
 
     def __call__(self, product: Callable[[], np.ndarray]) -> Any:
-        result = np.asarray(product())
+        with np.errstate(all="ignore"):  # NaN and infinity go through, as they do in BLAS
+            return self._finish(np.asarray(product()))
+
+    def _finish(self, result: np.ndarray) -> Any:
         if self.bias is not None:
             result = result + self.bias.astype(F32)
         if self.activation is not None:
             result = ACTIVATIONS[self.activation](result)
         if self.residual is not None:
             result = result + self.residual.astype(F32)
-        with np.errstate(over="ignore"):  # beyond float16 is infinite, as in NumPy's own casts
-            if self.target is None:
-                return interop.from_numpy(result.astype(self.dtype, copy=False), self.kind)
-            self.target[...] = result
+        if self.target is None:
+            return interop.from_numpy(result.astype(self.dtype, copy=False), self.kind)
+        self.target[...] = result
         return self.out
 
 
-def _addend(value: Any, name: str, shape: tuple[int, ...], kind: str) -> np.ndarray | None:
+def _addend(value: Any, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
     if value is None:
         return None
     host = interop.to_numpy(value, name)
-    if interop.kind(value) != kind:
-        raise TypeError(f"{name} must be a {kind} array like the operands")
     interop.float_dtype(host.dtype, name)
     if host.shape != shape:
         raise ValueError(f"{name} has shape {host.shape}; it must be {shape}")

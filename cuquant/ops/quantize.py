@@ -45,7 +45,7 @@ def quantize(
         Effective scales found beforehand (static quantization), broadcastable to the shape of the
         scales. None: from the data (dynamic).
     zero_point
-        With `scale`, for uint formats: the integer code of 0.
+        With `scale`, for uint formats: the integer code of 0. None: 0, for data without negatives.
     global_scale
         nvfp4's float32 scale of the whole tensor. None: absmax / (6 * 448).
     levels

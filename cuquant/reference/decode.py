@@ -38,10 +38,7 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
         return Blocks(fields.scale.reshape(shape), minimum)
     scale = parts["scale"]
     if fmt.scale.nested == "double":
-        nested = {"packed": scale.reshape(-1), "scale": parts["nested_scale"]}
-        inner = dequantize(nested, get_format("dynamic8"), (scale.size,))
-        with np.errstate(over="ignore", invalid="ignore"):
-            return Blocks((inner + parts["nested_offset"]).reshape(scale.shape))
+        return Blocks(nested_scales(parts).reshape(scale.shape))
     if fmt.scale.dtype == "e8m0":
         return Blocks(scale.view(ml_dtypes.float8_e8m0fnu).astype(F32))
     if fmt.scale.nested == "global":
@@ -49,6 +46,15 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
             values = scale.view(ml_dtypes.float8_e4m3fn).astype(F32)
             return Blocks(np.asarray(values * parts["global_scale"]))
     return Blocks(scale)
+
+
+def nested_scales(parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """float32 [scales]: map[code] * nested_scale[i // 256] + nested_offset (QLoRA)."""
+    codes = parts["scale"].reshape(-1)
+    nested = {"packed": codes, "scale": parts["nested_scale"]}
+    inner = dequantize(nested, get_format("dynamic8"), (codes.size,))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return inner + parts["nested_offset"]
 
 
 def codes(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, ...]) -> np.ndarray:
@@ -69,6 +75,7 @@ def dequantize(
 ) -> np.ndarray:
     """Values [rows..., K] of the components `parts`, rounded once from float32 to `dtype`.
 
+    A finite scale times a code never becomes infinite: it saturates at the dtype's largest value.
     `out`, if given, is overwritten; it has the shape `stored` and any strides.
     """
     tiles = Tiles.of(fmt, stored)
@@ -78,16 +85,38 @@ def dequantize(
     scale = blocks.scale if blocks.scale is None else blocks.scale.reshape(tiles.grid)
     zero_point = parts.get("zero_point")
     zero_point = zero_point if zero_point is None else zero_point.reshape(tiles.grid)
+    top = F32(ml_dtypes.finfo(result.dtype).max)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        may_overflow = not _reach(fmt, scale) <= top
         for piece, part, fields in _unpacked(parts, fmt, tiles):
             if fields is not None:
-                matrices[piece.index] = _decode_blocks(part, fmt, fields)
-                continue
-            near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
-            matrices[piece.index] = _decode(part, fmt, *near)
+                values = _decode_blocks(part, fmt, fields)
+            else:
+                near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
+                values = _decode(part, fmt, *near)
+            matrices[piece.index] = _saturate(values, fmt, top) if may_overflow else values
     if out is not None and not np.shares_memory(matrices, out):  # reshape had to copy
         out[...] = matrices.reshape(out.shape)
     return result
+
+
+def _reach(fmt: Format, scale: np.ndarray | None) -> float:
+    """A bound of the finite values; inf where only decoding tells (ggml's blocks)."""
+    if fmt.is_blocks:
+        return float("inf")
+    largest = float(np.fmax.reduce(np.abs(fmt.codec.numbers)))
+    if scale is None:
+        return largest
+    scale = np.abs(scale.astype(F32, copy=False)).reshape(-1)
+    return largest * float(np.fmax.reduce(scale, initial=0))
+
+
+def _saturate(values: np.ndarray, fmt: Format, top: np.float32) -> np.ndarray:
+    """Finite values within +-top. An infinity stays where the format stores infinities."""
+    clipped = np.clip(values, -top, top)
+    if fmt.is_blocks or fmt.scale is None:
+        return np.where(np.isinf(values), values, clipped)
+    return clipped
 
 
 def _decode(

@@ -7,13 +7,14 @@ import numpy as np
 
 from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
+from cuquant.reference.decode import nested_scales
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
 from cuquant.reference.tiles import Piece, Tiles
 
 F32 = np.float32
 NONFINITE = ("propagate", "raise", "clamp")
-E8M0_NAN, E4M3_NAN = 255, 0x7F
+E8M0_NAN, E4M3_NAN, E4M3_PEAK = 255, 0x7F, 448
 HALF_NAN = np.array([0x00, 0x7E], np.uint8)  # the canonical float16 NaN, little-endian
 
 Components = dict[str, np.ndarray]
@@ -199,6 +200,9 @@ def _scales(
             exact = exact if world is None else exact / world
         else:
             exact = _exact(found, fmt, tiles, world)
+            if world is not None and given.global_scale is None:
+                # A subnormal global scale has few bits: block scales may round above the largest.
+                exact = np.minimum(exact, F32(E4M3_PEAK))
         exact[bad] = np.nan
         if nonfinite == "raise":
             _refuse_overflow(fmt, _cast(exact, fmt)[1])
@@ -231,7 +235,9 @@ def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | Non
         exponent = np.frexp(found["top"])[1] - 1 - emax
         power = np.ldexp(F32(1), np.clip(exponent, -127, 127))
         return np.where(found["top"] == 0, F32(0), power).astype(F32)
-    return found["top"] / (peak if world is None else peak * world)
+    if world is None:
+        return found["top"] / peak
+    return found["top"] / (peak * world)
 
 
 def _elements(tiles: Tiles) -> np.ndarray:
@@ -245,7 +251,7 @@ def _elements(tiles: Tiles) -> np.ndarray:
 def _global_scale(
     source: Source, fmt: Format, tiles: Tiles, given: Calibration
 ) -> np.float32 | None:
-    """nvfp4's float32: absmax / (6 * 448) of the finite elements; 1 where all are zero."""
+    """nvfp4's float32: absmax / (6 * 448) of the finite elements; 1 where that vanishes."""
     if fmt.rule.nested != "global":
         return None
     if given.global_scale is not None:
@@ -254,7 +260,7 @@ def _global_scale(
     for piece in tiles.panels(fmt.row_packing.group):
         size = np.abs(source[piece])
         top = max(top, size.max(initial=0, where=np.isfinite(size)))
-    return top / F32(fmt.rule.peak * 448) if top > 0 else F32(1)
+    return top / F32(fmt.rule.peak * E4M3_PEAK) or F32(1)
 
 
 def _cast(exact: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
@@ -275,7 +281,7 @@ def _store(
 ) -> tuple[Components, np.ndarray]:
     """The scale components, and the effective float32 scale that decoding will see."""
     if fmt.rule.nested == "double":
-        return _double_quantize(exact, fmt)
+        return _double_quantize(exact)
     if fmt.rule.dtype == "e8m0":
         exponent = np.where(exact == 0, -127, np.frexp(exact)[1] - 1)
         byte = np.where(np.isnan(exact), E8M0_NAN, exponent + 127).astype(np.uint8)
@@ -287,7 +293,7 @@ def _store(
     return {"scale": byte, "global_scale": np.asarray(world)}, rounded.astype(F32) * world
 
 
-def _double_quantize(exact: np.ndarray, fmt: Format) -> tuple[Components, np.ndarray]:
+def _double_quantize(exact: np.ndarray) -> tuple[Components, np.ndarray]:
     """QLoRA: scales less their mean, as 8-bit dynamic codes in nested blocks of 256.
 
     The mean is a float64 sum of the finite scales in index order, rounded once.
@@ -297,7 +303,8 @@ def _double_quantize(exact: np.ndarray, fmt: Format) -> tuple[Components, np.nda
     offset = F32(np.cumsum(finite)[-1] / len(finite)) if len(finite) else F32(0)
     nested = quantize(flat - offset, get_format("dynamic8"))
     parts = {"scale": nested["packed"], "nested_scale": nested["scale"]}
-    return {**parts, "nested_offset": np.asarray(offset)}, exact
+    parts["nested_offset"] = np.asarray(offset)
+    return parts, nested_scales(parts).reshape(exact.shape)
 
 
 def _zero_point(
@@ -361,7 +368,9 @@ def _interleave(
         if scales.minimum is not None:
             fields["minimum"] = scales.minimum[where].reshape(len(codes), -1)
         if layout.sum_byte is not None:
-            fields["sum"] = fields["scale"][:, 0] * fmt.codec.decode(codes).sum(-1, dtype=F32)
+            with np.errstate(over="ignore", invalid="ignore"):  # as its scale, it may not fit
+                total = fmt.codec.decode(codes).sum(-1, dtype=F32)
+                fields["sum"] = fields["scale"][:, 0] * total
         packed = layout.pack(codes, **fields, saturate=saturate)
         _, rows, across = where
         flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)

@@ -14,10 +14,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def aligned(x: np.ndarray) -> np.ndarray:
-    """`x` itself where it is contiguous and starts on 256 bytes, else such a copy."""
-    if x.flags.c_contiguous and x.ctypes.data % ALIGNMENT == 0:
+def aligned(x: np.ndarray, copy: bool = False) -> np.ndarray:
+    """A contiguous array that starts on 256 bytes: `x` itself where it does and may, or a copy."""
+    if not copy and x.flags.c_contiguous and x.ctypes.data % ALIGNMENT == 0:
         return x
-    copy = empty(x.shape, x.dtype)
-    copy[...] = x
-    return copy
+    made = empty(x.shape, x.dtype)
+    made[...] = x
+    return made

@@ -48,6 +48,8 @@ class Tiles:
             batch = int(np.prod(rows[:-1], dtype=np.int64))
             rows = rows[-1:]
         height = int(np.prod(rows, dtype=np.int64))
+        if batch > 1 and height % fmt.rule.tile(height, columns)[0] == 0:
+            batch, height = 1, batch * height  # no tile crosses from one matrix to the next
         if fmt.scale is None:
             return cls(batch, height, columns, 1, max(columns, 1), (1, height, 1))
         tall, wide = fmt.scale.tile(height, columns)
