@@ -36,6 +36,8 @@ def demo(
             model, chosen, count=passages, begin=lambda name: status.update(f"encoding with {name}")
         )
     _print_rows(rows)
+    if wrapped := run.wrapped(chosen, model.config["hidden_size"]):
+        print(f"{', '.join(wrapped)}: blocks of 256 cross the ends of the model's shorter rows")
     if no_plot:
         return
     from cuquant.demo import plot

@@ -192,6 +192,11 @@ def in_blocks(values: np.ndarray, fmt: Format) -> np.ndarray:
     return values.reshape(-1, layout.elements)
 
 
+def wrapped(formats: Mapping[str, Format], width: int) -> list[str]:
+    """Names of the formats whose blocks do not divide rows of `width` (see `in_blocks`)."""
+    return [n for n, fmt in formats.items() if fmt.is_blocks and width % fmt.layout.elements]
+
+
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Mean of 1 - cosine over pairs of rows of unit length, [n, hidden] each.
 
