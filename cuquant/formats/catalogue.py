@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,9 +83,15 @@ def _codebook(codec: Codebook, packing: Packing, block: int) -> Callable[..., Fo
     return make
 
 
+@lru_cache(maxsize=64)
+def _learned(levels: tuple[float, ...]) -> Codebook:
+    """The codebook of `levels`; kept, because its tables take milliseconds to make."""
+    return Codebook(levels)
+
+
 def _bof4s(name: str, **_: object) -> Format:
     scale = Scale("signed_max", 1.0, 64, "float16")
-    return Format(name, Codebook(tables.BOF4S), scale, None, NIBBLES)
+    return Format(name, _learned(tables.BOF4S), scale, None, NIBBLES)
 
 
 def _kbit(bits: int) -> Callable[..., Format]:
@@ -98,7 +105,7 @@ def _kbit(bits: int) -> Callable[..., Format]:
         if packing not in ("dense", "word", "planes"):
             raise ValueError(f"packing {packing!r} is unknown; pass 'dense', 'word' or 'planes'")
         rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
-        codec = Codebook(_levels(levels, bits, check_block(block_size)))
+        codec = _learned(_levels(levels, bits, check_block(block_size)))
         scale = Scale(rule, 1.0, 64, "float16")
         return Format(name, codec, scale, None, Packing(bits, packing))
 
