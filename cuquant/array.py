@@ -196,6 +196,17 @@ class QuantArray:
         """Write a safetensors file that `cuquant.load` reads back as {"array": q}."""
         OPERATIONS["save"](path, {"array": self})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""
+        parts = {name: interop.to_pickle(part) for name, part in self.components.items()}
+        return {**self.__dict__, "components": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        dtypes = {c.name: c.dtype for c in self.format.components(self.stored_shape)}
+        parts = {n: interop.from_pickle(p, dtypes[n]) for n, p in self.components.items()}
+        self.__dict__["components"] = parts
+
     def _with(self, **changes: Any) -> "QuantArray":
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return QuantArray(**{**fields, **changes})
@@ -439,7 +450,7 @@ def concatenate(arrays: Sequence[QuantArray], axis: int = 0) -> QuantArray:
             raise TypeError(f"concatenate joins QuantArrays, got {type(q).__name__}")
         if (q.ndim, q.axes, q.kind, q.device) != (first.ndim, first.axes, first.kind, first.device):
             raise ValueError(
-                "the arrays must have the same number of axes, quantized axis and device"
+                "the arrays differ in number of axes, quantized axis, library or device"
             )
     if not -first.ndim <= axis < first.ndim:
         raise ValueError(f"axis {axis} is outside an array of {first.ndim} axes")

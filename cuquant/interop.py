@@ -110,7 +110,7 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
 
 def _torch_to_numpy(x: Any) -> np.ndarray:
     torch = sys.modules["torch"]
-    x = x.resolve_conj().resolve_neg() if x.is_complex() else x
+    x = x.resolve_conj().resolve_neg()  # lazy views that NumPy has no word for
     name = str(x.dtype).removeprefix("torch.")
     if name not in _TORCH_FLOATS:
         return x.numpy()
@@ -136,7 +136,10 @@ def to_device(x: Any, target: str) -> Any:
     """`x` on "cpu", "cuda" or "cuda:N": torch stays torch, NumPy becomes CuPy and back."""
     which = kind(x)
     if which == "torch":
-        return x.to(target)
+        try:
+            return x.to(target)
+        except (AssertionError, RuntimeError) as error:  # torch without CUDA, or without a GPU
+            raise BackendUnavailable(f"torch cannot move arrays to {target!r}: {error}") from error
     if target == "cpu":
         return x.get() if which == "cupy" else x
     cupy = _cupy()
@@ -166,6 +169,20 @@ def _cupy() -> Any:
             f"CuPy finds no usable GPU ({error}); `cuquant doctor` tells more"
         ) from error
     return cupy
+
+
+def to_pickle(x: Any) -> Any:
+    """`x`, or the int32 view of torch's uint32, which torch pickles but does not unpickle."""
+    if kind(x) == "torch" and dtype_of(x) == np.uint32:
+        return x.view(sys.modules["torch"].int32)
+    return x
+
+
+def from_pickle(x: Any, dtype: np.dtype) -> Any:
+    """What `to_pickle` took, of the dtype it had."""
+    if kind(x) == "torch" and dtype == np.uint32:
+        return x.view(sys.modules["torch"].uint32)
+    return x
 
 
 def refuse_gradient(x: Any, name: str) -> None:

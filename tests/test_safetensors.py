@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import stat
 import struct
@@ -942,6 +943,35 @@ def test_failure_while_finishing(target, monkeypatch, step, fault):
         writer.write("b", ONES)
     monkeypatch.undo()
     assert_untouched(target)
+
+
+def test_a_special_file_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"), SafetensorsWriter(pipe, {}):
+        pass
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    with SafetensorsWriter(link, {"w": ("U8", (1,))}) as writer:
+        writer.write("w", np.ones(1, np.uint8))
+    assert link.is_symlink()
+    with SafetensorsReader(target) as reader:
+        assert reader.read("w").tolist() == [1]
+
+
+def test_a_full_disk_names_the_file(path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=re.escape(str(path))):  # noqa: SIM117
+        with SafetensorsWriter(path, {"w": ("U8", (1,))}) as writer:
+            monkeypatch.setattr(module, "_write_all", full)
+            writer.write("w", np.ones(1, np.uint8))
 
 
 def test_file_of_the_temporary_name_is_not_touched(path, monkeypatch):

@@ -1,5 +1,7 @@
 """torch tensors on the CPU, in and out, without a copy."""
 
+import pickle
+
 import numpy as np
 import pytest
 from oracle import bits_equal
@@ -109,3 +111,23 @@ def test_files(tmp_path):
 def test_meta_and_cuda_tensors_are_refused():
     with pytest.raises(cq.BackendUnavailable, match="meta"):
         cq.quantize(torch.empty(2, 64, device="meta"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pickles(name):
+    """torch writes uint32 tensors into pickles that it cannot read."""
+    q = cq.quantize(torch.randn(2, 512), name)
+    again = pickle.loads(pickle.dumps(q))
+    assert again.kind == "torch" and torch.equal(again.dequantize(), q.dequantize())
+    assert all(again.arrays()[k].dtype == v.dtype for k, v in q.arrays().items())
+
+
+def test_lazy_negatives():
+    w = torch.randn(2, 64)
+    assert torch.equal(cq.quantize(torch._neg_view(w), "fp16").dequantize(), (-w).half().float())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to move to")
+def test_no_gpu_to_move_to():
+    with pytest.raises(cq.BackendUnavailable, match="torch"):
+        cq.quantize(torch.randn(2, 64), "nf4").to("cuda")

