@@ -1,6 +1,4 @@
-"""Shared inputs: the arrays that every operation is tried on."""
-
-import os
+"""Hypothesis without deadlines and without luck; one seed for all random arrays."""
 
 import numpy as np
 import pytest
@@ -13,9 +11,3 @@ settings.load_profile("cuquant")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20261121)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def single_threaded_blas() -> None:
-    """xdist runs one worker a core: more BLAS threads would only fight."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -249,15 +249,8 @@ def test_fp16_saturates_and_bf16_rounds():
     with pytest.raises(ValueError, match="overflow"):
         cq.quantize(x[:4], "fp16", nonfinite="raise")
     x = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38], np.float32)
-    assert (
-        cq.quantize(x, "bf16").dequantize().tolist()
-        == [
-            1.0,
-            1 + 4 * 2**-8,
-            float(np.finfo(np.float32).max - np.float32(2.0**103 * (2**17 - 2**1))),
-        ]
-        or cq.quantize(x, "bf16").dequantize()[2] == ml_dtypes.finfo(ml_dtypes.bfloat16).max
-    )
+    largest = (2 - 2.0**-7) * 2.0**127  # 3.39e38
+    assert cq.quantize(x, "bf16").dequantize().tolist() == [1.0, 1 + 4 * 2**-8, largest]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -411,9 +404,6 @@ def test_blocks_larger_than_a_piece(name, block, rng):
     """Statistics are combined over pieces, in index order; ties of |x| keep the first."""
     x = np.round(rng.standard_normal((3, 150_000)) * 4).astype(np.float32)
     q = cq.quantize(x, name, block_size=block)
-    if block == "row":
-        halves = [np.abs(x[:, i]) for i in (slice(None),)]
-        assert q.scale.shape == (3, 1) and np.abs(halves[0]).max() > 0
     parts = {
         "row": [x[i] for i in range(3)],
         "tensor": [x],

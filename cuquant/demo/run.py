@@ -18,7 +18,6 @@ from cuquant.demo.encoder import (
     tokenize,
 )
 from cuquant.formats import Format, get_format
-from cuquant.formats.blocks import BlockLayout
 from cuquant.metrics import error
 from cuquant.ops.quantize import quantize
 
@@ -185,17 +184,20 @@ def in_blocks(values: np.ndarray, fmt: Format) -> np.ndarray:
 
     The model's rows of 384 are one and a half blocks of the K-quants, which then cross row ends.
     """
-    layout = fmt.packing
-    if not isinstance(layout, BlockLayout) or values.shape[-1] % layout.elements == 0:
+    if not _wraps(fmt, values.shape[-1]):
         return values
-    if values.size % layout.elements:
+    if values.size % fmt.layout.elements:
         fmt.check_shape(values.shape)  # says what does not fit
-    return values.reshape(-1, layout.elements)
+    return values.reshape(-1, fmt.layout.elements)
 
 
 def wrapped(formats: Mapping[str, Format], width: int) -> list[str]:
     """Names of the formats whose blocks do not divide rows of `width` (see `in_blocks`)."""
-    return [n for n, fmt in formats.items() if fmt.is_blocks and width % fmt.layout.elements]
+    return [name for name, fmt in formats.items() if _wraps(fmt, width)]
+
+
+def _wraps(fmt: Format, width: int) -> bool:
+    return fmt.is_blocks and width % fmt.layout.elements != 0
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
