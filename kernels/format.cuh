@@ -1,64 +1,160 @@
 // Codecs, scale rules and packings: what a Format struct is made of. The same words, with the same
-// meaning, as cuquant/formats; a test compiles this file for the CPU and holds both together.
+// meaning, as cuquant/formats. A thread's unit is a chunk: 8 consecutive elements of a row.
 #pragma once
+#include "vector.cuh"
 
 namespace cuquant {
 
-using u8 = unsigned char;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+constexpr int kChunk = 8;
+
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
+constexpr float kFloatMax = 3.4028234663852886e38f, kHalfMax = 65504.0f;
+
+__device__ inline bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < 0x7F800000u; }
+
+// 1 / scale; 0 where that is not finite, and then every code is that of zero: one rule for zero,
+// vanishing and non-finite blocks.
+__device__ inline float inverse_of(float scale) {
+    const float inverse = __frcp_rn(scale);
+    return is_finite(inverse) ? inverse : 0.0f;
+}
 
 // ---- codecs: a number in the codec's range <-> an unsigned code ---------------------------------
 
-template <int kCount>
-struct Codebook {  // the nearest of kCount levels
-    // Kernel arguments, made by Python: a learned codebook compiles nothing.
-    struct Tables {
-        const float* borders;      // [kCount - 1], ascending
-        const u8* ranks_to_codes;  // [kCount]
-        const float* values;       // [256], by code
-    };
+// What a codebook's kernels are told about its levels; Python computes it exactly.
+struct Lookup {
+    const float* borders;  // [count], the last one +inf: rank = how many lie strictly below x
+    const float* levels;   // [count], ascending
+    const float* values;   // [256], the level of each code
+    const u8* codes;       // [count], the code of each rank
+    const u8* ranks;       // [cells], the rank of the lowest number of each cell
+    float to_unit;         // even grid: x * to_unit + 0.5 brings the grid's range to 0..1
+    float scale;           // even grid: cells - 1
+    u32 lowest;            // float grid: the lowest cell's bits
+    u32 per_sign;          // float grid: cells of each sign
+    int cells;
+    int steps;             // borders in the fullest cell
+};
 
-    // Rank = how many borders lie strictly below x; ties are part of the borders.
-    __device__ static u32 encode(float x, const Tables& tables) {
-        int low = 0, high = kCount - 1;
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if (x > tables.borders[middle]) low = middle + 1;
-            else high = middle;
-        }
-        return tables.ranks_to_codes[low];
+// How a number finds its cell: cells of even width, or by the upper bits of a float, whose
+// relative width is even (levels that crowd around zero).
+enum class Grid { Even, Float };
+
+template <int kCount, Grid kGrid, bool kSorted>
+struct Codebook {  // the nearest of kCount levels; kSorted: the code is the rank
+    static constexpr bool signed_zero = false;
+    static constexpr bool is_codebook = true;
+    static constexpr u32 bias = 0;
+    static constexpr int count = kCount;
+    static constexpr int float_bits = 17;  // dropped: cells have 6 bits of mantissa
+
+    struct EncodeTables {
+        float borders[kCount];
+        u8 codes[kSorted ? 4 : kCount];
+        u8 ranks[kGrid == Grid::Even ? 4100 : 6400];
+    };
+    struct DecodeTables { float values[256]; };
+
+    __device__ static void fill(EncodeTables& tables, const Lookup& lookup, int thread, int threads) {
+        for (int i = thread; i < kCount; i += threads) tables.borders[i] = lookup.borders[i];
+        if constexpr (!kSorted)
+            for (int i = thread; i < kCount; i += threads) tables.codes[i] = lookup.codes[i];
+        const u32* words = reinterpret_cast<const u32*>(lookup.ranks);
+        for (int i = thread; i < (lookup.cells + 3) / 4; i += threads)
+            reinterpret_cast<u32*>(tables.ranks)[i] = words[i];
     }
 
-    __device__ static float decode(u32 code, const Tables& tables) { return tables.values[code]; }
+    __device__ static void fill(DecodeTables& tables, const Lookup& lookup, int thread, int threads) {
+        // Codes above the count stand for nothing; packings of few bits cannot hold them.
+        constexpr int used = kCount <= 16 ? 16 : 256;
+        for (int i = thread; i < used; i += threads) tables.values[i] = lookup.values[i];
+    }
+
+    __device__ static u32 cell_of(float x, const Lookup& lookup) {
+        if constexpr (kGrid == Grid::Even) {
+            // Adding 2^23 leaves the nearest integer in the low bits of the mantissa.
+            const float unit = __saturatef(__fmaf_rn(x, lookup.to_unit, 0.5f));
+            return bits_of(__fmaf_rn(unit, lookup.scale, 8388608.0f)) & 0xFFFFu;
+        } else {
+            const u32 size = (bits_of(x) & 0x7FFFFFFFu) >> float_bits;
+            const u32 cell = min(max(size, lookup.lowest) - lookup.lowest, lookup.per_sign - 1);
+            return bits_of(x) >> 31 ? cell + lookup.per_sign : cell;
+        }
+    }
+
+    __device__ static u32 encode(float x, int, const EncodeTables& tables, const Lookup& lookup) {
+        u32 rank = tables.ranks[cell_of(x, lookup)];
+        rank += x > tables.borders[rank];
+        for (int step = 1; step < lookup.steps; ++step) rank += x > tables.borders[rank];
+        return kSorted ? rank : tables.codes[rank];
+    }
+
+    // One of the two levels around x, the upper one where draw < its share of the distance.
+    __device__ static u32 encode_stochastic(
+        float x, float draw, int, const EncodeTables&, const Lookup& lookup) {
+        int below = 0;
+        for (int step = 128; step; step /= 2)  // the last level not above x, but for the top one
+            if (below + step < kCount - 1 && lookup.levels[below + step] <= x) below += step;
+        const float low = lookup.levels[below], high = lookup.levels[below + 1];
+        const float share = __fdiv_rn(__fadd_rn(x, -low), __fadd_rn(high, -low));
+        return lookup.codes[below + (draw < share)];
+    }
+
+    __device__ static float decode(u32 code, float, const DecodeTables& tables) { return tables.values[code]; }
+    __device__ static float shift_of(int) { return 0.0f; }
 };
 
 enum class Rounding { HalfEven, HalfAway, HalfUp };
 
 template <int kLow, int kHigh, Rounding kRounding>
 struct Uniform {  // the integers kLow..kHigh; the code is the integer plus offset
-    struct Tables {};
+    static constexpr bool signed_zero = false;
+    static constexpr bool is_codebook = false;
+    struct EncodeTables {};
+    struct DecodeTables {};
+    template <class Tables>
+    __device__ static void fill(Tables&, const Lookup&, int, int) {}
 
-    static constexpr int bit_length(int value) { return value ? 1 + bit_length(value / 2) : 0; }
+    __device__ static constexpr int bit_length(int value) { return value ? 1 + bit_length(value / 2) : 0; }
     static constexpr int offset = kLow < 0 ? 1 << (bit_length(kHigh - kLow) - 1) : 0;
+    static constexpr float low = kLow, high = kHigh;
 
-    __device__ static float round(float x) {
-        if constexpr (kRounding == Rounding::HalfEven) return rintf(x);
-        else if constexpr (kRounding == Rounding::HalfAway) return roundf(x);
-        else return floorf(__fadd_rn(x, offset + 0.5f)) - offset;  // ggml: trunc(x + offset + 0.5)
-    }
+    // Adding 2^23 (or 1.5 * 2^23, which leaves room below) makes a float round to an integer and
+    // keep it in its low bits. `encode` gives these bits: code + bias; packing takes the bias off.
+    static constexpr u32 bias = kRounding == Rounding::HalfUp ? 0x4B000000u : 0x4B400000u;
+    static constexpr float magic = kRounding == Rounding::HalfUp ? 8388608.0f : 12582912.0f;
 
     // Saturates after the zero point is added, as ONNX does.
-    __device__ static u32 encode(float x, const Tables&, int zero_point = 0) {
-        const float shifted = __fadd_rn(round(x), static_cast<float>(zero_point));
-        const float clipped = fminf(fmaxf(shifted, static_cast<float>(kLow)), static_cast<float>(kHigh));
-        return static_cast<u32>(static_cast<int>(clipped) + offset);
+    __device__ static u32 encode(float x, int zero_point, const EncodeTables&, const Lookup&) {
+        if constexpr (kRounding == Rounding::HalfUp) {  // ggml: trunc(x + offset + 0.5)
+            const float raised = fmaxf(__fadd_rn(x, offset + 0.5f), 0.0f);
+            return bits_of(__fadd_rd(fminf(raised, high + offset), magic));
+        } else if constexpr (kRounding == Rounding::HalfAway) {
+            // Towards zero the sum reaches no integer that |x| + 0.5 itself does not reach.
+            const float size = __fadd_rz(__fadd_rz(fminf(fabsf(x), high), 0.5f), 8388608.0f);
+            return bits_of(__fadd_rn(copysignf(__fadd_rn(size, -8388608.0f), x), magic + offset));
+        } else {
+            // The offset is even: which integer is the nearest even one does not change.
+            const float clipped = fminf(fmaxf(x, low - zero_point), high - zero_point);
+            return bits_of(__fadd_rn(clipped, magic + offset)) + zero_point;
+        }
     }
 
-    __device__ static float decode(u32 code, const Tables&, int zero_point = 0) {
-        return static_cast<float>(static_cast<int>(code) - offset - zero_point);
+    // floor(x), or one more where draw < x - floor(x).
+    __device__ static u32 encode_stochastic(
+        float x, float draw, int zero_point, const EncodeTables&, const Lookup&) {
+        const float floor = floorf(x);
+        const float whole = __fadd_rn(floor, draw < __fadd_rn(x, -floor) ? 1.0f : 0.0f);
+        const float clipped = fminf(fmaxf(whole, low - zero_point), high - zero_point);
+        return bits_of(__fadd_rn(clipped, magic + offset)) + zero_point;
     }
+
+    // `shift` is 2^23 + offset + zero point.
+    __device__ static float decode(u32 code, float shift, const DecodeTables&) {
+        return __fadd_rn(float_of(code | 0x4B000000u), -shift);
+    }
+    __device__ static float shift_of(int zero_point) { return 8388608.0f + static_cast<float>(offset + zero_point); }
 };
 
 // What the highest exponent holds: values (fp4, fp6), values and one NaN (e4m3), or Inf and NaN.
@@ -66,93 +162,206 @@ enum class Specials { None, OneNan, Ieee };
 
 template <int kExponent, int kMantissa, Specials kSpecials>
 struct Minifloat {  // the bits of a small float; saturating, round to nearest even
-    struct Tables {};
+    static constexpr bool signed_zero = true;
+    static constexpr bool is_codebook = false;
+    static constexpr u32 bias = 0;  // of codes
+    static constexpr int exponent = kExponent, mantissa = kMantissa;
+    struct EncodeTables {};
+    struct DecodeTables {};
+    template <class Tables>
+    __device__ static void fill(Tables&, const Lookup&, int, int) {}
 
-    static constexpr int bias = (1 << (kExponent - 1)) - 1;
+    static constexpr int excess = (1 << (kExponent - 1)) - 1;
     static constexpr u32 sign = 1u << (kExponent + kMantissa);
     // The largest finite code: all ones, less what is special.
     static constexpr u32 peak_code = sign - 1 - (kSpecials == Specials::OneNan ? 1u
                                      : kSpecials == Specials::Ieee ? 1u << kMantissa : 0u);
+    static constexpr bool is_16_bit = kExponent + kMantissa == 15;
 
-    // Sizes below the smallest normal are integers in steps of 2^(1 - bias - kMantissa); larger
+    // Sizes below the smallest normal are integers in steps of 2^(1 - excess - kMantissa); larger
     // ones are float32 with fewer mantissa bits, rounded by adding half a step, less one where the
     // kept part is even. A carry into the exponent is the right next value.
-    __device__ static u32 encode(float x, const Tables&) {
-        const u32 bits = __float_as_uint(x), size = bits & 0x7FFFFFFFu;
-        constexpr u32 smallest_normal = static_cast<u32>(128 - bias) << 23;
+    __device__ static u32 encode(float x, int = 0) {
+        const u32 bits = bits_of(x), size = bits & 0x7FFFFFFFu;
+        constexpr u32 smallest_normal = static_cast<u32>(128 - excess) << 23;
         constexpr int dropped = 23 - kMantissa;
         u32 code;
         if (kExponent < 8 && size < smallest_normal) {  // bf16 has float32's exponents, and its steps
-            const float step = __uint_as_float(static_cast<u32>((126 + bias + kMantissa) & 255) << 23);
-            code = static_cast<u32>(rintf(__fmul_rn(__uint_as_float(size), step)));
+            constexpr u32 step = static_cast<u32>((126 + excess + kMantissa) & 255) << 23;
+            code = static_cast<u32>(static_cast<int>(rintf(__fmul_rn(float_of(size), float_of(step)))));
         } else {
             const u32 rounded = size + ((1u << (dropped - 1)) - 1) + (size >> dropped & 1);
-            code = (rounded >> dropped) - (static_cast<u32>(127 - bias) << kMantissa);
+            code = (rounded >> dropped) - (static_cast<u32>(127 - excess) << kMantissa);
         }
-        return (code < peak_code ? code : peak_code) | (bits >> 31 ? sign : 0u);
+        code = min(code, peak_code);
+        // Infinity and NaN keep codes of their own only in fp16 and bf16, which carry no scale.
+        if (is_16_bit && size >= 0x7F800000u)
+            code = size == 0x7F800000u ? peak_code + 1 : (peak_code + 1) | (1u << (kMantissa - 1));
+        return code | (bits >> 31 ? sign : 0u);
+    }
+    __device__ static u32 encode(float x, int, const EncodeTables&, const Lookup&) { return encode(x); }
+
+    // One of the two neighbours of x, the one further from zero where draw < its share.
+    __device__ static u32 encode_stochastic(
+        float x, float draw, int, const EncodeTables&, const Lookup&) {
+        if (!is_finite(x)) return encode(x);
+        constexpr u32 top = (peak_code + (static_cast<u32>(127 - excess) << kMantissa)) << (23 - kMantissa);
+        const double size = fminf(fabsf(x), float_of(top));
+        const int own = static_cast<int>(__double_as_longlong(size) >> 52) - 1023;
+        const int step = max(own, 1 - excess) - kMantissa;  // a step is 2^step
+        const double steps = size * power(-step), floor = ::floor(steps);
+        const double rounded = (floor + (draw < steps - floor ? 1.0 : 0.0)) * power(step);
+        return encode(copysignf(static_cast<float>(rounded), x));
+    }
+    __device__ static double power(int exponent) {
+        return __longlong_as_double(static_cast<long long>(exponent + 1023) << 52);
     }
 
-    __device__ static float decode(u32 code, const Tables&) {
+    __device__ static float decode(u32 code, float = 0.0f) {
         const u32 size = code & (sign - 1);
-        float value;
-        if (kSpecials != Specials::None && size > peak_code) {
-            const bool infinite = kSpecials == Specials::Ieee && size == peak_code + 1;
-            value = __uint_as_float(infinite ? 0x7F800000u : 0x7FC00000u);
-        } else if (kExponent == 8 || size >> kMantissa) {
-            value = __uint_as_float((size + (static_cast<u32>(127 - bias) << kMantissa)) << (23 - kMantissa));
-        } else {
-            const float step = __uint_as_float(static_cast<u32>((128 - bias - kMantissa) & 255) << 23);
-            value = __fmul_rn(static_cast<float>(size), step);
+        if constexpr (kExponent == 8) return float_of(code << 16);
+        else if constexpr (is_16_bit) return float_of_half(code);
+        else {
+            // As the bits of a float16, of which it has a part; only the bias differs.
+            const u32 half = (code & sign ? 0x8000u : 0u) | size << (10 - kMantissa);
+            constexpr u32 rebias = static_cast<u32>(127 + 15 - excess) << 23;
+            const float value = __fmul_rn(float_of_half(half), float_of(rebias));
+            if constexpr (kSpecials == Specials::OneNan)
+                return size > peak_code ? float_of(0x7FC00000u) : value;
+            return value;
         }
-        return code & sign ? -value : value;
     }
+    __device__ static float decode(u32 code, float, const DecodeTables&) { return decode(code); }
+    __device__ static float shift_of(int) { return 0.0f; }
 };
 
 // ---- scale rules: what of a block its scale is made from ----------------------------------------
+//
+// `State` is merged over the elements of a block in any order; `lost` says that something in it
+// was not finite.
 
 struct AbsMax {  // as unsigned integers |x| order like floats, and keep NaN above infinity
-    using State = u32;
-    __device__ static State of(float x, u32) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-    __device__ static State combine(State a, State b) { return a > b ? a : b; }
-    __device__ static float statistic(State a) { return __uint_as_float(a); }
+    struct State { u32 top; };
+    static constexpr bool by_index = false;
+    __device__ static State none() { return {0}; }
+    __device__ static State of(float x, i64) { return {bits_of(x) & 0x7FFFFFFFu}; }
+    __device__ static State merge(State a, State b) { return {max(a.top, b.top)}; }
+    __device__ static bool lost(State s) { return s.top >= 0x7F800000u; }
+    __device__ static float exact(State s, float peak, bool) { return __fdiv_rn(float_of(s.top), peak); }
+};
+
+struct PowerOfTwo : AbsMax {  // OCP MX: 2^(floor(log2 absmax) - emax); `peak` is the codec's
+    __device__ static float exact(State s, float peak, bool) {
+        if (s.top == 0) return 0.0f;
+        const int emax = static_cast<int>(bits_of(peak) >> 23) - 127;
+        const int own = s.top >> 23 ? static_cast<int>(s.top >> 23) - 127 : -118 - __clz(s.top);
+        const int exponent = min(max(own - emax, -127), 127);
+        return exponent == -127 ? float_of(0x00400000u) : float_of(static_cast<u32>(exponent + 127) << 23);
+    }
 };
 
 struct SignedMax {  // the element furthest from zero, sign kept; of equals the one of lowest index
-    using State = u64;  // |x|, then the complement of the index above the sign
-    __device__ static State of(float x, u32 index) {
-        const u32 bits = __float_as_uint(x);
-        const u64 order = 0x7FFFFFFFu - index;  // index below 2^31: a larger block is split
-        return static_cast<u64>(bits & 0x7FFFFFFFu) << 32 | order << 1 | bits >> 31;
+    // Of two elements in index order: the later one only where it is further from zero.
+    __device__ static u32 further(u32 earlier, u32 later) { return later << 1 > earlier << 1 ? later : earlier; }
+    __device__ static auto of_bits(u32 bits) { return State{static_cast<u64>(bits & 0x7FFFFFFFu) << 32 | bits >> 31}; }
+
+    struct State { u64 key; };  // |x|, then the complement of the index above the sign
+    static constexpr bool by_index = true;
+    __device__ static State none() { return {0}; }
+    __device__ static State of(float x, i64 index) {
+        const u32 bits = bits_of(x);
+        const u64 order = 0x7FFFFFFFu - static_cast<u32>(index);  // blocks are smaller than 2^31
+        return {static_cast<u64>(bits & 0x7FFFFFFFu) << 32 | order << 1 | bits >> 31};
     }
-    __device__ static State combine(State a, State b) { return a > b ? a : b; }
-    __device__ static float statistic(State a) {
-        return __uint_as_float(static_cast<u32>(a >> 32) | static_cast<u32>(a & 1) << 31);
+    __device__ static State merge(State a, State b) { return {max(a.key, b.key)}; }
+    __device__ static float top(State s) {
+        return float_of(static_cast<u32>(s.key >> 32) | static_cast<u32>(s.key & 1) << 31);
+    }
+    __device__ static bool lost(State s) { return s.key >> 32 >= 0x7F800000u; }
+    __device__ static float exact(State s, float peak, bool) { return __fdiv_rn(top(s), peak); }
+};
+
+struct Range {  // the smallest and the largest, as integers in the order of the floats, -0 below 0
+    struct State { int low, high; };
+    static constexpr bool by_index = false;
+    __device__ static int order(float x) {
+        const int bits = static_cast<int>(bits_of(x));
+        return bits ^ (bits >> 31 & 0x7FFFFFFF);
+    }
+    __device__ static float value(int order) { return float_of(static_cast<u32>(order ^ (order >> 31 & 0x7FFFFFFF))); }
+    __device__ static State none() { return {0x7FFFFFFF, static_cast<int>(0x80000000u)}; }
+    __device__ static State of(float x, i64) { return {order(x), order(x)}; }
+    __device__ static State merge(State a, State b) { return {min(a.low, b.low), max(a.high, b.high)}; }
+    __device__ static bool lost(State s) { return !is_finite(value(s.low)) || !is_finite(value(s.high)); }
+    // With a zero point zero must have a code.
+    __device__ static float low(State s, bool zero) { return zero ? fminf(value(s.low), 0.0f) : value(s.low); }
+    __device__ static float high(State s, bool zero) { return zero ? fmaxf(value(s.high), 0.0f) : value(s.high); }
+    __device__ static float exact(State s, float peak, bool zero) {
+        return __fdiv_rn(__fadd_rn(high(s, zero), -low(s, zero)), peak);
     }
 };
 
-// 1 / scale; 0 where that is not finite, and then every code is that of zero: one rule for zero,
-// vanishing and non-finite blocks.
-__device__ inline float inverse_of(float scale) {
-    const float inverse = __frcp_rn(scale);
-    return (__float_as_uint(inverse) & 0x7FFFFFFFu) < 0x7F800000u ? inverse : 0.0f;
-}
+// A float64 sum that is asked to be the one in index order. While every term is a multiple of
+// 2^lowest and the sum is below 2^(lowest + 53), nothing is ever rounded and every order is right.
+struct OrderedSum {
+    double sum;   // of the sizes: no partial sum is larger
+    int lowest;
+    __device__ static OrderedSum none() { return {0.0, 4096}; }
+    __device__ static OrderedSum of(float size) {
+        const u32 bits = bits_of(size) & 0x7FFFFFFFu;
+        if (bits == 0) return none();
+        const int exponent = max(static_cast<int>(bits >> 23), 1) - 150;
+        const u32 digits = (bits & 0x7FFFFFu) | (bits >> 23 ? 0x800000u : 0u);
+        return {static_cast<double>(float_of(bits)), exponent + __ffs(static_cast<int>(digits)) - 1};
+    }
+    __device__ static OrderedSum merge(OrderedSum a, OrderedSum b) { return {a.sum + b.sum, min(a.lowest, b.lowest)}; }
+    __device__ bool any_order() const {
+        const int exponent = static_cast<int>(__double_as_longlong(sum) >> 52 & 0x7FF) - 1023;
+        return sum == 0.0 || exponent - lowest < 53;
+    }
+};
+
+struct MeanAbs {  // the mean of |x|: a float64 sum in index order, rounded once
+    using State = OrderedSum;
+    static constexpr bool by_index = false;
+    __device__ static State none() { return OrderedSum::none(); }
+    __device__ static State of(float x, i64) { return OrderedSum::of(x); }
+    __device__ static State merge(State a, State b) { return OrderedSum::merge(a, b); }
+    __device__ static bool lost(State s) { return !(s.sum < 1e300); }
+};
 
 // ---- packings: where the bits of code i of a row are --------------------------------------------
 
 enum class Order { Low, High, Dense, Word, Planes };
 
-template <int kBits, Order kOrder>
+template <int kBits, Order kOrder, bool kSigned = false>
 struct Packing {
+    static constexpr int bits = kBits;
+    static constexpr Order order = kOrder;
     static constexpr u32 mask = (1u << kBits) - 1;
+    // A chunk takes kBits whole bytes of its own in these orders.
+    static constexpr bool by_chunk = kOrder == Order::Low || kOrder == Order::High || kOrder == Order::Dense;
+    // Whether these bytes are whole words; else four chunks make kBits words together.
+    static constexpr bool whole_words = kBits % 4 == 0;
+    // int8 is stored as two's complement: code ^ 128.
+    static constexpr u32 flip = kSigned ? 0x80808080u : 0u;
+
+    // Which place from the low end code i of a chunk has.
+    __device__ static constexpr int place(int i) {
+        constexpr int per_byte = kBits < 8 ? 8 / kBits : 1;
+        return kOrder == Order::High ? i / per_byte * per_byte + (per_byte - 1 - i % per_byte) : i;
+    }
 
     // The code at `i` of a row of bytes (Low, High) or of uint32 words (the others).
-    template <typename T>
-    __device__ static u32 get(const T* row, i64 i) {
-        if constexpr (kOrder == Order::Low || kOrder == Order::High) {
+    template <typename Word>
+    __device__ static u32 get(const Word* row, i64 i) {
+        if constexpr (kBits == 16) {
+            return row[i];
+        } else if constexpr (kOrder == Order::Low || kOrder == Order::High) {
             constexpr int per_byte = 8 / kBits;
             const int lane = static_cast<int>(i % per_byte);
-            const int place = kOrder == Order::Low ? lane : per_byte - 1 - lane;
-            return row[i / per_byte] >> place * kBits & mask;
+            const int shift = (kOrder == Order::Low ? lane : per_byte - 1 - lane) * kBits;
+            return ((row[i / per_byte] ^ (kSigned ? 0x80u : 0u)) >> shift) & mask;
         } else if constexpr (kOrder == Order::Word) {
             constexpr int per_word = 32 / kBits;
             return row[i / per_word] >> static_cast<int>(i % per_word) * kBits & mask;
@@ -168,6 +377,44 @@ struct Packing {
             return static_cast<u32>(window >> shift) & mask;
         }
     }
+
+    // Word `w` of a row, from its codes: code(i) gives the one at i, also beyond the row's end.
+    template <class Code>
+    __device__ static u32 word(i64 w, Code code) {
+        u32 bits = 0;
+        if constexpr (kBits == 16) {
+            bits = code(w);
+        } else if constexpr (kOrder == Order::Low || kOrder == Order::High) {
+            constexpr int per_byte = 8 / kBits;
+            for (int j = 0; j < per_byte; ++j)
+                bits |= code(w * per_byte + j) << (kOrder == Order::Low ? j : per_byte - 1 - j) * kBits;
+            bits ^= kSigned ? 0x80u : 0u;
+        } else if constexpr (kOrder == Order::Word) {
+            constexpr int per_word = 32 / kBits;
+            for (int j = 0; j < per_word; ++j) bits |= code(w * per_word + j) << j * kBits;
+        } else if constexpr (kOrder == Order::Planes) {
+            const int b = static_cast<int>(w % kBits);
+            for (int j = 0; j < 32; ++j) bits |= (code(w / kBits * 32 + j) >> b & 1u) << j;
+        } else {
+            const i64 first = w * 32 / kBits;  // the code that holds the word's lowest bit
+            for (i64 i = first; i * kBits < (w + 1) * 32; ++i) {
+                const int shift = static_cast<int>(i * kBits - w * 32);
+                bits |= shift < 0 ? code(i) >> -shift : code(i) << shift;
+            }
+        }
+        return bits;
+    }
 };
+
+// ---- formats ------------------------------------------------------------------------------------
+
+enum class Stored { None, Float32, Float16, E8M0, E4M3, Double };  // how a scale is held
+enum class Offset { None, ZeroPoint, Minimum };
+
+// Where the bits of ggml's blocks lie; defined in blocks.cuh.
+template <int kByte, int kBits, int kSpan, int kShift> struct Field;
+template <int kByte, int kCount, int kFirst, int kLow, int kBits, int kShift, int kStep> struct Run;
+template <class... Parts> struct Fields;
+template <class... Parts> struct Runs;
 
 }  // namespace cuquant

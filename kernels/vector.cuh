@@ -72,4 +72,23 @@ __device__ inline void store16(void* to, uint4 v) {
 
 #endif  // CUQUANT_EMULATOR
 
+// To nearest even by adding half a step, less one where the kept part is even.
+__device__ inline u32 bfloat16_of(float x) {
+    const u32 bits = bits_of(x);
+    return x != x ? (bits >> 16) | 0x40u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+
+// Two elements of 16 bits in one word.
+template <typename T> __device__ inline u32 pair_of(float low, float high);
+template <> __device__ inline u32 pair_of<Half>(float low, float high) { return halves_of(low, high); }
+template <> __device__ inline u32 pair_of<Bfloat16>(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return bfloat16_of(low) | bfloat16_of(high) << 16;
+#endif
+}
+
 }  // namespace cuquant

@@ -44,6 +44,24 @@ class Run:
         return (1 << self.bits) - 1
 
 
+@dataclass(frozen=True)
+class Field:
+    """`bits` of every code, those from bit `shift` upwards, in ggml's usual order from `byte` on.
+
+    `span` bytes hold codes 0..span - 1 in their lowest bits, the next `span` codes in the bits
+    above, and so on; then come the next `span` bytes. With a span of 1 neighbours share a byte.
+    """
+
+    byte: int
+    bits: int
+    span: int
+    shift: int = 0
+
+    def runs(self, fields: int) -> tuple[Run, ...]:
+        """Where each of `fields` codes lies."""
+        return _runs(self.byte, fields, self.bits, self.span, self.shift)
+
+
 class Fields(NamedTuple):
     """What a block means: x' = value(codes) * scale + minimum, in float32."""
 
@@ -67,8 +85,10 @@ class BlockLayout:
     bits
         Of a code. Codes are unsigned: an integer type's value is code - 2^(bits - 1), or the code
         itself where `has_min`; iq4_* index IQ4_LEVELS; mxfp4 and nvfp4 hold e2m1 bits.
-    code_runs, sc_runs, m_runs
-        Where the bits of the codes and of the integer sub-block scales and minimums lie.
+    code_fields
+        Where the bits of the codes lie.
+    sc_runs, m_runs
+        Where those of the integer sub-block scales and minimums lie.
     scale_byte, minimum_byte, sum_byte
         Offsets of the float16 numbers (`scale_byte`: of `scale_kind`); None: there is none.
     scale_kind
@@ -84,7 +104,7 @@ class BlockLayout:
     nbytes: int
     sub_block: int
     bits: int
-    code_runs: tuple[Run, ...]
+    code_fields: tuple[Field, ...]
     scale_byte: int = 0
     minimum_byte: int | None = None
     sum_byte: int | None = None
@@ -93,6 +113,11 @@ class BlockLayout:
     m_runs: tuple[Run, ...] = ()
     sc_zero: int = 0
     signed: bool = False
+
+    @property
+    def code_runs(self) -> tuple[Run, ...]:
+        """`code_fields`, code by code."""
+        return tuple(run for field in self.code_fields for run in field.runs(self.elements))
 
     @property
     def has_min(self) -> bool:
@@ -285,22 +310,20 @@ _SC = (Run(4, 4, 0, 0, 6), Run(12, 4, 4, 0, 4), Run(4, 4, 4, 6, 2, shift=4))
 _M = (Run(8, 4, 0, 0, 6), Run(12, 4, 4, 4, 4), Run(8, 4, 4, 6, 2, shift=4))
 
 _LAYOUTS = (
-    BlockLayout("q4_0", 32, 18, 32, 4, _runs(2, 32, 4, 16)),
-    BlockLayout("q4_1", 32, 20, 32, 4, _runs(4, 32, 4, 16), minimum_byte=2),
-    BlockLayout("q5_0", 32, 22, 32, 5, _runs(6, 32, 4, 16) + _runs(2, 32, 1, 1, shift=4)),
-    BlockLayout(
-        "q5_1", 32, 24, 32, 5, _runs(8, 32, 4, 16) + _runs(4, 32, 1, 1, shift=4), minimum_byte=2
-    ),
-    BlockLayout("q8_0", 32, 34, 32, 8, _runs(2, 32, 8, 32), signed=True),
-    BlockLayout("q8_1", 32, 36, 32, 8, _runs(4, 32, 8, 32), sum_byte=2, signed=True),
-    BlockLayout("iq4_nl", 32, 18, 32, 4, _runs(2, 32, 4, 16)),
+    BlockLayout("q4_0", 32, 18, 32, 4, (Field(2, 4, 16),)),
+    BlockLayout("q4_1", 32, 20, 32, 4, (Field(4, 4, 16),), minimum_byte=2),
+    BlockLayout("q5_0", 32, 22, 32, 5, (Field(6, 4, 16), Field(2, 1, 1, shift=4))),
+    BlockLayout("q5_1", 32, 24, 32, 5, (Field(8, 4, 16), Field(4, 1, 1, shift=4)), minimum_byte=2),
+    BlockLayout("q8_0", 32, 34, 32, 8, (Field(2, 8, 32),), signed=True),
+    BlockLayout("q8_1", 32, 36, 32, 8, (Field(4, 8, 32),), sum_byte=2, signed=True),
+    BlockLayout("iq4_nl", 32, 18, 32, 4, (Field(2, 4, 16),)),
     BlockLayout(
         "iq4_xs",
         elements=256,
         nbytes=136,
         sub_block=32,
         bits=4,
-        code_runs=_runs(8, 256, 4, 16),
+        code_fields=(Field(8, 4, 16),),
         sc_runs=_runs(4, 8, 4, 1) + _runs(2, 8, 2, 1, shift=4),
         sc_zero=32,
     ),
@@ -310,7 +333,7 @@ _LAYOUTS = (
         nbytes=84,
         sub_block=16,
         bits=2,
-        code_runs=_runs(16, 256, 2, 32),
+        code_fields=(Field(16, 2, 32),),
         scale_byte=80,
         minimum_byte=82,
         sc_runs=(Run(0, 16, 0, 0, 4),),
@@ -322,7 +345,7 @@ _LAYOUTS = (
         nbytes=110,
         sub_block=16,
         bits=3,
-        code_runs=_runs(32, 256, 2, 32) + _runs(0, 256, 1, 32, shift=2),
+        code_fields=(Field(32, 2, 32), Field(0, 1, 32, shift=2)),
         scale_byte=108,
         sc_runs=_runs(96, 16, 4, 8) + _runs(104, 16, 2, 4, shift=4),
         sc_zero=32,
@@ -333,7 +356,7 @@ _LAYOUTS = (
         nbytes=144,
         sub_block=32,
         bits=4,
-        code_runs=_runs(16, 256, 4, 32),
+        code_fields=(Field(16, 4, 32),),
         minimum_byte=2,
         sc_runs=_SC,
         m_runs=_M,
@@ -344,7 +367,7 @@ _LAYOUTS = (
         nbytes=176,
         sub_block=32,
         bits=5,
-        code_runs=_runs(48, 256, 4, 32) + _runs(16, 256, 1, 32, shift=4),
+        code_fields=(Field(48, 4, 32), Field(16, 1, 32, shift=4)),
         minimum_byte=2,
         sc_runs=_SC,
         m_runs=_M,
@@ -355,11 +378,11 @@ _LAYOUTS = (
         nbytes=210,
         sub_block=16,
         bits=6,
-        code_runs=_runs(0, 256, 4, 64) + _runs(128, 256, 2, 32, shift=4),
+        code_fields=(Field(0, 4, 64), Field(128, 2, 32, shift=4)),
         scale_byte=208,
         sc_runs=_runs(192, 16, 8, 16),
     ),
-    BlockLayout("mxfp4", 32, 17, 32, 4, _runs(1, 32, 4, 16), scale_kind="e8m0"),
-    BlockLayout("nvfp4", 64, 36, 16, 4, _runs(4, 64, 4, 8), scale_kind="e4m3"),
+    BlockLayout("mxfp4", 32, 17, 32, 4, (Field(1, 4, 16),), scale_kind="e8m0"),
+    BlockLayout("nvfp4", 64, 36, 16, 4, (Field(4, 4, 8),), scale_kind="e4m3"),
 )
 BLOCK_LAYOUTS: dict[str, BlockLayout] = {layout.name: layout for layout in _LAYOUTS}

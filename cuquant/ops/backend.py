@@ -16,6 +16,18 @@ class Backend(Protocol):
         """A C-contiguous array on 256 bytes, uninitialised."""
         ...
 
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """The same, of zeros."""
+        ...
+
+    def contiguous(self, x: Any, axis: int) -> Any:
+        """`moveaxis(x, axis, -1)` in C order on 16 bytes: x itself, or a copy."""
+        ...
+
+    def read(self, array: Any) -> np.ndarray:
+        """The array on the host, once all work before is done: the one call that waits."""
+        ...
+
     def pointer(self, array: Any) -> int:
         """The address of an array's first element."""
         ...

@@ -1,0 +1,161 @@
+"""ggml's interleaved blocks on the GPU: quantized, decoded, and what lies in them."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cuquant.formats import Format
+from cuquant.formats.blocks import BlockLayout, Run
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import facts as words
+from cuquant.ops.kernels.facts import ELEMENTS
+
+GROUP = 256  # elements that a warp works on together
+WARP, THREADS = 32, 256
+CLAMP = 1
+
+
+def layout_type(layout: BlockLayout) -> str:
+    """The name of a layout's struct in namespace formats."""
+    return f"formats::{layout.name}_layout"
+
+
+def layout_text(layout: BlockLayout) -> str:
+    """The C++ struct of a layout's facts."""
+    fields = ", ".join(
+        f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields
+    )
+    wide = all(f.byte % 4 == 0 for f in layout.code_fields) and layout.nbytes % 4 == 0
+    numbers = {
+        "elements": layout.elements,
+        "bytes": layout.nbytes,
+        "sub_block": layout.sub_block,
+        "align": 4 if wide else 2,
+        "scale_byte": layout.scale_byte,
+        "minimum_byte": _offset(layout.minimum_byte),
+        "sum_byte": _offset(layout.sum_byte),
+        "scale_zero": layout.sc_zero,
+        "is_signed": int(layout.signed),
+    }
+    lines = [f"    static constexpr int {name} = {value};" for name, value in numbers.items()]
+    return "\n".join(
+        [
+            f"struct {layout.name}_layout {{",
+            *lines,
+            f"    using Codes = Fields<{fields}>;",
+            f"    using ScaleRuns = Runs<{_runs(layout.sc_runs)}>;",
+            f"    using MinimumRuns = Runs<{_runs(layout.m_runs)}>;",
+            "};",
+            "",
+        ]
+    )
+
+
+def _offset(byte: int | None) -> int:
+    return -1 if byte is None else byte
+
+
+def _runs(runs: tuple[Run, ...]) -> str:
+    return ", ".join(
+        f"Run<{r.byte}, {r.count}, {r.first}, {r.low}, {r.bits}, {r.shift}, {r.step}>" for r in runs
+    )
+
+
+def groups_of(layout: BlockLayout, least: int) -> int:
+    """Groups that a warp takes at once, so that their bytes are whole vectors of 16."""
+    nbytes = GROUP // layout.elements * layout.nbytes
+    return max(least, 16 // math.gcd(16, nbytes))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    fmt: Format
+
+    @cached_property
+    def facts(self) -> words.Facts:
+        return words.facts(self.fmt)
+
+    def _program(self, file: str, entry: str, *arguments: str | int) -> Program:
+        types = (self.facts.type, layout_type(self.fmt.layout))
+        text = self.facts.text + layout_text(self.fmt.layout)
+        return Program(file, entry, (*types, *arguments), text)
+
+    def _warps(self, program: Program, blocks: int, groups: int) -> Launch:
+        elements = blocks * self.fmt.layout.elements
+        grid = -(-elements // (THREADS // WARP * groups * GROUP))
+        return Launch(program, (grid, 1, 1), THREADS)
+
+
+class QuantizeBlocks(_Blocks):
+    """Quantization to ggml's blocks of 32: everything but the types that search."""
+
+    def launch(self, dtype: np.dtype, blocks: int, clamp: bool) -> Launch:
+        """Of quantize_blocks."""
+        groups = groups_of(self.fmt.layout, 2)
+        program = self._program(
+            "quantize_blocks.cu",
+            "quantize_blocks",
+            ELEMENTS[dtype.name],
+            THREADS,
+            groups,
+            CLAMP if clamp else 0,
+        )
+        return self._warps(program, blocks, groups)
+
+    def __call__(
+        self,
+        backend: Backend,
+        x: int,
+        dtype: np.dtype,
+        blocks: int,
+        out: int,
+        *,
+        saturate: bool,
+        clamp: bool,
+        overflow: int = 0,
+    ) -> None:
+        """The bytes of `blocks` blocks of contiguous elements at address `x`, to address `out`."""
+        lookup = words.lookup(self.fmt.codec, backend)
+        launch = self.launch(dtype, blocks, clamp)
+        backend.launch(
+            launch, x, out, lookup, blocks, int(out % 16 == 0), int(saturate), overflow
+        )
+
+
+class DequantizeBlocks(_Blocks):
+    """Values, codes and scales of ggml's blocks."""
+
+    def launch(self, element: str, blocks: int) -> Launch:
+        """Of dequantize_blocks, to an element type, or to u8: the codes."""
+        groups = groups_of(self.fmt.layout, 4)
+        program = self._program(
+            "dequantize_blocks.cu", "dequantize_blocks", element, THREADS, groups
+        )
+        return self._warps(program, blocks, groups)
+
+    def values(self, backend: Backend, blocks: Any, out: int, element: str) -> None:
+        """Decode all of `blocks` to a contiguous array at the address `out`, on 16 bytes."""
+        count = math.prod(blocks.shape[:-1])
+        at = backend.pointer(blocks)
+        backend.launch(
+            self.launch(element, count),
+            at,
+            out,
+            words.lookup(self.fmt.codec, backend),
+            count,
+            int(at % 16 == 0),
+            words.largest_value(self.fmt),
+        )
+
+    def scales(self, backend: Backend, blocks: Any, scale: Any, minimum: Any) -> None:
+        """The effective float32 scales, and minimums where the type has them."""
+        count = math.prod(blocks.shape[:-1])
+        items = count * self.fmt.layout.sub_blocks
+        program = self._program("dequantize_blocks.cu", "block_scales")
+        launch = Launch(program, (-(-items // THREADS), 1, 1), THREADS)
+        at = 0 if minimum is None else backend.pointer(minimum)
+        backend.launch(launch, backend.pointer(blocks), backend.pointer(scale), at, count)

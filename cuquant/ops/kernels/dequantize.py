@@ -1,0 +1,159 @@
+"""Decoding by the CUDA kernels: values, codes and effective scales of a format's components."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.formats import Format
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import facts as words
+from cuquant.ops.kernels import geometry
+from cuquant.ops.kernels.blocks import DequantizeBlocks
+from cuquant.ops.kernels.geometry import CHUNK, View
+from cuquant.ops.kernels.pack import unpack
+from cuquant.ops.kernels.quantize import scale_arrays
+from cuquant.reference.tiles import Tiles
+
+THREADS, CHUNKS = 256, 4
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """The orchestrator of one format's decoding."""
+
+    fmt: Format
+
+    @cached_property
+    def facts(self) -> words.Facts:
+        return words.facts(self.fmt, decoding=True)
+
+    def __call__(
+        self, backend: Backend, parts: Mapping[str, Any], stored: tuple[int, ...], target: View
+    ) -> None:
+        """Write the values [rows..., K] to `target`, whose shape is `stored`.
+
+        ggml's blocks want a contiguous target on 16 bytes.
+        """
+        if not target.size:
+            return
+        element = words.ELEMENTS[target.dtype.name]
+        if self.fmt.is_blocks:
+            decoder = DequantizeBlocks(self.fmt)
+            decoder.values(backend, parts["blocks"], target.pointer, element)
+            return
+        tiles = Tiles.of(self.fmt, stored)
+        arrays = scale_arrays(backend, self.fmt, dict(parts))
+        lookup = words.lookup(self.fmt.codec, backend)
+        packed = backend.pointer(parts["packed"])
+        packing, (*rows, columns) = self.fmt.row_packing, stored
+        per_row = -(-columns // CHUNK)
+        chunks = math.prod(rows) * per_row
+        struct_ = geometry.tiles_struct(tiles)
+        if self.is_fast(packed, stored, target):
+            shift = self.flat_shift(columns)
+            launch = self.launch(target.dtype, chunks, shift is not None)
+            last = math.prod(stored) * packing.bits // 32 - 1
+            top = float(ml_dtypes.finfo(target.dtype).max)
+            backend.launch(
+                launch,
+                packed,
+                arrays,
+                target.pointer,
+                lookup,
+                struct_,
+                chunks,
+                per_row,
+                last,
+                shift or 0,
+                float(np.float32(top / words.largest_value(self.fmt) * (1 - 1e-6))),
+            )
+            return
+        source = geometry.strided(target, len(stored) - 1, with_flat=False)
+        if source is None:
+            raise ValueError("out has too many axes that cannot be merged; pass a contiguous one")
+        backend.launch(
+            self.plain_launch(target.dtype, chunks),
+            packed,
+            arrays,
+            target.pointer,
+            lookup,
+            source,
+            struct_,
+            math.prod(rows),
+            per_row,
+            packing.words(columns),
+        )
+
+    def is_fast(self, packed: int, stored: tuple[int, ...], target: View) -> bool:
+        """Whether `dequantize` takes these arrays; `dequantize_plain` takes all."""
+        packing, columns = self.fmt.row_packing, stored[-1]
+        scale = self.fmt.scale
+        whole = columns % CHUNK == 0 and columns * packing.bits % (8 * packing.dtype.itemsize) == 0
+        return (
+            whole
+            and packing.bits < 16
+            and packing.order in ("low", "high", "dense")
+            and packed % 8 == 0
+            and target.pointer % 16 == 0
+            and target.is_contiguous
+            and scale is not None
+            and not (isinstance(scale.block, tuple) and scale.block[1] % CHUNK)
+        )
+
+    def flat_shift(self, columns: int) -> int | None:
+        """log2 of the chunks of a block, where blocks follow each other in memory; else None."""
+        block = self.fmt.rule.block
+        if isinstance(block, tuple) and block[0] == 1:
+            block = block[1]
+        if block == "row":
+            block = columns
+        if not isinstance(block, int) or columns % block:
+            return None
+        chunks = block // CHUNK
+        return chunks.bit_length() - 1 if chunks & (chunks - 1) == 0 else None
+
+    def launch(self, dtype: np.dtype, chunks: int, flat: bool) -> Launch:
+        """Of dequantize."""
+        arguments = (self.facts.type, words.ELEMENTS[dtype.name], THREADS, CHUNKS, int(flat))
+        program = Program("dequantize.cu", "dequantize", arguments, self.facts.text)
+        return Launch(program, (-(-chunks // (THREADS * CHUNKS)), 1, 1), THREADS)
+
+    def plain_launch(self, dtype: np.dtype, chunks: int) -> Launch:
+        """Of dequantize_plain."""
+        word = words.WORDS[self.fmt.row_packing.dtype.itemsize]
+        arguments = (self.facts.type, words.ELEMENTS[dtype.name], word)
+        program = Program("dequantize.cu", "dequantize_plain", arguments, self.facts.text)
+        return Launch(program, (-(-chunks // THREADS), 1, 1), THREADS)
+
+    def codes(
+        self, backend: Backend, parts: Mapping[str, Any], stored: tuple[int, ...], out: Any
+    ) -> None:
+        """Write the unsigned codes [rows..., K] to the contiguous array `out`."""
+        if not math.prod(stored):
+            return
+        if self.fmt.is_blocks:
+            at = backend.pointer(out)
+            DequantizeBlocks(self.fmt).values(backend, parts["blocks"], at, "u8")
+            return
+        unpack(backend, self.fmt, parts["packed"], out, stored)
+
+    def scales(
+        self, backend: Backend, parts: Mapping[str, Any], scale: Any, minimum: Any = None
+    ) -> None:
+        """Write the effective float32 scale of each block (and the minimum of ggml's)."""
+        count = math.prod(scale.shape)
+        if not count:
+            return
+        if self.fmt.is_blocks:
+            DequantizeBlocks(self.fmt).scales(backend, parts["blocks"], scale, minimum)
+            return
+        program = Program("dequantize.cu", "effective", (self.facts.type,), self.facts.text)
+        launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
+        arrays = scale_arrays(backend, self.fmt, dict(parts))
+        backend.launch(launch, arrays, backend.pointer(scale), count)

@@ -1,0 +1,189 @@
+// A chunk, 8 consecutive elements, on its way between an array and packed codes.
+#pragma once
+#include "random.cuh"
+#include "scaling.cuh"
+
+namespace cuquant {
+
+template <typename T> struct Element;
+template <> struct Element<float> {
+    static constexpr float top = kFloatMax;
+    __device__ static void of_word(u32 word, float* x) { x[0] = float_of(word); }
+    __device__ static float load(const float* from) { return *from; }
+    __device__ static void store(float* to, float x) { *to = x; }
+};
+template <> struct Element<Half> {
+    static constexpr float top = kHalfMax;
+    __device__ static void of_word(u32 word, float* x) {
+        x[0] = float_of_half(word);
+        x[1] = float_of_half(word >> 16);
+    }
+    __device__ static float load(const Half* from) { return float_of_half(from->bits); }
+    __device__ static void store(Half* to, float x) { to->bits = static_cast<u16>(halves_of(x, 0.0f)); }
+};
+template <> struct Element<Bfloat16> {
+    static constexpr float top = 3.3895313892515355e38f;
+    __device__ static void of_word(u32 word, float* x) {
+        x[0] = float_of(word << 16);
+        x[1] = float_of(word & 0xFFFF0000u);
+    }
+    __device__ static float load(const Bfloat16* from) { return float_of(static_cast<u32>(from->bits) << 16); }
+    __device__ static void store(Bfloat16* to, float x) { to->bits = static_cast<u16>(bfloat16_of(x)); }
+};
+
+// The loads of a chunk, still as they came: 16 bytes of float16 or bfloat16, 32 of float32.
+template <typename T>
+struct Raw {
+    static constexpr int count = sizeof(T) / 2;
+    uint4 part[count];
+
+    __device__ void zero() {
+#pragma unroll
+        for (int i = 0; i < count; ++i) part[i] = make_uint4(0, 0, 0, 0);
+    }
+    // `from` is aligned to 16 bytes.
+    __device__ void load(const T* from) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) part[i] = load16(reinterpret_cast<const uint4*>(from) + i);
+    }
+    __device__ void values(float* x) const {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                Element<T>::of_word(words[j], x + (4 * i + j) * 4 / static_cast<int>(sizeof(T)));
+        }
+    }
+};
+
+// NaN becomes 0 and an infinity the largest number of T.
+template <typename T>
+__device__ inline float clamped(float x) {
+    if (is_finite(x)) return x;
+    return x != x ? 0.0f : copysignf(Element<T>::top, x);
+}
+
+// What codes are made from: (x - minimum) * inverse, or 0 in blocks without a usable scale.
+template <class Format>
+__device__ inline float scaled(float x, float inverse, float minimum) {
+    if constexpr (Format::stored == Stored::None) return x;
+    if constexpr (Format::offset == Offset::Minimum) x = __fadd_rn(x, -minimum);
+    return inverse == 0.0f ? 0.0f : __fmul_rn(x, inverse);
+}
+
+// `fields` times `bias` at distances of `bits`.
+__device__ constexpr u32 spread(u32 bias, int bits, int fields) {
+    u32 sum = 0;
+    for (int i = 0; i < fields; ++i) sum = (sum << bits) + bias;
+    return sum;
+}
+
+// The codes of a chunk, each with the bias `kBias`, as its bytes in memory; up to 8 bits a code.
+template <class Packing, u32 kBias, class Code>
+__device__ inline u64 pack_chunk(Code code) {
+    constexpr int bits = Packing::bits, half = kChunk / 2;
+    u32 low = 0, high = 0;
+    if constexpr (bits <= 4) {
+#pragma unroll
+        for (int p = kChunk - 1; p >= 0; --p) low = low * (1u << bits) + code(Packing::place(p));
+        low -= spread(kBias, bits, kChunk);
+        if constexpr (bits < 4) low &= (1u << kChunk * bits) - 1;
+        return low;
+    } else {  // in two halves of 32 bits or less
+#pragma unroll
+        for (int p = half - 1; p >= 0; --p) {
+            low = low * (1u << bits) + code(p);
+            high = high * (1u << bits) + code(half + p);
+        }
+        low -= spread(kBias, bits, half);
+        high -= spread(kBias, bits, half);
+        if constexpr (bits < 8) {
+            low &= (1u << half * bits) - 1;
+            high &= (1u << half * bits) - 1;
+        }
+        return static_cast<u64>(high ^ Packing::flip) << half * bits | (low ^ Packing::flip);
+    }
+}
+
+// Encode and pack a chunk: its bytes in memory.
+template <class Format>
+__device__ inline u64 encode_chunk(
+    const float* z, int zero_point, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup) {
+    using Codec = typename Format::Codec;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    if constexpr (is_same<Codec, Minifloat<4, 3, Specials::OneNan>>) {
+        return e4m3_pair_of(z[0], z[1]) | e4m3_pair_of(z[2], z[3]) << 16
+             | static_cast<u64>(e4m3_pair_of(z[4], z[5]) | e4m3_pair_of(z[6], z[7]) << 16) << 32;
+    } else if constexpr (is_same<Codec, Minifloat<5, 2, Specials::Ieee>>) {
+        return e5m2_pair_of(z[0], z[1]) | e5m2_pair_of(z[2], z[3]) << 16
+             | static_cast<u64>(e5m2_pair_of(z[4], z[5]) | e5m2_pair_of(z[6], z[7]) << 16) << 32;
+    } else
+#endif
+    return pack_chunk<typename Format::Packing, Codec::bias>([&](int i) { return Codec::encode(z[i], zero_point, tables, lookup); });
+}
+
+// The same with stochastic rounding; element i has flat index `index + i * step` in its array.
+template <class Format>
+__device__ inline u64 encode_chunk_stochastic(
+    const float* z, int zero_point, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup,
+    u64 seed, u64 index, u64 step) {
+    return pack_chunk<typename Format::Packing, Format::Codec::bias>([&](int i) {
+        const float draw = uniform_draw(seed, index + i * step);
+        return Format::Codec::encode_stochastic(z[i], draw, zero_point, tables, lookup);
+    });
+}
+
+// Store the bytes of chunk `c` of a row or stream that starts at `packed`; the warp's lanes hold
+// neighbouring chunks, in groups of four that start at multiples of four. All 32 lanes take part.
+template <class Packing>
+__device__ inline void store_chunk(u8* packed, i64 c, u64 bits, bool valid) {
+    constexpr int k = Packing::bits;
+    if constexpr (k == 8) {
+        if (valid) reinterpret_cast<u64*>(packed)[c] = bits;
+    } else if constexpr (k == 4) {
+        if (valid) reinterpret_cast<u32*>(packed)[c] = static_cast<u32>(bits);
+    } else if constexpr (k == 1) {
+        if (valid) packed[c] = static_cast<u8>(bits);
+    } else if constexpr (k == 2) {
+        if (valid) reinterpret_cast<u16*>(packed)[c] = static_cast<u16>(bits);
+    } else {
+        // Four chunks make k words; lane i of four writes those that begin in its 8 k bits, of
+        // which the last one ends in the next lane's.
+        const u32 next = __shfl_down_sync(~0u, static_cast<u32>(bits), 1);
+        const int i = static_cast<int>(c & 3);
+        const int word = (k * i + 3) / 4, words = (k * (i + 1) + 3) / 4 - word;
+        const int skip = 32 * word - 8 * k * i;
+        u32* to = reinterpret_cast<u32*>(packed) + c / 4 * k + word;
+        const u64 low = bits | static_cast<u64>(next) << (8 * k % 64);
+        if (valid && words > 0) to[0] = static_cast<u32>(low >> skip);
+        if constexpr (k > 4) {
+            const u32 rest = next >> (64 - 8 * k);  // what of it did not fit above
+            const u32 high = static_cast<u32>(low >> 32);
+            if (valid && words > 1) to[1] = __funnelshift_r(high, rest, skip);
+        }
+    }
+}
+
+// The same for lanes that hold anything, byte by byte: `limit` bytes belong to the row.
+template <class Packing>
+__device__ inline void store_chunk_bytes(u8* packed, i64 c, u64 bits, i64 limit) {
+    for (int b = 0; b < Packing::bits; ++b)
+        if (c * Packing::bits + b < limit) packed[c * Packing::bits + b] = static_cast<u8>(bits >> 8 * b);
+}
+
+// 8 values to 8 elements; `to` is aligned to 16 bytes.
+template <typename T>
+__device__ inline void store_values(T* to, const float* x) {
+    if constexpr (sizeof(T) == 4) {
+        store16(to, make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])));
+        store16(to + 4, make_uint4(bits_of(x[4]), bits_of(x[5]), bits_of(x[6]), bits_of(x[7])));
+    } else {
+        u32 words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = pair_of<T>(x[2 * j], x[2 * j + 1]);
+        store16(to, make_uint4(words[0], words[1], words[2], words[3]));
+    }
+}
+
+}  // namespace cuquant

@@ -1,0 +1,86 @@
+// Scale, encode and pack blocks that one thread block holds in registers, the input read once: rows,
+// long blocks and tiles of [tall, wide]. A thread holds up to kChunks chunks of its block.
+#include "reduce.cuh"
+#include "strided.cuh"
+
+namespace cuquant {
+
+template <class Format, typename T, int kThreads, int kChunks, int kFlags>
+__global__ void __launch_bounds__(kThreads) quantize_tiles(
+    const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed,
+    Tiles tiles, i64 row_bytes) {
+    using Rule = typename Format::Rule;
+    __shared__ typename Format::Codec::EncodeTables tables;
+    const i64 block = blockIdx.x;
+    const i64 across = block % tiles.across, down = block / tiles.across % tiles.down;
+    const i64 batch = block / tiles.across / tiles.down;
+    const int tall = static_cast<int>(min(tiles.tall, tiles.rows - down * tiles.tall));
+    const int wide = static_cast<int>(min(tiles.wide, tiles.columns - across * tiles.wide));
+    const int along = wide / kChunk, chunks = tall * along;
+    const i64 row = batch * tiles.rows + down * tiles.tall, column = across * tiles.wide;
+    const T* corner = x + row * tiles.columns + column;
+
+    Raw<T> raw[kChunks];
+#pragma unroll
+    for (int u = 0; u < kChunks; ++u) {
+        const int c = u * kThreads + threadIdx.x, r = tall == 1 ? 0 : c / along;
+        if (c < chunks) raw[u].load(corner + r * tiles.columns + (c - r * along) * kChunk);
+        else raw[u].zero();
+    }
+    if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
+
+    auto found = Rule::none();
+#pragma unroll
+    for (int u = 0; u < kChunks; ++u) {
+        const int c = u * kThreads + threadIdx.x;
+        float values[kChunk];
+        raw[u].values(values);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const float value = kFlags & kClamp ? clamped<T>(values[i]) : values[i];
+            if (c < chunks) found = Rule::merge(found, Rule::of(value, c * kChunk + i));
+        }
+    }
+    found = block_reduce<Rule, kThreads>(found);
+    if constexpr (Format::mean) {
+        if (!found.any_order() && !Rule::lost(found)) {  // one by one, as the reference does
+            found.sum = 0.0;
+            for (int e = 0; e < chunks * kChunk; ++e) {
+                const float value = Element<T>::load(corner + e / wide * tiles.columns + e % wide);
+                found.sum += static_cast<double>(fabsf(kFlags & kClamp ? clamped<T>(value) : value));
+            }
+        }
+    }
+    const Numbers numbers =
+        numbers_of<Format, kFlags>(found, static_cast<i64>(tall) * wide, given, block);
+    if (threadIdx.x == 0) store_scale<Format>(scales, block, numbers);
+
+#pragma unroll
+    for (int u = 0; u < kChunks; ++u) {
+        const int c = u * kThreads + threadIdx.x, r = tall == 1 ? 0 : c / along;
+        if (u * kThreads >= chunks) break;  // for all threads alike
+        float z[kChunk];
+        raw[u].values(z);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const float value = kFlags & kClamp ? clamped<T>(z[i]) : z[i];
+            z[i] = scaled<Format>(value, numbers.inverse, numbers.minimum);
+        }
+        const i64 place = column / kChunk + (c - r * along);
+        u64 bits;
+        if constexpr (kFlags & kStochastic) {
+            const u64 index = (row + r) * tiles.columns + column + static_cast<i64>(c - r * along) * kChunk;
+            bits = encode_chunk_stochastic<Format>(z, numbers.zero_point, tables, lookup, seed, index, 1);
+        } else {
+            bits = encode_chunk<Format>(z, numbers.zero_point, tables, lookup);
+        }
+        u8* to = packed + (row + r) * row_bytes;
+        if constexpr (Format::Packing::whole_words) {
+            store_chunk<typename Format::Packing>(to, place, bits, c < chunks);
+        } else if (c < chunks) {  // a row may end within a word: the last chunk fills it up
+            store_chunk_bytes<typename Format::Packing>(to, place, bits, row_bytes);
+        }
+    }
+}
+
+}  // namespace cuquant
