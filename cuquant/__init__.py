@@ -8,12 +8,12 @@
 """
 
 from cuquant import functional
+from cuquant.ahead import precompile
 from cuquant.array import QuantArray, concatenate
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.io.quantized import load, save
-from cuquant.jit import precompile
 from cuquant.metrics import Error, error
 from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import grouped_linear, linear, matmul, swiglu

@@ -118,6 +118,8 @@ class QuantArray:
 
     def codes(self) -> Any:
         """The unsigned code of each element: uint8 (uint16 for fp16 and bf16), of `shape`."""
+        if self.device != "cpu":
+            return OPERATIONS["codes"](self)
         codes = reference.codes(self._host, self.format, self.stored_shape)
         return self._out(codes.transpose(self.axes))
 
@@ -130,6 +132,8 @@ class QuantArray:
         """
         if not self.format.is_blocks:
             return self.components["packed"]
+        if self.device != "cpu":
+            return OPERATIONS["packed"](self)
         codes = reference.codes(self._host, self.format, self.stored_shape)
         *rows, columns = codes.shape
         flat = codes.reshape(int(np.prod(rows)), columns)
@@ -158,6 +162,8 @@ class QuantArray:
         return self.components.get("zero_point")
 
     def _block_values(self, name: str) -> Any:
+        if self.device != "cpu":
+            return OPERATIONS["effective"](self, name)
         values = getattr(reference.effective(self._host, self.format, self.stored_shape), name)
         return None if values is None else self._out(values)
 
@@ -233,6 +239,8 @@ class QuantArray:
         if self.format.is_blocks:
             return self.components["blocks"]
         layout = _block_layout(self.format)
+        if self.device != "cpu":  # rare, and a matter of bytes: through the host
+            return interop.to_device(self.to("cpu").to_blocks(), self.device)
         if self.stored_shape[-1] % layout.elements:
             raise ValueError(
                 f"ggml's {layout.name} needs a multiple of {layout.elements} elements a row, "
@@ -287,20 +295,26 @@ class QuantArray:
         fmt = get_format(format)
         layout = fmt.layout if fmt.is_blocks else _block_layout(fmt)
         shape = tuple(int(n) for n in np.atleast_1d(shape))
-        which = interop.kind(blocks)
-        host = interop.to_numpy(blocks, "blocks")
+        if interop.kind(blocks) is None:
+            raise TypeError(f"blocks must be an array, got {type(blocks).__name__}")
         if not shape or shape[-1] % layout.elements:
             raise FormatError(f"{fmt} holds multiples of {layout.elements} a row, not {shape}")
         *rows, columns = shape
         wanted = (*rows, columns // layout.elements, layout.nbytes)
-        if host.dtype != np.uint8 or host.size != int(np.prod(wanted, dtype=object)):
+        found = interop.dtype_of(blocks)
+        size = int(np.prod(tuple(blocks.shape), dtype=object))
+        if found != np.uint8 or size != int(np.prod(wanted, dtype=object)):
             raise FormatError(
-                f"blocks are {host.dtype}{list(host.shape)}; {fmt} of shape {shape} is "
+                f"blocks are {found}{list(blocks.shape)}; {fmt} of shape {shape} is "
                 f"uint8{list(wanted)}"
             )
-        stored = np.ascontiguousarray(host).reshape(wanted)
-        parts = {"blocks": stored} if fmt.is_blocks else _from_layout(fmt, layout, stored, shape)
-        parts = {name: interop.from_numpy(part, which or "numpy") for name, part in parts.items()}
+        if fmt.is_blocks and interop.is_on_gpu(blocks):
+            parts = {"blocks": blocks.reshape(wanted)}
+        else:  # on a GPU rare, and a matter of bytes: through the host
+            stored = np.ascontiguousarray(interop.to_host(blocks, "blocks")).reshape(wanted)
+            made = {"blocks": stored} if fmt.is_blocks else {}
+            made = made or _from_layout(fmt, layout, stored, shape)
+            parts = {name: interop.like(part, blocks) for name, part in made.items()}
         return cls(fmt, shape, interop.float_dtype(dtype), parts, tuple(range(len(shape))))
 
     # ---- slices -----------------------------------------------------------------------------

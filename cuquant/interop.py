@@ -75,6 +75,12 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
     return found
 
 
+def is_on_gpu(x: Any) -> bool:
+    """Whether an array is CuPy's, or torch's on a CUDA device."""
+    which = kind(x)
+    return which == "cupy" or (which == "torch" and x.device.type == "cuda")
+
+
 def dtype_of(x: Any) -> np.dtype:
     """The NumPy dtype of an array of any kind."""
     return numpy_dtype(x.dtype)
@@ -98,7 +104,7 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
         )
     if device(x) != "cpu":
         raise BackendUnavailable(
-            f"{name} is on {device(x)!r}, and this version of cuquant computes on the CPU only; "
+            f"{name} is on {device(x)!r}, and this operation computes on the CPU only; "
             "move it there (x.get() in CuPy, x.cpu() in torch)"
         )
     if which == "numpy":
@@ -142,10 +148,29 @@ def to_device(x: Any, target: str) -> Any:
             raise BackendUnavailable(f"torch cannot move arrays to {target!r}: {error}") from error
     if target == "cpu":
         return x.get() if which == "cupy" else x
-    cupy = _cupy()
+    cupy = load_cupy()
     index = int(target.partition(":")[2] or 0)
     with cupy.cuda.Device(index):
         return cupy.asarray(x)
+
+
+def to_host(x: Any, name: str = "x") -> np.ndarray:
+    """`to_numpy` that copies from a GPU too, which waits for it."""
+    return to_numpy(to_device(x, "cpu"), name)
+
+
+def like(x: np.ndarray, other: Any) -> Any:
+    """`x` as an array of `other`'s library and on its device."""
+    if not is_on_gpu(other):
+        return from_numpy(x, kind(other) or "numpy")
+    if kind(other) == "torch":
+        return from_numpy(x, "torch").to(other.device)
+    return to_device(x, device(other))
+
+
+def copied(x: Any) -> Any:
+    """A copy of a CuPy or torch array."""
+    return x.clone() if kind(x) == "torch" else x.copy()
 
 
 def device_name(target: object) -> str:
@@ -157,7 +182,14 @@ def device_name(target: object) -> str:
     return "cpu" if base == "cpu" else name
 
 
-def _cupy() -> Any:
+def load_cupy() -> Any:
+    """The module cupy, on a machine where it finds a GPU.
+
+    Raises
+    ------
+    BackendUnavailable
+        Where there is no CuPy, no driver or no GPU.
+    """
     try:
         import cupy  # type: ignore[import-not-found]
     except ImportError as error:
@@ -183,6 +215,35 @@ def from_pickle(x: Any, dtype: np.dtype) -> Any:
     if kind(x) == "torch" and dtype == np.uint32:
         return x.view(sys.modules["torch"].uint32)
     return x
+
+
+def is_writeable(x: Any) -> bool:
+    """Whether an array may be written to; only NumPy's can be read-only."""
+    return kind(x) != "numpy" or bool(x.flags.writeable)
+
+
+def may_share_memory(a: Any, b: Any) -> bool:
+    """Whether the memory that two arrays of one library span overlaps."""
+    if kind(a) != kind(b) or device(a) != device(b):
+        return False
+    (first, end), (other, other_end) = _span(a), _span(b)
+    return first < other_end and other < end
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """Addresses of an array's first byte and of the one behind its last."""
+    torch_tensor = kind(x) == "torch"
+    size = x.element_size() if torch_tensor else x.itemsize
+    strides = [step * size for step in x.stride()] if torch_tensor else x.strides
+    if kind(x) == "numpy":
+        start = x.ctypes.data
+    else:
+        start = x.data_ptr() if torch_tensor else x.data.ptr
+    if 0 in tuple(x.shape):
+        return start, start
+    reach = [step * (n - 1) for step, n in zip(strides, x.shape, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return start + low, start + high + size
 
 
 def refuse_gradient(x: Any, name: str) -> None:

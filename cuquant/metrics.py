@@ -71,13 +71,23 @@ def error(x: Any, q: Any) -> Error:
             largest = float(np.maximum(largest, np.abs(gap).max(initial=0.0)))
     if math.isnan(noise):
         return Error(math.nan, math.nan, math.nan)
-    if noise == 0:
-        sqnr = math.inf
-    else:
-        sqnr = 10 * math.log10(signal / noise) if signal else -math.inf
+    sqnr = sqnr_db(signal, noise)
     both = math.sqrt(signal * energy)
     cosine = min(1.0, product / both) if both else float(signal == energy)
     return Error(sqnr, largest, cosine)
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) of two sums of squares; inf without noise, NaN where one is NaN.
+
+    >>> sqnr_db(100.0, 1.0), sqnr_db(0.0, 0.0), sqnr_db(0.0, 1.0)
+    (20.0, inf, -inf)
+    """
+    if math.isnan(noise) or math.isnan(signal):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _pieces(x: np.ndarray, size: int = 1 << 20) -> Iterator[np.ndarray]:

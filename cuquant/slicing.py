@@ -54,7 +54,7 @@ def _fresh(parts: Mapping[str, Any], which: str) -> Parts:
     return {
         name: interop.from_numpy(reference.aligned(part, copy=True), which)
         if isinstance(part, np.ndarray)
-        else part.copy()
+        else interop.copied(part)
         for name, part in parts.items()
     }
 
@@ -66,10 +66,10 @@ def flatten_nested(
     parts = dict(parts)
     if fmt.scale is None or fmt.scale.nested != "double":
         return fmt, parts
-    host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
+    host = {name: interop.to_host(part, name) for name, part in parts.items()}
     scale = np.asarray(reference.effective(host, fmt, stored).scale)
     kept = {name: part for name, part in parts.items() if not name.startswith("nested_")}
-    kept["scale"] = interop.from_numpy(scale, _kind(parts))
+    kept["scale"] = interop.like(scale, parts["packed"])
     return get_format(fmt, double_quant=False), kept
 
 
@@ -141,7 +141,7 @@ def _check_boundary(fmt: Format, stored: tuple[int, ...], start: int, stop: int,
 
 
 def _codes(fmt: Format, parts: Parts, stored: tuple[int, ...]) -> np.ndarray:
-    host = {"packed": interop.to_numpy(parts["packed"], "packed")}
+    host = {"packed": interop.to_host(parts["packed"], "packed")}
     return reference.codes(host, fmt, stored)
 
 
@@ -150,9 +150,7 @@ def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
     rows = joined.reshape(int(np.prod(joined.shape[:-1])), joined.shape[-1])
     packed = fmt.row_packing.pack(np.ascontiguousarray(rows), fmt.zero_code)
     packed = packed.reshape(*joined.shape[:-1], packed.shape[-1])
-    return interop.from_numpy(
-        np.ascontiguousarray(packed), interop.kind(parts["packed"]) or "numpy"
-    )
+    return interop.like(np.ascontiguousarray(packed), parts["packed"])
 
 
 def join(states: Sequence[State], axis: int) -> State:

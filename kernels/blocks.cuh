@@ -1,5 +1,5 @@
 // ggml's interleaved blocks: where the bits of codes and scales lie, and reading and writing them in
-// shared memory. A Layout struct, written by Python from cuquant/formats/blocks.py, has
+// shared memory. Format::Layout, written by Python from cuquant/formats/blocks.py, has
 //   elements, bytes, sub_block (elements that share an effective scale), align (of a block's fields)
 //   Codes: the Fields of the codes; is_signed: codes are stored as two's complement of code - 128
 //   scale_byte, minimum_byte, sum_byte: offsets of float16 numbers, -1 where there is none

@@ -45,7 +45,7 @@ __device__ float value_of(u32 code, float scale, float shift, const typename For
     const float value = Format::Codec::decode(code, shift, tables);
     if constexpr (Format::stored == Stored::None) return value;
     // A codec without a -0.0 never decodes to it, whatever the scale's sign.
-    if constexpr (!Format::Codec::signed_zero) return __fadd_rn(__fmul_rn(value, scale), 0.0f);
+    if constexpr (!Format::signed_zero) return __fadd_rn(__fmul_rn(value, scale), 0.0f);
     return __fmul_rn(value, scale);
 }
 

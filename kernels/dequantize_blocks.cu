@@ -5,10 +5,11 @@
 namespace cuquant {
 
 // T: the element type of the values; u8: the codes themselves. `reach` is the codec's largest number.
-template <class Format, class Layout, typename T, int kThreads, int kGroups>
+template <class Format, typename T, int kThreads, int kGroups>
 __global__ void __launch_bounds__(kThreads) dequantize_blocks(
     const u8* __restrict__ blocks, T* __restrict__ out, Lookup lookup, i64 count, int vectors, float reach) {
     using Codec = typename Format::Codec;
+    using Layout = typename Format::Layout;
     constexpr int kGroupBytes = kGroup / Layout::elements * Layout::bytes;
     static_assert(kGroups * kGroupBytes % 16 == 0, "a warp reads whole vectors");
     __shared__ __align__(16) u8 staged[kThreads / 32][kGroups * kGroupBytes];
@@ -52,8 +53,9 @@ __global__ void __launch_bounds__(kThreads) dequantize_blocks(
 }
 
 // scale, minimum: float32 [count, elements / sub_block]; minimum only where the type has one.
-template <class Format, class Layout>
+template <class Format>
 __global__ void block_scales(const u8* __restrict__ blocks, float* __restrict__ scale, float* __restrict__ minimum, i64 count) {
+    using Layout = typename Format::Layout;
     constexpr int subs = Layout::elements / Layout::sub_block;
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= count * subs) return;

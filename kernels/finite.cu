@@ -23,7 +23,7 @@ __global__ void first_nonfinite(const T* __restrict__ x, u64* __restrict__ first
 }
 
 // `top` holds 0 before. A warp merges its chunks; integers, so any order gives the same.
-template <typename T>
+template <typename T, int kFlags>
 __global__ void largest_finite(const T* __restrict__ x, u32* __restrict__ top, Strided source, i64 rows, i64 columns, i64 step) {
     const i64 along = (columns + kChunk - 1) / kChunk;
     u32 largest = 0;
@@ -31,7 +31,7 @@ __global__ void largest_finite(const T* __restrict__ x, u32* __restrict__ top, S
         const i64 row = item / along, column = item % along * kChunk;
         const int count = static_cast<int>(min(static_cast<i64>(kChunk), columns - column));
         float values[kChunk];
-        load_chunk<T, 0>(x + source.row(row, source.strides), column, count, source, values);
+        load_chunk<T, kFlags>(x + source.row(row, source.strides), column, count, source, values);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i)
             if (is_finite(values[i])) largest = max(largest, bits_of(values[i]) & 0x7FFFFFFFu);

@@ -43,7 +43,6 @@ enum class Grid { Even, Float };
 
 template <int kCount, Grid kGrid, bool kSorted>
 struct Codebook {  // the nearest of kCount levels; kSorted: the code is the rank
-    static constexpr bool signed_zero = false;
     static constexpr bool is_codebook = true;
     static constexpr u32 bias = 0;
     static constexpr int count = kCount;
@@ -109,7 +108,6 @@ enum class Rounding { HalfEven, HalfAway, HalfUp };
 
 template <int kLow, int kHigh, Rounding kRounding>
 struct Uniform {  // the integers kLow..kHigh; the code is the integer plus offset
-    static constexpr bool signed_zero = false;
     static constexpr bool is_codebook = false;
     struct EncodeTables {};
     struct DecodeTables {};
@@ -162,7 +160,6 @@ enum class Specials { None, OneNan, Ieee };
 
 template <int kExponent, int kMantissa, Specials kSpecials>
 struct Minifloat {  // the bits of a small float; saturating, round to nearest even
-    static constexpr bool signed_zero = true;
     static constexpr bool is_codebook = false;
     static constexpr u32 bias = 0;  // of codes
     static constexpr int exponent = kExponent, mantissa = kMantissa;

@@ -13,11 +13,12 @@ __device__ inline u16 half_bits(float x, bool saturate) {
 }
 
 // blocks: uint8 [count, Layout::bytes], `vectors` where it starts on 16 bytes, as x does.
-template <class Format, class Layout, typename T, int kThreads, int kGroups, int kFlags>
+template <class Format, typename T, int kThreads, int kGroups, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize_blocks(
     const T* __restrict__ x, u8* __restrict__ blocks, Lookup lookup, i64 count, int vectors, int saturate,
     u32* __restrict__ overflow) {
     using Codec = typename Format::Codec;
+    using Layout = typename Format::Layout;
     constexpr int kLanes = Layout::elements / kChunk, kGroupBytes = kGroup / Layout::elements * Layout::bytes;
     static_assert(Layout::elements == 32 && kGroups * kGroupBytes % 16 == 0, "a warp writes whole vectors");
     __shared__ __align__(16) u8 staged[kThreads / 32][kGroups * kGroupBytes];

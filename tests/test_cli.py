@@ -218,7 +218,8 @@ def test_nan_is_refused_by_name(tmp_path):
         (["--device", "cuda"], "pip install 'cuquant[cuda12]'"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(model, tmp_path, arguments, text):
+def test_what_the_user_can_mend_is_one_line(model, tmp_path, monkeypatch, arguments, text):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as where it is not installed
     out = tmp_path / "out.safetensors"
     assert text in failed(run("quantize", model, "-o", out, *arguments))
     assert not out.exists()
@@ -235,8 +236,9 @@ def test_missing_files_and_folders_are_named(model, tmp_path, path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["-o", "."], ["-o", "x", "--device", "tpu"], ["-o", "x", "--nonfinite", "no"],
-     ["-o", "x", "--block-size", "8x"], ["-o", "x", "--block-size", "-8"], ["-o", "x", "--typo"]],
+    [[], ["-o", "."], ["-o", "x", "--device", "tpu"], ["-o", "x", "--device", "cuda:a"],
+     ["-o", "x", "--nonfinite", "no"], ["-o", "x", "--block-size", "8x"],
+     ["-o", "x", "--block-size", "-8"], ["-o", "x", "--typo"]],
 )  # fmt: skip
 def test_wrong_usage_is_exit_code_2(model, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
@@ -450,7 +452,7 @@ def slow(*arguments, **options):
     time.sleep(0.2)
     return quantize(*arguments, **options)
 streaming.quantize = slow
-main(["quantize", sys.argv[1], "-o", sys.argv[2]])
+main(["quantize", sys.argv[1], "-o", sys.argv[2], "--device", "cpu"])
 """
 
 

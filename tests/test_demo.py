@@ -2,6 +2,9 @@
 
 import importlib.util
 import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,6 +114,59 @@ def test_distance_and_overlap_by_their_definitions():
     assert 0.2 < run.overlap(a, b) < 0.98
     assert (run.distance(a, a), run.overlap(a, a)) == (0, 1)
     assert run.overlap(a[:3], a[:3][::-1]) == 1  # two others, both of them nearest
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_given_the_same_work(model, monkeypatch):
+    """With NumPy in CuPy's place the table is that of the CPU."""
+    seen = []
+
+    def to_device(x, target):
+        seen.append(target)
+        return x
+
+    formats = run.parse_formats(["nf4", "q4_k"])
+    wanted = run.compare(model, formats, count=4)
+    monkeypatch.setattr(run, "load_cupy", lambda: np)
+    monkeypatch.setattr(run, "use", lambda device: nullcontext())
+    monkeypatch.setattr(run, "synchronize", seen.append)
+    monkeypatch.setattr(run, "to_device", to_device)
+    found = run.compare(model, formats, count=4, device="cuda:0")
+    for a, b in zip(wanted, found, strict=True):
+        times = {"quantize_seconds": 0, "encode_seconds": 0}
+        assert replace(a, **times) == replace(b, **times)
+    assert {"cuda:0", "cpu"} == set(seen)
+
+
+def test_where_the_encoder_runs(monkeypatch):
+    monkeypatch.setattr(run, "resolve", lambda asked: asked or "cuda:0")
+    monkeypatch.setattr(run.importlib, "import_module", lambda name: None)
+    assert run.pick_device(None) == ("cuda:0", "")
+    assert run.pick_device("cpu") == ("cpu", "")
+
+    def missing(name):
+        raise ImportError("libcublas.so.12")
+
+    monkeypatch.setattr(run.importlib, "import_module", missing)
+    device, reason = run.pick_device(None)
+    assert device == "cpu" and "pip install nvidia-cublas" in reason
+    with pytest.raises(cq.BackendUnavailable, match="pip install nvidia-cublas"):
+        run.pick_device("cuda:0")
+    assert run.pick_device("cpu") == ("cpu", "")
+
+
+def test_the_command_says_where_it_runs(model, monkeypatch):
+    monkeypatch.setattr(run, "compare", lambda *_, device, **__: seen.append(device) or [])
+    seen = []
+    result = command("--no-plot", "--device", "cpu")
+    assert result.output.splitlines()[0] == "encoder: the CPU"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert command("--no-plot").output.splitlines()[0] == "encoder: the CPU"
+    refused = command("--no-plot", "--device", "cuda")
+    assert refused.exit_code == 1 and "pip install 'cuquant[cuda12]'" in refused.output
+    assert seen == ["cpu", "cpu"] and command("--device", "tpu").exit_code == 2
 
 
 def test_the_formats_of_the_demo_show_every_family():

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 import cuquant as cq
-from cuquant.diagnosis import Diagnosis, cache, facts
+from cuquant import cubins as cache
+from cuquant import sources
+from cuquant.cubins import CacheSize, Folder, examine_folder
+from cuquant.diagnosis import Diagnosis, facts
 from cuquant.diagnosis.checks import examine, fitting_major
-from cuquant.diagnosis.facts import Facts, Folder, Gpu, Headers, examine_folder
+from cuquant.diagnosis.facts import Facts, Gpu
+from cuquant.sources import Headers
 
 INCLUDE = Path("/venv/nvidia/cuda_runtime/include")
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30)
@@ -109,6 +113,10 @@ CASES = {
         {"nvrtc": (12, 4)}, "nvrtc", "problem", ["12.4", "12.9"],
         "pip install --upgrade nvidia-cuda-nvrtc-cu12",
     ),
+    "NVRTC that does not compile": (
+        {"trial_error": "libnvrtc-builtins.so.12.9 cannot be opened"},
+        "compiler", "problem", ["libnvrtc-builtins"], CUDA12,
+    ),
     "headers missing": (
         {"headers": ()}, "cuda headers", "problem", ["cuda_fp16.h"], CUDA12
     ),
@@ -181,6 +189,19 @@ def test_without_a_gpu_nothing_is_a_problem(wheels):
     assert check("gpu", **NO_GPU).status == check("driver", **NO_GPU).status == "missing"
 
 
+def test_a_compiler_that_is_not_there_is_not_tried():
+    for nvrtc in (None, (12, 4)):
+        assert check("compiler", nvrtc=nvrtc).status == "missing"
+
+
+def test_the_cache_says_what_it_holds():
+    assert check("cache", cached=CacheSize(3, 2**20)).found.endswith("; 3 files, 1.0 MiB")
+    folder = Folder(Path("/c"), exists=False)
+    assert check("cache", cache=folder, cached=CacheSize(0, 0)).found == (
+        f"{folder.path}, made when it is needed"
+    )
+
+
 def test_newer_drivers_run_older_cuda():
     assert problems(**NEW_DRIVER) == set()
     assert fitting_major(replace(HEALTHY, **NEW_DRIVER)) == 12
@@ -225,13 +246,16 @@ def test_doctor_survives_whatever_fails(monkeypatch):
         raise RuntimeError("broken")
 
     for name in (
-        "_cupy_wheels", "_nvml", "_torch", "_headers", "_version", "cache_folder", "kernel_folder"
+        "_cupy_wheels", "_nvml", "_torch", "cuda_headers", "_version", "cache_folder",
+        "kernel_folder", "cache_size", "_trial",
     ):  # fmt: skip
         monkeypatch.setattr(facts, name, fail)
     found = {check.name: check for check in cq.doctor().checks}
     assert found["cuquant"].found == "unknown"
     assert found["cache"].status == "problem"
     assert found["kernels"].status == "missing"
+    if found["nvrtc"].status == "ok":
+        assert "does not compile: it fails" in found["compiler"].found
 
 
 def fake_distribution(folder, name, version):
@@ -268,11 +292,11 @@ def test_headers_tell_their_version(tmp_path, monkeypatch):
     include = tmp_path / "cuda" / "include"
     include.mkdir(parents=True)
     monkeypatch.setenv("CUDA_PATH", str(include.parent))
-    assert include not in [headers.folder for headers in facts._headers()]
+    assert include not in [headers.folder for headers in sources.cuda_headers()]
     include.joinpath("cuda_fp16.h").touch()
     text = "/* */\n#define CUDART_VERSION  12090\n"
     include.joinpath("cuda_runtime_api.h").write_text(text)
-    assert Headers(include, (12, 9)) in list(facts._headers())
+    assert Headers(include, (12, 9)) in list(sources.cuda_headers())
 
 
 def test_the_cache_folder_and_its_variable(tmp_path, monkeypatch):

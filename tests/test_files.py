@@ -272,7 +272,9 @@ def model(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", NAMES)
 def test_quantize_file(name, tmp_path):
     tensors = model(tmp_path / "in")
-    reports = list(quantize_file(tmp_path / "in", tmp_path / "out", cq.get_format(name)))
+    reports = list(
+        quantize_file(tmp_path / "in", tmp_path / "out", cq.get_format(name), device="cpu")
+    )
     loaded = cq.load(tmp_path / "out")
     assert set(loaded) == set(tensors) == {r.name for r in reports}
     for report in reports:

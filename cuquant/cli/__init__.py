@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import cuquant
 from cuquant.cli import files, system
+from cuquant.cli.bench import bench
 from cuquant.cli.demo import demo
 from cuquant.cli.show import console, printable
 from cuquant.errors import BackendUnavailable
@@ -85,6 +86,7 @@ for command in (
     demo,
 ):
     app.command()(command)
+app.add_typer(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from cuquant.cli.options import DeviceOption, check_output, parse_device
 from cuquant.cli.show import add_row, console, table
+from cuquant.devices import describe
 
 
 def demo(
@@ -17,6 +19,7 @@ def demo(
     output: Annotated[
         Path, typer.Option(dir_okay=False, help="Where the picture goes: png, svg or pdf.")
     ] = Path("cuquant-demo.png"),
+    device: DeviceOption = "auto",
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no picture.")] = False,
 ) -> None:
     """Compare formats on all-MiniLM-L6-v2: bits, size, embeddings and retrieval; takes a minute."""
@@ -28,13 +31,18 @@ def demo(
     model = run.find_model()
     assert model is not None  # for the type checker: `missing` has looked
     chosen = run.parse_formats(run.names_of(formats))
+    where, reason = run.pick_device(parse_device(device))
     if not no_plot:
-        _check_output(output)
+        from cuquant.demo.plot import SUFFIXES
+
+        check_output(output, "--output", SUFFIXES)
+    print(f"encoder: {describe(where)}{reason}")
     screen = console(stderr=True)
     with screen.status("reading the model") as status:
         rows = run.compare(
-            model, chosen, count=passages, begin=lambda name: status.update(f"encoding with {name}")
-        )
+            model, chosen, count=passages, device=where,
+            begin=lambda name: status.update(f"encoding with {name}"),
+        )  # fmt: skip
     _print_rows(rows)
     if wrapped := run.wrapped(chosen, model.config["hidden_size"]):
         print(f"{', '.join(wrapped)}: blocks of 256 cross the ends of the model's shorter rows")
@@ -44,18 +52,6 @@ def demo(
 
     plot.write(rows, passages, output)
     print(f"picture: {output}")
-
-
-def _check_output(output: Path) -> None:
-    """Refuse now what could not be written in a minute."""
-    from cuquant.demo.plot import SUFFIXES
-
-    if output.suffix.lower() not in SUFFIXES:
-        raise typer.BadParameter(
-            f"{output} must end in {', '.join(SUFFIXES)}", param_hint="--output"
-        )
-    if not output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{output.parent} is no folder", param_hint="--output")
 
 
 def _print_rows(rows: list) -> None:

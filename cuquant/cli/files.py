@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cuquant.cli.options import DeviceOption, parse_block_size, parse_device
 from cuquant.cli.show import (
     MAX_ROWS,
     add_row,
@@ -20,20 +21,12 @@ from cuquant.cli.show import (
     shape_text,
     table,
 )
-from cuquant.errors import BackendUnavailable, FormatError
+from cuquant.devices import describe, resolve
+from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
-from cuquant.interop import INSTALL_GPU
 from cuquant.io.quantized import parse_entry, read_entries
 from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file
-
-
-class Device(str, Enum):
-    """Where the arithmetic runs."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Nonfinite(str, Enum):
@@ -72,7 +65,7 @@ def quantize(
     levels: Annotated[
         str | None, typer.Option(metavar="NAME", help="k2..k8: lloyd, normal or linear.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.auto,
+    device: DeviceOption = "auto",
     nonfinite: Annotated[
         Nonfinite, typer.Option(help="What becomes of NaN and infinity.")
     ] = Nonfinite.refuse,
@@ -82,11 +75,7 @@ def quantize(
     Matrices of float32, float16 and bfloat16 are quantized, everything else is kept byte for byte.
     OUT appears when it is complete, or not at all.
     """
-    if device is Device.cuda:
-        raise BackendUnavailable(
-            "--device cuda: this version of cuquant has no CUDA kernels yet; leave it out to run "
-            f"on the CPU. With the CUDA kernels it will need {INSTALL_GPU}"
-        )
+    where = resolve(parse_device(device))
     fmt = get_format(
         format,
         block_size=parse_block_size(block_size),
@@ -94,25 +83,8 @@ def quantize(
         levels=levels,
     )
     started = time.perf_counter()
-    reports = _run(source, output, fmt, include or (), exclude or (), nonfinite.value)
-    _print_reports(reports, fmt, output, time.perf_counter() - started)
-
-
-def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
-    """A block size as it is typed: 64, row, tensor or 128x128.
-
-    >>> parse_block_size("128x128")
-    (128, 128)
-    """
-    if text is None or text in ("row", "tensor"):
-        return text
-    rows, cross, columns = text.partition("x")
-    if not rows.isdecimal() or (cross and not columns.isdecimal()):
-        raise typer.BadParameter(
-            f"{text!r} is no block size; pass a number, row, tensor or a pair such as 128x128",
-            param_hint="--block-size",
-        )
-    return (int(rows), int(columns)) if cross else int(rows)
+    reports = _run(source, output, fmt, include or (), exclude or (), nonfinite.value, where)
+    _print_reports(reports, fmt, output, time.perf_counter() - started, where)
 
 
 def _run(
@@ -122,6 +94,7 @@ def _run(
     include: list[str] | tuple[()],
     exclude: list[str] | tuple[()],
     nonfinite: str,
+    device: str,
 ) -> list[Report]:
     """Quantize with a progress bar on stderr, if that is a terminal."""
     screen = console(stderr=True)
@@ -136,8 +109,9 @@ def _run(
         bar.update(task, total=sum(plan.info.nbytes for plan in plans))
 
     steps = quantize_file(
-        source, output, fmt, include=include, exclude=exclude, nonfinite=nonfinite, begin=begin
-    )
+        source, output, fmt, include=include, exclude=exclude, nonfinite=nonfinite, device=device,
+        begin=begin,
+    )  # fmt: skip
     reports = []
     # Closed at once after an exception, so that no half-written file stays.
     with bar, closing(steps):
@@ -147,7 +121,9 @@ def _run(
     return reports
 
 
-def _print_reports(reports: list[Report], fmt: Format, output: Path, seconds: float) -> None:
+def _print_reports(
+    reports: list[Report], fmt: Format, output: Path, seconds: float, device: str
+) -> None:
     numbers = ("bits/weight", "SQNR dB", "time")
     made = table(("tensor", "shape", *numbers, "kept because"), right=numbers)
     for report in reports[:MAX_ROWS]:
@@ -167,6 +143,7 @@ def _print_reports(reports: list[Report], fmt: Format, output: Path, seconds: fl
         f"{len(reports) - kept} tensors quantized to {fmt}, {kept} kept",
         f"{in_bytes(before)} -> {in_bytes(after)}, {before / max(after, 1):.2f} times smaller",
         f"{in_seconds(seconds)}, {before / max(seconds, 1e-9) / 1e9:.3f} GB/s of input",
+        f"computed by {describe(device)}",
         printable(str(output), limit=4096),
     )
     for line in lines:

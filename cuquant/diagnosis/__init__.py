@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuquant.diagnosis.cache import cache_folder, cache_size, clear_cache
+from cuquant.cubins import cache_folder, cache_size, clear_cache
 from cuquant.diagnosis.checks import Check, examine
 from cuquant.diagnosis.facts import gather
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from cuquant.diagnosis.cache import VARIABLE
+from cuquant.cubins import VARIABLE
 from cuquant.diagnosis.facts import Facts, Version
+from cuquant.jit import NEEDED_NVRTC
 
-NEEDED_NVRTC = (12, 9)
 OLDEST_ARCH_OF_13 = (7, 5)  # NVRTC 13 dropped everything before Turing
 TORCH_CUDA12 = "https://download.pytorch.org/whl/cu126"
 DRIVERS = {12: "525", 13: "580"}  # the first release that runs a CUDA major version
@@ -45,6 +45,7 @@ def examine(facts: Facts) -> tuple[Check, ...]:
         check_cupy(facts),
         check_nvrtc(facts),
         check_headers(facts),
+        check_compiler(facts),
         check_torch(facts),
         check_cache(facts),
         check_kernels(facts),
@@ -173,6 +174,16 @@ def check_headers(facts: Facts) -> Check:
     return Check("cuda headers", "ok", found)
 
 
+def check_compiler(facts: Facts) -> Check:
+    """Whether a kernel really compiles, where nothing above says already why not."""
+    if facts.nvrtc is None or facts.nvrtc < NEEDED_NVRTC:
+        return Check("compiler", "missing", "not tried: see nvrtc")
+    if facts.trial_error is None:
+        return Check("compiler", "ok", "a trial kernel compiles")
+    found = f"a trial kernel does not compile: {facts.trial_error}"
+    return Check("compiler", "problem", found, install(facts))
+
+
 def check_torch(facts: Facts) -> Check:
     if facts.torch is None:
         return Check("torch", "missing", "not installed; nothing here needs it")
@@ -202,7 +213,11 @@ def check_cache(facts: Facts) -> Check:
     if folder.shared:
         found = f"{path} can be written by others, who could plant kernels in it"
         return Check("cache", "problem", found, f"chmod go-w '{path}'")
-    return Check("cache", "ok", path if folder.exists else f"{path}, made when it is needed")
+    if not folder.exists:
+        return Check("cache", "ok", f"{path}, made when it is needed")
+    held = facts.cached
+    size = f"; {held.files} files, {held.nbytes / 2**20:.1f} MiB" if held is not None else ""
+    return Check("cache", "ok", path + size)
 
 
 def check_kernels(facts: Facts) -> Check:

@@ -1,13 +1,13 @@
 """What is installed on this machine, gathered without a judgement and without an exception."""
 
 import ctypes
-import importlib.util
+import importlib
 import os
 import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from cuquant.diagnosis.cache import cache_folder, is_owned
-from cuquant.jit import kernel_folder
+from cuquant import jit
+from cuquant.cubins import CacheSize, Folder, cache_folder, cache_size, examine_folder
+from cuquant.sources import Headers, cuda_headers, cuda_version, kernel_folder
 
 Version = tuple[int, int]  # major, minor
 T = TypeVar("T")
@@ -25,7 +26,6 @@ T = TypeVar("T")
 _CUPY_WHEEL = re.compile(r"cupy(-cuda\d+x?|-rocm[\d-]+)?")
 _WHEEL_CUDA = re.compile(r"cuda(\d\d)")
 _TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
-_HEADER_VERSION = re.compile(r"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,6 @@ class Gpu:
     name: str
     compute: Version
     nbytes: int  # of its memory
-
-
-@dataclass(frozen=True)
-class Headers:
-    """A folder with cuda_fp16.h."""
-
-    folder: Path
-    cuda: Version
-
-
-@dataclass(frozen=True)
-class Folder:
-    """The cache directory; `writable` is about the nearest parent where it does not exist."""
-
-    path: Path
-    exists: bool = True
-    writable: bool = True
-    owned: bool = True
-    shared: bool = False  # the group or the world may write
 
 
 @dataclass(frozen=True)
@@ -71,6 +52,10 @@ class Facts:
         compiles for (75, 80, ...).
     driver, driver_cuda
         The driver's release, and the newest CUDA it runs.
+    trial_error
+        Why a kernel of one line does not compile.
+    cached
+        What the cache directory holds.
     kernels
         Folder of the CUDA sources.
     """
@@ -91,7 +76,9 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     torch: str | None = None
     torch_cuda: Version | None = None
+    trial_error: str | None = None
     cache: Folder | None = None
+    cached: CacheSize | None = None
     kernels: Path | None = None
 
     @property
@@ -126,13 +113,15 @@ def gather(package: Path) -> Facts:
         nvrtc=nvrtc,
         nvrtc_error=nvrtc_error,
         nvrtc_archs=archs,
-        headers=attempt(lambda: tuple(_headers()), ()),
+        headers=attempt(lambda: tuple(cuda_headers()), ()),
         driver=driver,
         driver_cuda=driver_cuda,
         gpus=gpus,
         torch=torch,
         torch_cuda=torch_cuda,
+        trial_error=attempt(_trial, "it fails") if nvrtc else None,
         cache=attempt(lambda: examine_folder(cache_folder()), None),
+        cached=attempt(cache_size, None),
         kernels=attempt(kernel_folder, None),
     )
 
@@ -143,24 +132,6 @@ def attempt(find: Callable[[], T], otherwise: Any) -> T:
         return find()
     except Exception:
         return otherwise
-
-
-def examine_folder(path: Path) -> Folder:
-    """Ownership and permissions of a folder that may not exist yet."""
-    nearest = path
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    if nearest != path:
-        return Folder(path, exists=False, writable=writable)
-    status = path.stat()
-    shared = os.name == "posix" and bool(status.st_mode & 0o022)
-    return Folder(path, True, writable, is_owned(status), shared)
-
-
-def cuda_version(number: int) -> Version:
-    """CUDA's own way to write a version: 12090 is 12.9."""
-    return number // 1000, number % 1000 // 10
 
 
 def _version(package: Path) -> str:
@@ -193,8 +164,7 @@ def _import_cupy() -> tuple[ModuleType | None, str | None]:
 
 def _nvrtc() -> tuple[Version | None, str | None, tuple[int, ...]]:
     try:
-        from cupy.cuda import nvrtc  # type: ignore[import-not-found]
-
+        nvrtc: Any = importlib.import_module("cupy").cuda.nvrtc
         major, minor = nvrtc.getVersion()
     except Exception as error:
         return None, _first_line(error), ()
@@ -202,36 +172,19 @@ def _nvrtc() -> tuple[Version | None, str | None, tuple[int, ...]]:
     return (major, minor), None, archs
 
 
+def _trial() -> str | None:
+    """Why NVRTC does not compile a kernel of one line; None where it does."""
+    try:
+        text = "namespace cuquant { __global__ void trial(int* x) { *x = 1; } }\n"
+        jit.build(jit.Program("trial.cu", "trial"), text, 90)
+    except Exception as error:
+        return _first_line(error)
+    return None
+
+
 def _first_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
-
-
-def _headers() -> Iterator[Headers]:
-    """Folders with cuda_fp16.h: those of NVIDIA's wheels, CUDA_PATH, conda and /usr/local/cuda."""
-    seen: set[Path] = set()
-    for folder in _include_folders():
-        if not (folder / "cuda_fp16.h").is_file() or folder.resolve() in seen:
-            continue
-        seen.add(folder.resolve())
-        file = folder / "cuda_runtime_api.h"
-        if not file.is_file():
-            continue
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if found := _HEADER_VERSION.search(text):
-            yield Headers(folder, cuda_version(int(found.group(1))))
-
-
-def _include_folders() -> list[Path]:
-    spec = importlib.util.find_spec("nvidia")  # a namespace: nothing of it is run
-    folders: list[Path] = []
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        folders += sorted(Path(root).glob("cu*/include"))
-    for variable in ("CUDA_PATH", "CUDA_HOME"):
-        if os.environ.get(variable):
-            folders.append(Path(os.environ[variable], "include"))
-    folders += sorted(Path(sys.prefix, "targets").glob("*/include"))
-    return [*folders, Path("/usr/local/cuda/include")]
 
 
 def _torch() -> tuple[str | None, Version | None]:

@@ -40,6 +40,13 @@ class Codebook:
     def __reduce__(self):  # the tables below are quicker made again than carried along
         return Codebook, (self.levels, self.thresholds, self.code_of_rank, self.tie)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # up to 256 levels: once is enough
+        return hash((self.levels, self.thresholds, self.code_of_rank, self.tie))
+
     @property
     def bits(self) -> int:
         return (len(self.levels) - 1).bit_length()

@@ -1,19 +1,27 @@
-"""Quantize a safetensors file tensor by tensor: memory holds one tensor at a time."""
+"""Quantize a safetensors file tensor by tensor: memory holds one at a time, or three on a GPU."""
 
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from cuquant import interop
+from cuquant.devices import resolve
 from cuquant.formats import Format
+from cuquant.io.cuda import make_slots
+from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.metrics import error
 from cuquant.ops.quantize import quantize
+
+SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is written
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Report:
     sqnr_db
         Of the quantized tensor; None where kept.
     seconds
-        To read, quantize, measure and write it.
+        To read, quantize, measure and write it; on a GPU, where these overlap with those of
+        other tensors, since the report before.
     """
 
     name: str
@@ -88,6 +97,7 @@ def quantize_file(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     nonfinite: str = "raise",
+    device: object = None,
     begin: Callable[[list[Plan]], None] | None = None,
 ) -> Generator[Report, None, None]:
     """Quantize the float matrices of a safetensors file; yields a report after each tensor.
@@ -105,6 +115,8 @@ def quantize_file(
         Globs of tensor names; without `include`, all are candidates.
     nonfinite
         As in `quantize`; by default a NaN or infinity is refused.
+    device
+        "cpu", "cuda" or "cuda:N"; the file is the same. None: a GPU where one is usable.
     begin
         Called once with the plan, before any tensor is read.
 
@@ -114,7 +126,10 @@ def quantize_file(
         For a malformed source.
     ValueError
         For non-finite values, naming the tensor, or names that collide.
+    BackendUnavailable
+        Where a GPU is asked for and is not there.
     """
+    where = resolve(device)
     with SafetensorsReader(source) as reader:
         if KEY in reader.metadata:
             raise ValueError(f"{source} is quantized already; quantize the original file")
@@ -123,8 +138,11 @@ def quantize_file(
             begin(plans)
         specs, entries = _layout(plans, fmt)
         with SafetensorsWriter(target, specs, {**reader.metadata, **metadata(entries)}) as writer:
-            for step in plans:
-                yield _convert(reader, writer, step, fmt, nonfinite)
+            if where == "cpu" or all(step.reason is not None for step in plans):
+                for step in plans:
+                    yield _convert(reader, writer, step, fmt, nonfinite)
+            else:
+                yield from _convert_overlapped(reader, writer, plans, fmt, nonfinite, where)
 
 
 def _layout(plans: Sequence[Plan], fmt: Format) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,9 +173,7 @@ def _convert(
     started = time.perf_counter()
     info = step.info
     if step.reason is not None:
-        writer.write_raw(info.name, reader.raw(info.name))
-        seconds = time.perf_counter() - started
-        return Report(info.name, info.shape, step.reason, info.nbytes, info.nbytes, None, seconds)
+        return _keep(reader, writer, step, started)
     values = reader.read(info.name, copy=False)
     try:
         q = quantize(values, fmt, nonfinite=nonfinite)
@@ -168,3 +184,47 @@ def _convert(
     sqnr = error(values, q).sqnr_db
     seconds = time.perf_counter() - started
     return Report(info.name, info.shape, None, info.nbytes, q.nbytes, sqnr, seconds)
+
+
+def _keep(
+    reader: SafetensorsReader, writer: SafetensorsWriter, step: Plan, started: float
+) -> Report:
+    info = step.info
+    writer.write_raw(info.name, reader.raw(info.name))
+    seconds = time.perf_counter() - started
+    return Report(info.name, info.shape, step.reason, info.nbytes, info.nbytes, None, seconds)
+
+
+def _convert_overlapped(
+    reader: SafetensorsReader,
+    writer: SafetensorsWriter,
+    plans: Sequence[Plan],
+    fmt: Format,
+    nonfinite: str,
+    device: str,
+) -> Iterator[Report]:
+    """As `_convert`, on a GPU: a tensor is read while another is quantized and a third written."""
+    chosen = [step.info for step in plans if step.reason is None]
+    sizes = [(info.shape, info.nbytes) for info in chosen]
+    pipeline = Pipeline(make_slots(device, fmt, nonfinite, sizes, SLOTS))
+    started = time.perf_counter()
+    with closing(pipeline.run(_job(reader, info) for info in chosen)) as made:
+        for step in plans:
+            info = step.info
+            if step.reason is not None:
+                report = _keep(reader, writer, step, started)
+            else:
+                _, (parts, sqnr) = next(made)
+                for name, part in parts.items():
+                    writer.write(f"{info.name}.{name}", part)
+                seconds, nbytes = time.perf_counter() - started, fmt.nbytes(info.shape)
+                report = Report(info.name, info.shape, None, info.nbytes, nbytes, sqnr, seconds)
+            yield report
+            started = time.perf_counter()
+
+
+def _job(reader: SafetensorsReader, info: TensorInfo) -> Job:
+    def read(staging: np.ndarray) -> None:
+        staging[:] = reader.raw(info.name)
+
+    return Job(info.name, info.shape, info.numpy_dtype, info.nbytes, read)

@@ -24,6 +24,14 @@ class Backend(Protocol):
         """`moveaxis(x, axis, -1)` in C order on 16 bytes: x itself, or a copy."""
         ...
 
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A contiguous copy of an array of numbers, in this shape and dtype."""
+        ...
+
+    def copy_into(self, target: Any, source: Any) -> None:
+        """target[...] = source."""
+        ...
+
     def read(self, array: Any) -> np.ndarray:
         """The array on the host, once all work before is done: the one call that waits."""
         ...

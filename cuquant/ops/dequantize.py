@@ -6,6 +6,7 @@ import numpy as np
 
 from cuquant import interop, reference
 from cuquant.array import OPERATIONS, QuantArray
+from cuquant.ops import decode
 
 
 def dequantize(
@@ -42,6 +43,8 @@ def dequantize(
     """
     if not isinstance(q, QuantArray):
         raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}")
+    if q.device != "cpu":
+        return decode.values(q, dtype, out, stream)
     host = q._host
     interop.reject_stream(stream)
     order = np.argsort(q.axes)  # the inverse permutation: logical to stored
@@ -74,3 +77,6 @@ def writable_out(
 
 
 OPERATIONS["dequantize"] = dequantize
+OPERATIONS["codes"] = decode.codes
+OPERATIONS["packed"] = decode.packed
+OPERATIONS["effective"] = decode.effective

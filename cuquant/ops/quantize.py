@@ -1,6 +1,7 @@
 """`quantize`: from values to a QuantArray."""
 
 import secrets
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,9 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array import QuantArray
 from cuquant.formats import Format, get_format
-from cuquant.formats.codecs import Uniform
+from cuquant.ops.calibrated import calibration
+from cuquant.ops.encode import EncodeOnGpu
+from cuquant.ops.kernels import geometry
 
 
 def quantize(
@@ -90,32 +93,38 @@ def quantize(
     fmt = get_format(format, **_options(block_size, levels, double_quant))
     if nonfinite not in reference.NONFINITE:
         raise ValueError(f"nonfinite must be one of {reference.NONFINITE}, got {nonfinite!r}")
-    host = interop.to_numpy(x)
-    interop.reject_stream(stream)
-    dtype = interop.float_dtype(host.dtype, "x")
-    axis = _axis(host, axis)
-    moved = np.moveaxis(host, axis, -1)
-    fmt.check_shape(moved.shape)
-    given = _calibration(fmt, moved.shape, scale, zero_point, global_scale)
     if stochastic and fmt.is_blocks:
         raise ValueError(
             f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding"
         )
     key = _seed(seed) if stochastic else 0
-    order = [*(i for i in range(host.ndim) if i != axis), axis]
-    axes = tuple(int(i) for i in np.argsort(order))
+    on_gpu = interop.is_on_gpu(x)
+    source = x if on_gpu else interop.to_numpy(x)
+    dtype = interop.float_dtype(interop.dtype_of(source), "x")
+    axis = _axis(source, axis)
+    order = geometry.axis_last(source.ndim, axis)
+    shape = tuple(source.shape)
+    stored = tuple(shape[i] for i in order)
+    fmt.check_shape(stored)
+    axes = tuple(order.index(i) for i in range(len(order)))
+    result = partial(QuantArray, fmt, shape, dtype, axes=axes)
     if out is not None:
-        _check_out(out, fmt, host, axes, interop.kind(x))
+        _check_out(out, fmt, shape, dtype, axes, x)
+    if on_gpu:
+        run = EncodeOnGpu(fmt, axis, bool(stochastic), key, nonfinite, out)
+        parts = run(x, stored, scale, zero_point, global_scale, stream)
+        return result(components=parts) if out is None else out
+    interop.reject_stream(stream)
+    given = calibration(fmt, stored, scale, zero_point, global_scale)
     parts = reference.quantize(
-        host, fmt, axis, given, stochastic=bool(stochastic), seed=key, nonfinite=nonfinite
+        source, fmt, axis, given, stochastic=bool(stochastic), seed=key, nonfinite=nonfinite
     )
     if out is not None:
         for name, part in out.numpy().arrays().items():
             part[...] = parts[name]
         return out
     which = interop.kind(x) or "numpy"
-    parts = {name: interop.from_numpy(part, which) for name, part in parts.items()}
-    return QuantArray(fmt, host.shape, dtype, parts, axes)
+    return result(components={n: interop.from_numpy(p, which) for n, p in parts.items()})
 
 
 def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _axis(x: np.ndarray, axis: object) -> int:
+def _axis(x: Any, axis: object) -> int:
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"axis must be an int, got {axis!r}")
     if x.ndim == 0:
@@ -143,81 +152,24 @@ def _seed(seed: object) -> int:
     return int(seed)
 
 
-def _calibration(
-    fmt: Format, stored: tuple[int, ...], scale: Any, zero_point: Any, global_scale: Any
-) -> reference.Calibration:
-    """The given numbers, checked and broadcast to the shape of the format's scales."""
-    if global_scale is not None:
-        global_scale = _global_scale(fmt, global_scale)
-    if scale is None:
-        if zero_point is not None:
-            raise ValueError("zero_point= needs scale=, or leave both out for dynamic quantization")
-        return reference.Calibration(global_scale=global_scale)
-    if fmt.scale is None or fmt.is_blocks or fmt.scale.nested == "double":
-        raise ValueError(f"{fmt} takes no scale=: it stores none that could be given")
-    if fmt.scale.nested == "global" and global_scale is None:
-        raise ValueError(f"{fmt}: scale= needs global_scale= beside it")
-    values = _broadcast(scale, fmt.scale.shape(stored), "scale").astype(np.float32)
-    if not np.isfinite(values).all():
-        raise ValueError("scale= must be finite")
-    if fmt.scale.dtype in ("e8m0", "e4m3") and (values < 0).any():
-        raise ValueError(f"the scales of {fmt} have no sign; scale= must not be negative")
-    if fmt.scale.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
-        raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
-    if zero_point is None:
-        points = np.zeros(values.shape, np.uint8)
-    else:
-        points = _zero_points(fmt, zero_point, values.shape)
-    return reference.Calibration(values, points, global_scale)
-
-
-def _broadcast(values: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
-    host = interop.to_numpy(values, name) if interop.kind(values) else np.asarray(values)
-    if host.dtype.kind not in "fiu" and host.dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be a number or a numeric array, got {host.dtype}")
-    try:
-        return np.broadcast_to(host, shape)
-    except ValueError as error:
-        raise ValueError(f"{name} has shape {host.shape}; the scales have shape {shape}") from error
-
-
-def _zero_points(fmt: Format, zero_point: Any, shape: tuple[int, ...]) -> np.ndarray:
-    if fmt.offset != "zero_point" or not isinstance(fmt.codec, Uniform):
-        raise ValueError(f"{fmt} has no zero point; uint2..uint8 do")
-    values = _broadcast(zero_point, shape, "zero_point")
-    if values.dtype.kind not in "iu" and (np.asarray(values, np.float64) % 1 != 0).any():
-        raise ValueError("zero_point must be integers")
-    if values.size and not (values.min() >= 0 and values.max() <= fmt.codec.high):
-        raise ValueError(f"zero_point must be in 0..{fmt.codec.high} for {fmt}")
-    return values.astype(np.uint8)
-
-
-def _global_scale(fmt: Format, value: Any) -> float:
-    if fmt.scale is None or fmt.scale.nested != "global":
-        raise ValueError(f"{fmt} has no global scale; nvfp4 does")
-    number = np.asarray(interop.to_numpy(value, "global_scale") if interop.kind(value) else value)
-    if number.size != 1 or number.dtype.kind not in "fiu":
-        raise ValueError("global_scale must be one number")
-    rounded = np.float32(number.reshape(())[()])
-    if not (np.isfinite(rounded) and rounded > 0):
-        raise ValueError(f"global_scale must be positive and finite in float32, got {value}")
-    return float(rounded)
-
-
 def _check_out(
-    out: QuantArray, fmt: Format, x: np.ndarray, axes: tuple[int, ...], which: str | None
+    out: QuantArray,
+    fmt: Format,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    axes: tuple[int, ...],
+    x: Any,
 ) -> None:
     if not isinstance(out, QuantArray):
         raise TypeError(f"out must be a QuantArray, got {type(out).__name__}")
-    wanted = (fmt, x.shape, x.dtype, axes, which)
-    came = (out.format, out.shape, out.dtype, out.axes, out.kind)
-    for name, want, got in zip(
-        ("format", "shape", "dtype", "axes", "kind"), wanted, came, strict=True
-    ):
+    wanted = (fmt, shape, dtype, axes, interop.kind(x), interop.device(x))
+    came = (out.format, out.shape, out.dtype, out.axes, out.kind, out.device)
+    names = ("format", "shape", "dtype", "axes", "kind", "device")
+    for name, want, got in zip(names, wanted, came, strict=True):
         if want != got:
             raise ValueError(f"out has {name} {got}; this call gives {want}")
-    for name, part in out.numpy().arrays().items():
-        if not part.flags.writeable:
+    for name, part in out.arrays().items():
+        if not interop.is_writeable(part):
             raise ValueError(f"out's {name} is read-only")
-        if np.may_share_memory(part, x):
+        if interop.may_share_memory(part, x):
             raise ValueError(f"out's {name} overlaps x in memory")

@@ -143,6 +143,9 @@ def _gather_statistics(
     rule = fmt.rule.rule
     if rule == "range":
         low, high = blocks.min(-1), blocks.max(-1)
+        # Of zeros of both signs NumPy takes any; here -0 is below 0.
+        negative = ((blocks == 0) & np.signbit(blocks)).any(-1)
+        low = np.where((low == 0) & negative, F32(-0.0), low)
         if fmt.offset == "zero_point":  # zero must have a code
             low, high = np.minimum(low, 0), np.maximum(high, 0)
         found["low"][where] = low if fresh else np.minimum(found["low"][where], low)
@@ -402,19 +405,28 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
 
 def _refuse_nonfinite(x: np.ndarray) -> None:
     finite = np.isfinite(x)
-    if finite.all():
-        return
-    first = int(np.argmin(finite.reshape(-1)))
+    if not finite.all():
+        first = int(np.argmin(finite.reshape(-1)))
+        refuse_value(x.reshape(-1)[first], first, x.size)
+
+
+def refuse_value(value: object, index: int, size: int) -> None:
+    """ValueError for a NaN or an infinity."""
     raise ValueError(
-        f"x holds {x.reshape(-1)[first]} at flat index {first} of {x.size}, and nonfinite='raise'; "
+        f"x holds {value} at flat index {index} of {size}, and nonfinite='raise'; "
         "repair it, or pass nonfinite='clamp' or 'propagate'"
     )
 
 
 def _refuse_overflow(fmt: Format, over: np.ndarray) -> None:
-    if over.any():
+    refuse_count(fmt, int(over.sum()))
+
+
+def refuse_count(fmt: Format, overflows: int) -> None:
+    """ValueError where scales (or values, where there are none) do not fit into their dtype."""
+    if overflows:
         kind = fmt.rule.dtype if fmt.scale else "value"
         raise ValueError(
-            f"{int(over.sum())} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
+            f"{overflows} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
             "rescale x, choose float32 scales, or pass nonfinite='propagate' to saturate"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.formats.blocks import BlockLayout, Run
+from cuquant.formats.blocks import BlockLayout
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
@@ -17,52 +17,6 @@ from cuquant.ops.kernels.facts import ELEMENTS
 GROUP = 256  # elements that a warp works on together
 WARP, THREADS = 32, 256
 CLAMP = 1
-
-
-def layout_type(layout: BlockLayout) -> str:
-    """The name of a layout's struct in namespace formats."""
-    return f"formats::{layout.name}_layout"
-
-
-def layout_text(layout: BlockLayout) -> str:
-    """The C++ struct of a layout's facts."""
-    fields = ", ".join(
-        f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields
-    )
-    wide = all(f.byte % 4 == 0 for f in layout.code_fields) and layout.nbytes % 4 == 0
-    numbers = {
-        "elements": layout.elements,
-        "bytes": layout.nbytes,
-        "sub_block": layout.sub_block,
-        "align": 4 if wide else 2,
-        "scale_byte": layout.scale_byte,
-        "minimum_byte": _offset(layout.minimum_byte),
-        "sum_byte": _offset(layout.sum_byte),
-        "scale_zero": layout.sc_zero,
-        "is_signed": int(layout.signed),
-    }
-    lines = [f"    static constexpr int {name} = {value};" for name, value in numbers.items()]
-    return "\n".join(
-        [
-            f"struct {layout.name}_layout {{",
-            *lines,
-            f"    using Codes = Fields<{fields}>;",
-            f"    using ScaleRuns = Runs<{_runs(layout.sc_runs)}>;",
-            f"    using MinimumRuns = Runs<{_runs(layout.m_runs)}>;",
-            "};",
-            "",
-        ]
-    )
-
-
-def _offset(byte: int | None) -> int:
-    return -1 if byte is None else byte
-
-
-def _runs(runs: tuple[Run, ...]) -> str:
-    return ", ".join(
-        f"Run<{r.byte}, {r.count}, {r.first}, {r.low}, {r.bits}, {r.shift}, {r.step}>" for r in runs
-    )
 
 
 def groups_of(layout: BlockLayout, least: int) -> int:
@@ -80,9 +34,7 @@ class _Blocks:
         return words.facts(self.fmt)
 
     def _program(self, file: str, entry: str, *arguments: str | int) -> Program:
-        types = (self.facts.type, layout_type(self.fmt.layout))
-        text = self.facts.text + layout_text(self.fmt.layout)
-        return Program(file, entry, (*types, *arguments), text)
+        return Program(file, entry, (self.facts.type, *arguments), self.facts.text)
 
     def _warps(self, program: Program, blocks: int, groups: int) -> Launch:
         elements = blocks * self.fmt.layout.elements

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -21,6 +21,7 @@ from cuquant.ops.kernels.quantize import scale_arrays
 from cuquant.reference.tiles import Tiles
 
 THREADS, CHUNKS = 256, 4
+FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Dequantize:
                 per_row,
                 last,
                 shift or 0,
-                float(np.float32(top / words.largest_value(self.fmt) * (1 - 1e-6))),
+                min(top / words.largest_value(self.fmt) * (1 - 1e-6), FLOAT_MAX),
             )
             return
         source = geometry.strided(target, len(stored) - 1, with_flat=False)
@@ -157,3 +158,9 @@ class Dequantize:
         launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
         arrays = scale_arrays(backend, self.fmt, dict(parts))
         backend.launch(launch, arrays, backend.pointer(scale), count)
+
+
+@lru_cache(maxsize=256)
+def decoder(fmt: Format) -> Dequantize:
+    """The orchestrator of a format, kept: its facts are made once."""
+    return Dequantize(fmt)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cuquant.formats import Codebook, Format, Minifloat, Packing, Uniform
+from cuquant.formats.blocks import BlockLayout, Run
 from cuquant.formats.codecs import Codec
 from cuquant.ops.backend import Backend
 
@@ -65,12 +66,15 @@ def packing_type(packing: Packing) -> str:
 
 
 @lru_cache(maxsize=256)
-def _facts(codec: str, packing: str, values: tuple[tuple[str, str, str], ...], rule: str) -> Facts:
+def _facts(
+    codec: str, packing: str, values: tuple[tuple[str, str, str], ...], rule: str, layout: str
+) -> Facts:
     lines = [
         f"    using Codec = {codec};",
         f"    using Rule = {rule};",
         f"    using Packing = cuquant::{packing};",
         *(f"    static constexpr {kind} {field} = {value};" for kind, field, value in values),
+        *([layout] if layout else []),
     ]
     body = "\n".join(lines)
     words = re.findall(r"\w+", f"{codec} {rule} {packing}")
@@ -98,10 +102,44 @@ def facts(fmt: Format, *, decoding: bool = False) -> Facts:
         ("float", "peak", f"{float(F32(peak)).hex()}f"),
         ("bool", "encode_exact", str(exact).lower()),
         ("bool", "mean", str(mean).lower()),
+        ("bool", "signed_zero", str(fmt.codec.signed_zero).lower()),
         ("bool", "integers", str(isinstance(fmt.codec, Uniform)).lower()),
     )
     rule = RULES.get(scale.rule, "AbsMax") if scale is not None else "AbsMax"
-    return _facts(codec_type(fmt.codec), packing_type(fmt.row_packing), values, rule)
+    layout = _layout(fmt.layout) if fmt.is_blocks else ""
+    return _facts(codec_type(fmt.codec), packing_type(fmt.row_packing), values, rule, layout)
+
+
+def _layout(layout: BlockLayout) -> str:
+    """The struct of where the bits of ggml's blocks lie, for blocks.cuh."""
+    fields = ", ".join(
+        f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields
+    )
+    wide = all(f.byte % 4 == 0 for f in layout.code_fields) and layout.nbytes % 4 == 0
+    numbers = {
+        "elements": layout.elements,
+        "bytes": layout.nbytes,
+        "sub_block": layout.sub_block,
+        "align": 4 if wide else 2,
+        "scale_byte": layout.scale_byte,
+        "minimum_byte": -1 if layout.minimum_byte is None else layout.minimum_byte,
+        "sum_byte": -1 if layout.sum_byte is None else layout.sum_byte,
+        "scale_zero": layout.sc_zero,
+        "is_signed": int(layout.signed),
+    }
+    lines = [
+        *(f"static constexpr int {name} = {value};" for name, value in numbers.items()),
+        f"using Codes = Fields<{fields}>;",
+        f"using ScaleRuns = Runs<{_runs(layout.sc_runs)}>;",
+        f"using MinimumRuns = Runs<{_runs(layout.m_runs)}>;",
+    ]
+    return "\n".join(["    struct Layout {", *(f"        {line}" for line in lines), "    };"])
+
+
+def _runs(runs: tuple[Run, ...]) -> str:
+    return ", ".join(
+        f"Run<{r.byte}, {r.count}, {r.first}, {r.low}, {r.bits}, {r.shift}, {r.step}>" for r in runs
+    )
 
 
 def with_plain_codes(fmt: Format) -> Format:
@@ -112,7 +150,9 @@ def with_plain_codes(fmt: Format) -> Format:
 def largest_value(fmt: Format) -> float:
     """The largest magnitude that a code stands for before its scale."""
     largest = float(np.nanmax(np.abs(fmt.codec.numbers)))
-    return 2 * largest if fmt.offset == "zero_point" else largest
+    if isinstance(fmt.codec, Uniform):
+        largest = max(largest, fmt.codec.offset)
+    return float(2 * largest if fmt.offset == "zero_point" else largest)
 
 
 # ---- tables of codebooks ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,12 @@ class Known:
     """Numbers that were found beforehand, on the device, or None.
 
     `scale` float32 and `zero_point` uint8 have the shape of the format's scales; `global_scale`
-    is nvfp4's, a number of the host.
+    is nvfp4's, a number of the host or one on the device.
     """
 
     scale: Any = None
     zero_point: Any = None
-    global_scale: float | None = None
+    global_scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,13 @@ class Quantize:
     def _set_global(self, backend: Backend, task: Task) -> None:
         """nvfp4's global scale: the given number, or from the largest finite element."""
         at = backend.pointer(task.parts["global_scale"])
-        if task.known.global_scale is not None:
+        given = task.known.global_scale
+        if given is not None and not isinstance(given, float):
+            backend.copy_into(task.parts["global_scale"], backend.broadcast(given, (), F32))
+            return
+        if given is not None:
             program = Program("finite.cu", "set", (1,))
-            backend.launch(Launch(program, (1, 1, 1), 1), at, float(task.known.global_scale))
+            backend.launch(Launch(program, (1, 1, 1), 1), at, given)
             return
         top = backend.zeros((1,), np.dtype(np.uint32))
         source = geometry.strided(task.view, task.axis, with_flat=False)
@@ -164,7 +168,8 @@ class Quantize:
         items = math.prod(rows) * -(-columns // CHUNK)
         grid = min(-(-items // threads), 16 * backend.multiprocessors)
         element = words.ELEMENTS[task.view.dtype.name]
-        launch = Launch(Program("finite.cu", "largest_finite", (element,)), (grid, 1, 1), threads)
+        program = Program("finite.cu", "largest_finite", (element, task.flags & CLAMP))
+        launch = Launch(program, (grid, 1, 1), threads)
         step = grid * threads
         backend.launch(
             launch,
@@ -417,3 +422,9 @@ def scale_arrays(backend: Backend, fmt: Format, parts: Parts) -> bytes:
         values = get_format("dynamic8").codec.values  # type: ignore[union-attr]
         table = backend.pointer(backend.upload(values))
     return struct.pack("<6Q", *pointers, table)
+
+
+@lru_cache(maxsize=256)
+def quantizer(fmt: Format) -> Quantize:
+    """The orchestrator of a format, kept: its facts are made once."""
+    return Quantize(fmt)

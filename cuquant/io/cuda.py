@@ -1,0 +1,148 @@
+"""The pipeline's slots on a GPU: pinned memory, device memory and a stream of their own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuquant.array import QuantArray
+from cuquant.devices import use
+from cuquant.formats import Format
+from cuquant.formats.format import Component
+from cuquant.interop import load_cupy
+from cuquant.io.pipeline import Job, Made
+from cuquant.metrics import sqnr_db
+from cuquant.ops.quantize import quantize
+
+ALIGNMENT = 256  # bytes: where components start in the staging memory
+SUMS = Component("", np.dtype(np.float64), (2,))  # signal and noise
+
+
+def staging_bytes(fmt: Format, shape: tuple[int, ...], nbytes: int) -> int:
+    """What a tensor needs of the staging memory: its bytes, later its components and two sums."""
+    *_, (last, start) = _placed(fmt, shape)
+    return max(nbytes, start + _nbytes(last))
+
+
+def _placed(fmt: Format, shape: tuple[int, ...]) -> Iterator[tuple[Component, int]]:
+    """Components and where they start, the sums last."""
+    start = 0
+    for part in (*fmt.components(shape), SUMS):
+        yield part, start
+        start += -(-_nbytes(part) // ALIGNMENT) * ALIGNMENT
+
+
+def _nbytes(part: Component) -> int:
+    return part.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
+
+
+class CudaSlot:
+    """Memory for one tensor at a time on the host and on a GPU; see `pipeline.Slot`.
+
+    Everything runs on the slot's own stream, so that copies of one slot overlap with the kernels
+    of another. The components come back into the memory that the tensor came from: the stream
+    has read it by then.
+
+    Parameters
+    ----------
+    device
+        "cuda:N".
+    fmt, nonfinite
+        As `quantize` takes them.
+    capacity
+        Bytes of the staging memory: the largest `staging_bytes`.
+    largest
+        Bytes of the largest tensor.
+    """
+
+    def __init__(
+        self, device: str, fmt: Format, nonfinite: str, capacity: int, largest: int
+    ) -> None:
+        self._cupy = load_cupy()
+        self._device, self._fmt, self._nonfinite = device, fmt, nonfinite
+        self._started: tuple[Job, tuple[Any, ...]] | None = None
+        with use(device):
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            # Not from CuPy's pool, which would keep it for the life of the process.
+            pinned = self._cupy.cuda.PinnedMemory(capacity)
+            memory = self._cupy.cuda.PinnedMemoryPointer(pinned, 0)
+            self.staging = np.ndarray((capacity,), np.uint8, memory)
+            with self._stream:
+                self._buffer = self._cupy.empty(max(largest, 1), np.uint8)
+
+    def start(self, job: Job) -> None:
+        runtime = self._cupy.cuda.runtime
+        host, stream = self.staging.ctypes.data, self._stream.ptr
+        with use(self._device), self._stream:
+            runtime.memcpyAsync(
+                self._buffer.data.ptr, host, job.nbytes, runtime.memcpyHostToDevice, stream
+            )
+            x = self._cupy.ndarray(job.shape, job.dtype, self._buffer.data)
+            q = quantize(x, self._fmt, nonfinite=self._nonfinite)
+            made = {**q.arrays(), SUMS.name: _sums(self._cupy, x, q)}
+            for part, start in _placed(self._fmt, job.shape):
+                source = made[part.name].data.ptr
+                runtime.memcpyAsync(
+                    host + start, source, _nbytes(part), runtime.memcpyDeviceToHost, stream
+                )
+        self._started = job, tuple(made.values())  # alive until the copies are done
+
+    def finish(self) -> Made:
+        assert self._started is not None  # the pipeline finishes what it has started
+        job, _ = self._started
+        self._stream.synchronize()
+        self._started = None
+        parts = {
+            part.name: self.staging[start : start + _nbytes(part)]
+            .view(part.dtype)
+            .reshape(part.shape)
+            for part, start in _placed(self._fmt, job.shape)
+        }
+        signal, noise = parts.pop(SUMS.name).tolist()
+        return Made(parts, sqnr_db(signal, noise))
+
+    def close(self) -> None:
+        with suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+            self._stream.synchronize()
+        self._started = None
+
+
+def make_slots(
+    device: str,
+    fmt: Format,
+    nonfinite: str,
+    tensors: Sequence[tuple[tuple[int, ...], int]],
+    count: int,
+) -> list[CudaSlot]:
+    """`count` slots (fewer for fewer tensors) that any of `tensors`, (shape, nbytes), fits in."""
+    capacity = max(staging_bytes(fmt, shape, nbytes) for shape, nbytes in tensors)
+    largest = max(nbytes for _, nbytes in tensors)
+    return [
+        CudaSlot(device, fmt, nonfinite, capacity, largest) for _ in range(min(count, len(tensors)))
+    ]
+
+
+def _sums(cupy: Any, x: Any, q: QuantArray) -> Any:
+    """[sum x^2, sum (x - x')^2] as float64 on the device."""
+    rows = (int(np.prod(x.shape[:-1])), x.shape[-1])
+    x, decoded = x.reshape(rows), q.dequantize(dtype=np.float32).reshape(rows)
+    signal, noise = _kernels()
+    return cupy.stack([signal(x, axis=1).sum(), noise(x, decoded, axis=1).sum()])
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """Sums over rows: of x^2, and of (x - y)^2."""
+    reduction = load_cupy().ReductionKernel
+    square = "static_cast<double>(static_cast<float>(x))"
+    return (
+        reduction(
+            "T x", "float64 z", f"{square} * {square}", "a + b", "z = a", "0", "cuquant_signal"
+        ),
+        reduction(
+            "T x, float32 y", "float64 z",
+            f"({square} - y) * ({square} - y)", "a + b", "z = a", "0", "cuquant_noise",
+        ),
+    )  # fmt: skip

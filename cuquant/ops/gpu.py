@@ -1,0 +1,225 @@
+"""CuPy and torch arrays on a GPU: the Backend that launches kernels on them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop, jit
+from cuquant.jit import Launch
+from cuquant.ops.kernels.geometry import View
+
+_uploaded: dict[tuple, Any] = {}  # constant tables: CuPy arrays by device and content
+
+
+def stream_handle(stream: object) -> int:
+    """The handle of a CuPy or torch stream, or of any object with `__cuda_stream__`.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    for name in ("ptr", "cuda_stream"):  # CuPy's and torch's
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return handle
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    raise TypeError(
+        f"stream must be a CuPy or torch stream or have __cuda_stream__, got {stream!r}"
+    )
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    import cupy  # type: ignore[import-not-found]
+
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+class Gpu:
+    """A Backend on one device and stream; subclasses say where memory comes from."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self.device, self.stream = device, stream
+
+    @property
+    def multiprocessors(self) -> int:
+        return _multiprocessors(self.device)
+
+    def upload(self, array: np.ndarray) -> Any:
+        """A CuPy copy that every call on the device shares, on whatever stream."""
+        key = (self.device, array.dtype.str, array.shape, array.tobytes())
+        found = _uploaded.get(key)
+        return found if found is not None else self._upload(key, array)
+
+    def _upload(self, key: tuple, array: np.ndarray) -> Any:
+        import cupy  # type: ignore[import-not-found]
+
+        jit.refuse_capture(self.stream, "a table")
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            copy = cupy.asarray(array)
+            own.synchronize()
+        return _uploaded.setdefault(key, copy)
+
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
+        kernel = jit.load(launch.program, self.device, self.stream)
+        kernel.launch(launch.grid, launch.threads, launch.shared, arguments, self.stream)
+
+    def view(self, array: Any) -> View:
+        """Where an array of the backend's library lies."""
+        raise NotImplementedError
+
+
+class CupyBackend(Gpu):
+    """Memory from CuPy's pool; the stream is CuPy's current one."""
+
+    kind = "cupy"
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return sys.modules["cupy"].empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return sys.modules["cupy"].zeros(shape, dtype)
+
+    def array(self, host: np.ndarray) -> Any:
+        """A copy of a NumPy array."""
+        return sys.modules["cupy"].asarray(host)
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
+    def contiguous(self, x: Any, axis: int) -> Any:
+        moved = sys.modules["cupy"].moveaxis(x, axis, -1)
+        aligned = moved.flags.c_contiguous and moved.data.ptr % 16 == 0
+        return moved if aligned else moved.copy(order="C")
+
+    def read(self, array: Any) -> np.ndarray:
+        return array.get()
+
+    def view(self, array: Any) -> View:
+        size = array.dtype.itemsize
+        strides = tuple(step // size for step in array.strides)
+        return View(array.data.ptr, array.shape, strides, array.dtype)
+
+    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+        """The array with its axes in this order."""
+        return array.transpose(axes)
+
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A contiguous copy of an array of numbers, in this shape and dtype."""
+        cupy = sys.modules["cupy"]
+        return cupy.ascontiguousarray(cupy.broadcast_to(array, shape).astype(dtype))
+
+    def copy_into(self, target: Any, source: Any) -> None:
+        """target[...] = source."""
+        target[...] = source
+
+    def count_above(self, x: Any, bound: float) -> int:
+        """How many magnitudes are larger; waits for the device."""
+        return int((abs(x.astype(np.float32)) > np.float32(bound)).sum())
+
+
+class TorchBackend(Gpu):
+    """Memory from torch's allocator; the stream is torch's current one."""
+
+    kind = "torch"
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=_torch_dtype(dtype.name), device=self._name)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        torch = sys.modules["torch"]
+        wide = {"uint32": torch.int32, "uint64": torch.int64}.get(dtype.name)  # same zeros
+        return torch.zeros(shape, dtype=wide or _torch_dtype(dtype.name), device=self._name)
+
+    @property
+    def _name(self) -> str:
+        return f"cuda:{self.device}"
+
+    def array(self, host: np.ndarray) -> Any:
+        """A copy of a NumPy array."""
+        return interop.from_numpy(np.ascontiguousarray(host), "torch").to(self._name)
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr if interop.kind(array) == "cupy" else array.data_ptr()
+
+    def contiguous(self, x: Any, axis: int) -> Any:
+        moved = sys.modules["torch"].movedim(x.detach(), axis, -1)
+        aligned = moved.is_contiguous() and moved.data_ptr() % 16 == 0
+        return moved if aligned else moved.clone(memory_format=_contiguous_format())
+
+    def read(self, array: Any) -> np.ndarray:
+        return interop.to_numpy(array.cpu())
+
+    def view(self, array: Any) -> View:
+        dtype = interop.dtype_of(array)
+        return View(array.data_ptr(), tuple(array.shape), array.stride(), dtype)
+
+    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+        """The array with its axes in this order."""
+        return array.permute(axes)
+
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A contiguous copy of an array of numbers, in this shape and dtype."""
+        return array.detach().to(_torch_dtype(dtype.name)).expand(shape).contiguous()
+
+    def copy_into(self, target: Any, source: Any) -> None:
+        """target[...] = source."""
+        target.copy_(source)
+
+    def count_above(self, x: Any, bound: float) -> int:
+        """How many magnitudes are larger; waits for the device."""
+        return int((x.detach().float().abs() > bound).sum())
+
+
+def _contiguous_format() -> Any:
+    return sys.modules["torch"].contiguous_format
+
+
+@cache
+def _torch_dtype(name: str) -> Any:
+    return getattr(sys.modules["torch"], name)
+
+
+GpuBackend = CupyBackend | TorchBackend
+
+
+@contextmanager
+def backend_of(x: Any, stream: object = None) -> Iterator[GpuBackend]:
+    """The backend of a GPU array, on its device and on `stream` or its library's current one.
+
+    Device and stream are current inside, and what they were afterwards.
+    """
+    cupy = interop.load_cupy()
+    torch_tensor = interop.kind(x) == "torch"
+    index = x.device.index if torch_tensor else x.device.id
+    before = cupy.cuda.runtime.getDevice()
+    if before != index:
+        cupy.cuda.runtime.setDevice(index)
+    try:
+        if torch_tensor:
+            torch = sys.modules["torch"]
+            if stream is None:
+                yield TorchBackend(index, torch.cuda.current_stream(index).cuda_stream)
+                return
+            own = torch.cuda.ExternalStream(stream_handle(stream), device=index)
+            with torch.cuda.stream(own):
+                x.record_stream(own)
+                yield TorchBackend(index, own.cuda_stream)
+            return
+        if stream is None:
+            yield CupyBackend(index, cupy.cuda.get_current_stream().ptr)
+            return
+        own = cupy.cuda.ExternalStream(stream_handle(stream), index)
+        with own:
+            yield CupyBackend(index, own.ptr)
+    finally:
+        if before != index:
+            cupy.cuda.runtime.setDevice(before)

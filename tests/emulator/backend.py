@@ -1,0 +1,179 @@
+"""Backends of the tests: one runs kernels on the CPU, one only notes which are wanted."""
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cuquant.jit import Launch, Program
+from emulator import compile as compilation
+from emulator.memory import Memory
+
+ORDERS = ("ascending", "descending", "shuffled", "mixed")
+SHARED_MOST = 232448  # bytes of dynamic shared memory: Hopper's
+
+
+class KernelError(RuntimeError):
+    """A kernel did what a GPU would not forgive."""
+
+
+class _Dim3(ctypes.Structure):
+    _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", _Dim3),
+        ("threads", ctypes.c_int),
+        ("shared", ctypes.c_int),
+        ("order", ctypes.c_int),
+    ]
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_longlong),
+        ("count", ctypes.c_longlong),
+        ("data", ctypes.c_char_p),
+    ]
+
+
+class Emulator:
+    """A Backend that runs kernels on the CPU, on NumPy arrays.
+
+    Parameters
+    ----------
+    order
+        In which the threads of a block take turns between barriers: one of ORDERS; "mixed" takes
+        another one for each block.
+    folders
+        Where to look for kernel files before cuquant's own folder.
+    multiprocessors
+        What launch rules see.
+    """
+
+    def __init__(
+        self, order: str = "mixed", folders: Sequence[Path] = (), multiprocessors: int = 2
+    ) -> None:
+        self.order = ORDERS.index(order)
+        self.folders = tuple(folders)
+        self.multiprocessors = multiprocessors
+        self.memory = Memory()
+        self._uploaded: dict[tuple, np.ndarray] = {}
+
+    def build(self, programs: Iterable[Program]) -> None:
+        """Compile programs together, which is much faster than one by one."""
+        compilation.functions(programs, self.folders)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return self.memory.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def contiguous(self, x: np.ndarray, axis: int) -> np.ndarray:
+        moved = np.moveaxis(x, axis, -1)
+        if moved.flags.c_contiguous and moved.ctypes.data % 16 == 0:
+            return moved
+        copy = self.empty(moved.shape, moved.dtype)
+        copy[...] = moved
+        return copy
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        """A guarded copy that kernels cannot write to."""
+        key = (array.dtype.str, str(array.dtype), array.shape, array.tobytes())
+        if key not in self._uploaded:
+            copy = self.memory.empty(array.shape, array.dtype)
+            copy[...] = array
+            copy.flags.writeable = False
+            self.memory.protect(copy)
+            self._uploaded[key] = copy
+        return self._uploaded[key]
+
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
+        """Run a kernel to its end; KernelError says what went wrong and where."""
+        _check(launch)
+        (function,) = compilation.functions([launch.program], self.folders)
+        given = (_Argument * max(len(arguments), 1))(*map(_argument, arguments))
+        order = _Launch(_Dim3(*launch.grid), launch.threads, launch.shared, self.order)
+        address = ctypes.c_void_p(0)
+        failure = function(
+            ctypes.byref(order), given, ctypes.c_int(len(arguments)), ctypes.byref(address)
+        )
+        if failure is not None:
+            where = self.memory.describe(address.value) if address.value else ""
+            raise KernelError(f"{launch.program.name}: {failure.decode()}{where}")
+        if problem := self.memory.changed():
+            raise KernelError(f"{launch.program.name}: {problem}")
+
+
+class Recorder:
+    """A Backend that launches nothing and notes the programs; its arrays hold zeros.
+
+    What `read` gives is zeros too: programs that depend on results are found with those only.
+    """
+
+    def __init__(self, multiprocessors: int = 2) -> None:
+        self.multiprocessors = multiprocessors
+        self.launches: list[Launch] = []
+
+    @property
+    def programs(self) -> list[Program]:
+        """Each once, in the order of their first launch."""
+        return list(dict.fromkeys(launch.program for launch in self.launches))
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def contiguous(self, x: np.ndarray, axis: int) -> np.ndarray:
+        return np.ascontiguousarray(np.moveaxis(x, axis, -1))
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
+        _check(launch)
+        for argument in arguments:
+            _argument(argument)
+        self.launches.append(launch)
+
+
+def _check(launch: Launch) -> None:
+    """The limits of every GPU since sm_75, but for shared memory."""
+    x, y, z = launch.grid
+    if not (0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < z < 1 << 16):
+        raise KernelError(f"{launch.program.name}: a grid of {launch.grid} blocks")
+    if not 0 < launch.threads <= 1024:
+        raise KernelError(f"{launch.program.name}: {launch.threads} threads in a block")
+    if not 0 <= launch.shared <= SHARED_MOST:
+        raise KernelError(f"{launch.program.name}: {launch.shared} bytes of dynamic shared memory")
+
+
+def _argument(value: int | float | bytes) -> _Argument:
+    if isinstance(value, bytes):
+        data = value + b"\0" * (-len(value) % 8)
+        return _Argument(ord("b"), len(data), data)
+    if isinstance(value, float):
+        return _Argument(ord("f"), 8, struct.pack("<fI", value, 0))
+    if isinstance(value, int):
+        return _Argument(ord("i"), 8, (value & (1 << 64) - 1).to_bytes(8, "little"))
+    raise TypeError(f"a kernel takes int, float and bytes, got {type(value).__name__}")

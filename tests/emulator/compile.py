@@ -1,0 +1,153 @@
+"""Programs to shared libraries: one C++ file for many of them, by g++, kept by content."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cuquant.jit import Program, kernel_folder
+
+HERE = Path(__file__).parent
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-w",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-fno-extern-tls-init",
+    "-U_FORTIFY_SOURCE",
+    "-fsanitize=bounds,shift-exponent,alignment",
+)
+MOST = 32  # programs in one C++ file
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+Function = Callable[..., bytes | None]  # run_0(launch, arguments, their count, fault)
+_functions: dict[tuple[Program, tuple[Path, ...]], Function] = {}
+_lock = threading.Lock()
+
+
+def compiler() -> str | None:
+    """The path of g++, or None."""
+    return shutil.which("g++")
+
+
+def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list[Function]:
+    """What runs each program, compiled where that has not happened; see `start` in launch.h.
+
+    Programs of one kernel file are compiled together, two files at a time. Kernel files are looked
+    for in `folders`, then in cuquant's own.
+    """
+    programs, places = list(programs), (*folders, kernel_folder())
+    with _lock:
+        missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
+        groups = _groups(missing)
+        with ThreadPoolExecutor(2) as pool:
+            libraries = list(pool.map(lambda group: _library(group, places), groups))
+        for group, library in zip(groups, libraries, strict=True):
+            loaded = ctypes.CDLL(str(library))
+            for index, program in enumerate(group):
+                function = getattr(loaded, f"run_{index}")
+                function.restype = ctypes.c_char_p
+                _functions[program, places] = function
+        return [_functions[program, places] for program in programs]
+
+
+def _groups(programs: list[Program]) -> list[list[Program]]:
+    by_file: dict[str, list[Program]] = {}
+    for program in programs:
+        by_file.setdefault(program.file, []).append(program)
+    groups = []
+    for members in by_file.values():
+        size = min(MOST, -(-len(members) // 2)) if len(members) > 4 else len(members)
+        groups += [members[i : i + size] for i in range(0, len(members), size)]
+    return groups
+
+
+def source_of(programs: Sequence[Program]) -> str:
+    """The C++ of some programs: facts that they share are there once."""
+    facts = dict.fromkeys(program.facts for program in programs if program.facts)
+    files = dict.fromkeys(program.file for program in programs)
+    lines = ['#include "cuda.h"', '#include "launch.h"', '#include "format.cuh"']
+    lines += ["namespace cuquant { namespace formats {", *facts, "} }"]
+    lines += [f'#include "{file}"' for file in files]
+    lines.append("namespace cuquant {")
+    for index, program in enumerate(programs):
+        lines += [
+            f'extern "C" __attribute__((visibility("default"))) const char* run_{index}(',
+            "    const emulator::Launch* launch, const emulator::Argument* given, int count,",
+            "    void** fault)",
+            f"{{ return emulator::start({program.name}, *launch, given, count, fault); }}",
+        ]
+    lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _library(programs: list[Program], places: Sequence[Path]) -> Path:
+    source = source_of(programs)
+    folder = _cache_folder()
+    name = _digest(source, [HERE, *places])
+    library = folder / f"{name}.so"
+    with open(folder / f"{name}.lock", "w") as lock:  # one process compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(source, library, places)
+    return library
+
+
+def _compile(source: str, library: Path, places: Sequence[Path]) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        text, built = Path(work) / "programs.cpp", Path(work) / "programs.o"
+        text.write_text(source, encoding="utf-8")
+        include = [f"-I{folder}" for folder in (HERE, *places)]
+        _run("g++", *FLAGS, *include, "-c", str(text), "-o", str(built))
+        _run("g++", "-shared", str(built), "-o", str(built.with_suffix(".so")))
+        os.replace(built.with_suffix(".so"), library)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ found errors in the kernels:\n{done.stderr[:8000]}")
+
+
+def _digest(source: str, folders: Sequence[Path]) -> str:
+    """Of all that decides what a library does: texts, flags, compiler."""
+    digest = hashlib.sha256(repr((FLAGS, _version())).encode())
+    pending, seen = [source], set()
+    while pending:
+        text = pending.pop()
+        digest.update(text.encode())
+        for name in _INCLUDE.findall(text):
+            found = next((f / name for f in folders if (f / name).is_file()), None)
+            if found and found not in seen:
+                seen.add(found)
+                pending.append(found.read_text(encoding="utf-8"))
+    digest.update((HERE / "cub/block/block_reduce.cuh").read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """A folder of this user's alone, for all processes; a fresh one where that is not to be had."""
+    folder = Path(tempfile.gettempdir()) / f"cuquant-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        return Path(tempfile.mkdtemp(prefix="cuquant-emulator-"))
+    return folder

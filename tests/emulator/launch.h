@@ -1,0 +1,164 @@
+// A launch: shared memory poisoned for every block, faults turned into messages, and the values that
+// Python passes made the kernel's parameters, with the checks that a GPU does not make.
+#pragma once
+#include "fibers.h"
+
+#include <csignal>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <link.h>
+
+namespace emulator {
+
+// ---- shared memory ------------------------------------------------------------------------------
+
+struct Bytes { unsigned char* begin; std::size_t count; };
+
+// This library's thread_local bytes: the shared arrays of all its kernels.
+inline Bytes shared_memory() {
+    Bytes found{cuquant::dynamic_shared, 0};  // touched, so it exists
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, std::size_t, void* data) {
+            auto& bytes = *static_cast<Bytes*>(data);
+            auto* tls = static_cast<unsigned char*>(info->dlpi_tls_data);
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const auto& header = info->dlpi_phdr[i];
+                if (header.p_type != PT_TLS || !tls) continue;
+                if (bytes.begin < tls || bytes.begin >= tls + header.p_memsz) continue;
+                bytes = {tls, header.p_memsz};
+                return 1;
+            }
+            return 0;
+        },
+        &found);
+    return found;
+}
+
+inline void poison(const Bytes& all, int dynamic) {
+    unsigned char* const start = cuquant::dynamic_shared;
+    unsigned char* const end = start + sizeof cuquant::dynamic_shared;
+    std::memset(all.begin, kPoison, start - all.begin);
+    std::memset(start, kPoison, dynamic + kGuard);
+    std::memset(end, kPoison, all.begin + all.count - end);
+}
+
+inline void check_dynamic(int dynamic) {
+    for (int i = dynamic; i < dynamic + kGuard; ++i)
+        if (cuquant::dynamic_shared[i] != kPoison)
+            fail("a write to byte %d of %d bytes of dynamic shared memory", i, dynamic);
+}
+
+// ---- launching ----------------------------------------------------------------------------------
+
+struct Launch { Dim3 grid; int threads, shared, order; };
+
+inline void on_signal(int number, siginfo_t* info, void*) {
+    machine.fault = info->si_addr;
+    const char* what = number == SIGFPE ? "integer division by zero" : "invalid access";
+    fail("%s at address %p", what, info->si_addr);
+}
+
+// Turns faults of the kernel into messages while it lives; then the handlers are Python's again.
+class Signals {
+    static constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
+    struct sigaction before_[3];
+    stack_t stack_before_;
+
+  public:
+    Signals() {
+        static char stack[1 << 16];
+        stack_t own{};
+        own.ss_sp = stack;
+        own.ss_size = sizeof stack;
+        sigaltstack(&own, &stack_before_);
+        struct sigaction action{};
+        action.sa_sigaction = on_signal;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &action, &before_[i]);
+    }
+    ~Signals() {
+        for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &before_[i], nullptr);
+        sigaltstack(&stack_before_, nullptr);
+    }
+};
+
+inline void run_grid(const Launch& launch) {
+    machine.threads = launch.threads;
+    if (static_cast<int>(machine.fibers.size()) < launch.threads) machine.fibers.resize(launch.threads);
+    gridDim = launch.grid;
+    blockDim = {static_cast<unsigned>(launch.threads), 1, 1};
+    const Bytes all = shared_memory();
+    unsigned block = 0;
+    for (unsigned z = 0; z < launch.grid.z; ++z)
+        for (unsigned y = 0; y < launch.grid.y; ++y)
+            for (unsigned x = 0; x < launch.grid.x; ++x, ++block) {
+                blockIdx = {x, y, z};
+                poison(all, launch.shared);
+                run_block(turns(static_cast<Order>(launch.order), block));
+                check_dynamic(launch.shared);
+            }
+}
+
+// Does `work`, which may fail: what went wrong, or nullptr.
+template <class Work>
+const char* run(const Work& work) {
+    machine.fault = nullptr;
+    machine.current = 0;
+    const Signals signals;
+    if (sigsetjmp(machine.failed, 1)) return machine.message;
+    work();
+    return nullptr;
+}
+
+// ---- parameters ---------------------------------------------------------------------------------
+
+// One value: 'i' an integer or pointer, 'f' a float32, 'b' the bytes of a struct.
+struct Argument { long long kind, count; const void* data; };
+
+template <class T>
+T parameter(const Argument& given, int index) {
+    using Plain = std::remove_cv_t<T>;
+    constexpr bool kWhole = std::is_integral_v<Plain> || std::is_pointer_v<Plain> || std::is_enum_v<Plain>;
+    const char wanted = std::is_floating_point_v<Plain> ? 'f' : kWhole ? 'i' : 'b';
+    if (given.kind != wanted)
+        fail("parameter %d wants '%c' (i: int, f: float, b: bytes), got '%c'", index, wanted,
+             static_cast<char>(given.kind));
+    if (wanted == 'b' && given.count != (static_cast<long long>(sizeof(Plain)) + 7) / 8 * 8)
+        fail("parameter %d is a struct of %d bytes, got %lld", index, static_cast<int>(sizeof(Plain)),
+             given.count);
+    Plain value;
+    std::memcpy(static_cast<void*>(&value), given.data, sizeof value);
+    if constexpr (std::is_integral_v<Plain> && sizeof(Plain) < 8) {
+        long long whole;
+        std::memcpy(&whole, given.data, 8);
+        if (static_cast<long long>(value) != whole)
+            fail("parameter %d has %d bytes and cannot hold %lld", index,
+                 static_cast<int>(sizeof(Plain)), whole);
+    }
+    return value;
+}
+
+template <class... A, std::size_t... I>
+void call(void (*kernel)(A...), const Launch& launch, const Argument* given, std::index_sequence<I...>) {
+    std::tuple<std::remove_cv_t<A>...> values{parameter<A>(given[I], static_cast<int>(I))...};
+    machine.kernel = [kernel, values] { kernel(std::get<I>(values)...); };
+    run_grid(launch);
+}
+
+// Runs a kernel on all blocks of a launch: what went wrong, or nullptr; *fault is the address of an
+// invalid access.
+template <class... A>
+const char* start(void (*kernel)(A...), const Launch& launch, const Argument* given, int count,
+                  void** fault) {
+    const char* failure = run([=] {
+        if (count != static_cast<int>(sizeof...(A)))
+            fail("the kernel has %d parameters, got %d", static_cast<int>(sizeof...(A)), count);
+        call(kernel, launch, given, std::index_sequence_for<A...>{});
+    });
+    *fault = machine.fault;
+    return failure;
+}
+
+}  // namespace emulator

@@ -1,0 +1,235 @@
+"""The compile matrix: every kernel for every architecture, without a GPU.
+
+A kernel that spills registers, or whose wgmma instructions the compiler serialized, is a defect
+unless it is listed here with its reason. The test suite compiles all kernels for sm_90 and a sample
+for the others; `python tests/test_compile.py --all` compiles everything, and what is unchanged is
+found in the cache (CUQUANT_CACHE_DIR).
+"""
+
+import argparse
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+
+import cuquant as cq
+from cuquant import elf, jit
+from cuquant.jit import Program
+
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+MAIN_ARCH = 90
+SAMPLE = 12  # kernels for each of the other architectures
+
+# Entry of a kernel -> why it may have local memory.
+LOCAL_MEMORY: dict[str, str] = {}
+
+# The kernels at the memory roof: what they read or write by 16 bytes.
+WIDE = {"quantize": "LDG", "dequantize": "STG"}
+WIDE_FORMATS = ("nf4", "int8", "fp8_e4m3", "mxfp4", "q4_0")
+
+
+class Failure(NamedTuple):
+    """A kernel that is not as it should be."""
+
+    arch: int
+    name: str
+    complaint: str
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} {self.name}: {self.complaint}"
+
+
+# ---- what is checked ----------------------------------------------------------------------------
+
+
+def programs(operation: str, name: str) -> list[Program]:
+    return jit.PROGRAMS[operation](cq.get_format(name))
+
+
+def all_programs() -> list[Program]:
+    """Each distinct one, in a fixed order."""
+    pairs = ((operation, name) for operation in sorted(jit.PROGRAMS) for name in cq.list_formats())
+    return list(dict.fromkeys(program for pair in pairs for program in programs(*pair)))
+
+
+def failures(program: Program, arch: int) -> list[Failure]:
+    """What is wrong with a kernel on an architecture."""
+    if program.features and arch != MAIN_ARCH:
+        return []
+    try:
+        made = jit.compiled(program, arch)
+    except cq.CompileError as error:
+        return [Failure(arch, program.name, str(error))]
+    found = []
+    if "wgmma" in made.log and "serialized" in made.log:
+        found.append(made.log.strip())
+    local = elf.resources(made.code, program.entry).local_bytes
+    if local and program.entry not in LOCAL_MEMORY:
+        found.append(f"{local} bytes of local memory a thread")
+    return [Failure(arch, program.name, complaint) for complaint in found]
+
+
+def all_failures(jobs: list[tuple[Program, int]]) -> list[Failure]:
+    """Of many kernels, compiled on as many threads as there are processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda job: failures(*job), jobs)
+        return [failure for one in found for failure in one]
+
+
+def sass_faults(sass: str, wide: str) -> list[str]:
+    """What the SASS of a kernel at the memory roof lacks; `wide` is LDG or STG."""
+    found = [] if re.search(rf"\b{wide}\.E\.(\w+\.)*128\b", sass) else [f"no 16-byte {wide}"]
+    return found + [f"{op} in it" for op in ("LDL", "STL") if re.search(rf"\b{op}\b", sass)]
+
+
+# ---- tests --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    """The cache that CUQUANT_CACHE_DIR names, else one that goes away: not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("CUQUANT_CACHE_DIR"):
+            patch.setenv("CUQUANT_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
+        for name in ("CUQUANT_CUBINS", "CUQUANT_DUMP", "CUQUANT_PRINT_SOURCE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    try:
+        jit.nvrtc()
+    except cq.BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+PAIRS = [(operation, name) for operation in sorted(jit.PROGRAMS) for name in cq.list_formats()]
+
+
+@pytest.mark.parametrize(("operation", "name"), PAIRS)
+def test_every_kernel_compiles_without_local_memory(operation, name):
+    jobs = [(program, MAIN_ARCH) for program in programs(operation, name)]
+    assert not all_failures(jobs)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != MAIN_ARCH])
+def test_a_sample_compiles_for_the_other_architectures(arch):
+    found = all_programs()
+    if not found:
+        pytest.skip("no operation has kernels")
+    step = max(1, len(found) // SAMPLE)
+    start = ARCHS.index(arch) % step  # other kernels for each architecture
+    assert not all_failures([(program, arch) for program in found[start::step]])
+
+
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+@pytest.mark.parametrize(
+    "operation", [operation for operation in WIDE if operation in jit.PROGRAMS]
+)
+def test_some_kernel_at_the_memory_roof_has_16_byte_accesses(operation, name):
+    """Of the kernels for half precision: the plain one, which takes any shape, has none."""
+    faults = []
+    for program in jit.PROGRAMS[operation](cq.get_format(name), dtypes=("float16",)):
+        sass = elf.disassembled(jit.compiled(program, MAIN_ARCH).code)
+        if sass is None:
+            pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
+        faults.append(sass_faults(sass, WIDE[operation]))
+    assert [] in faults, faults
+
+
+def test_exceptions_are_listed_with_their_reason_and_exist():
+    entries = {program.entry for program in all_programs()}
+    assert all(reason.strip() for reason in LOCAL_MEMORY.values())
+    assert set(LOCAL_MEMORY) <= entries
+
+
+# ---- the checks can fail ------------------------------------------------------------------------
+
+CLEAN = """
+namespace cuquant {
+template <int k> __global__ void clean(const uint4* x, uint4* y) {
+    uint4 v = x[threadIdx.x];
+    v.x += k;
+    y[threadIdx.x] = v;
+}
+template <int n> __global__ void spilled(const float* p, const int* at, float* y) {
+    float a[n];
+    for (int i = 0; i < n; ++i) a[i] = p[i];
+    for (int i = 0; i < n; ++i) a[at[i]] += a[at[i + 1]];
+    for (int i = 0; i < n; ++i) y[i] = a[i];
+}
+}
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    (tmp_path / "format.cuh").write_text("#pragma once\n")
+    (tmp_path / "planted.cu").write_text(CLEAN)
+    monkeypatch.setattr(jit, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setenv("CUQUANT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("arch", [75, 90, 120])
+def test_a_planted_spill_is_seen(planted, monkeypatch, arch):
+    bad, good = Program("planted.cu", "spilled", (40,)), Program("planted.cu", "clean", (1,))
+    wrong = Program("planted.cu", "clean", ("nothing",))
+    found = all_failures([(good, arch), (bad, arch), (wrong, arch)])
+    assert [failure.name for failure in found] == [bad.name, wrong.name]
+    assert "160 bytes of local memory" in str(found[0]) and "nothing" in str(found[1])
+    monkeypatch.setitem(LOCAL_MEMORY, "spilled", "planted")
+    assert not failures(bad, arch)
+
+
+def test_a_serialized_wgmma_is_seen_also_in_the_cache(planted, monkeypatch):
+    """The warning as NVRTC words it; the log is kept with the kernel."""
+    program = Program("planted.cu", "clean", (2,))
+    warning = "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    build = jit.build
+    monkeypatch.setattr(jit, "build", lambda *a: build(*a)._replace(log=warning))
+    for _ in range(2):
+        (found,) = failures(program, MAIN_ARCH)
+        assert "serialized" in found.complaint
+        monkeypatch.setattr(jit, "build", build)
+    assert not jit.compiled(program, MAIN_ARCH).fresh
+
+
+@pytest.mark.parametrize("arch", [75, 90, 120])
+def test_the_sass_is_read(planted, arch):
+    clean = elf.disassembled(jit.compiled(Program("planted.cu", "clean", (3,)), arch).code)
+    if clean is None:
+        pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
+    assert sass_faults(clean, "LDG") == sass_faults(clean, "STG") == []
+    bad = elf.disassembled(jit.compiled(Program("planted.cu", "spilled", (40,)), arch).code)
+    assert sass_faults(bad or "", "LDG") == ["no 16-byte LDG", "LDL in it", "STL in it"]
+
+
+# ---- python tests/test_compile.py ---------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="compile the kernels for many architectures")
+    parser.add_argument("--all", action="store_true", help="every kernel for every architecture")
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS))
+    options = parser.parse_args()
+    if not options.all:
+        parser.error("nothing to do without --all")
+    found, start = all_programs(), time.perf_counter()
+    bad = []
+    for arch in options.arch:
+        bad += all_failures([(program, arch) for program in found])
+        print(
+            f"sm_{arch}: {len(found)} kernels after {time.perf_counter() - start:.0f} s", flush=True
+        )
+    for failure in bad:
+        print(failure)
+    print(f"{len(found)} kernels for {len(options.arch)} architectures: {len(bad)} failures")
+    return 1 if bad or not found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
