@@ -36,6 +36,8 @@ def scattered(rng: np.random.Generator) -> np.ndarray:
         np.rint(normal * 3),  # ties
         rng.choice([-1.0, 1.0], n),
         np.abs(normal) ** 4,
+        normal * 1e-3 + 2,  # normal equations that are nearly singular
+        normal * 1e-2 - 2,
         normal * 1e-4,  # float16 scales are subnormal
         normal * 1e-6,
         normal * 1e-30,
@@ -102,6 +104,14 @@ def test_bytes_are_the_references(name, dtype, nonfinite, rng):
     found, wanted = both(name, x, nonfinite)
     wrong = np.flatnonzero((found != wanted).any(-1)) // (ELEMENTS // BLOCK_LAYOUTS[name].elements)
     assert not len(wrong), f"rows {np.unique(wrong)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_shows_in_many_blocks(name, rng):
+    """One operation rounded otherwise, an FMA say, changes about one block in 4000."""
+    x = rng.standard_t(5, 4096 * 256).astype(F32)
+    found, wanted = both(name, x, "propagate")
+    assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
