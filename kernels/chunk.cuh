@@ -16,7 +16,7 @@ template <> struct Element<Half> {
     static constexpr float top = kHalfMax;
     __device__ static void of_word(u32 word, float* x) {
         x[0] = float_of_half(word);
-        x[1] = float_of_half(word >> 16);
+        x[1] = float_of_high_half(word);
     }
     __device__ static float load(const Half* from) { return float_of_half(from->bits); }
     __device__ static void store(Half* to, float x) { to->bits = static_cast<u16>(halves_of(x, 0.0f)); }
@@ -66,10 +66,17 @@ __device__ inline float clamped(float x) {
 
 // What codes are made from: (x - minimum) * inverse, or 0 in blocks without a usable scale.
 template <class Format>
-__device__ inline float scaled(float x, float inverse, float minimum) {
-    if constexpr (Format::stored == Stored::None) return x;
-    if constexpr (Format::offset == Offset::Minimum) x = __fadd_rn(x, -minimum);
-    return inverse == 0.0f ? 0.0f : __fmul_rn(x, inverse);
+__device__ inline void scale_chunk(float* x, float inverse, float minimum) {
+    if constexpr (Format::stored == Stored::None) return;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+        if constexpr (Format::offset == Offset::Minimum) x[i] = __fadd_rn(x[i], -minimum);
+        x[i] = __fmul_rn(x[i], inverse);
+    }
+    if (!usable(inverse)) {  // seldom: NaN or infinity times 0 would not be 0
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) x[i] = 0.0f;
+    }
 }
 
 // `fields` times `bias` at distances of `bits`.
@@ -120,6 +127,11 @@ __device__ inline u64 encode_chunk(
              | static_cast<u64>(e5m2_pair_of(z[4], z[5]) | e5m2_pair_of(z[6], z[7]) << 16) << 32;
     } else
 #endif
+    if constexpr (Codec::is_codebook) {
+        if (lookup.steps > 1)
+            return pack_chunk<typename Format::Packing, 0>(
+                [&](int i) { return Codec::encode_crowded(z[i], tables, lookup); });
+    }
     return pack_chunk<typename Format::Packing, Codec::bias>([&](int i) { return Codec::encode(z[i], zero_point, tables, lookup); });
 }
 

@@ -4,17 +4,32 @@
 
 namespace cuquant {
 
-__device__ inline AbsMax::State shuffle(AbsMax::State s, int distance) { return {__shfl_xor_sync(~0u, s.top, distance)}; }
-__device__ inline Range::State shuffle(Range::State s, int distance) {
-    return {__shfl_xor_sync(~0u, s.low, distance), __shfl_xor_sync(~0u, s.high, distance)};
+// The largest of a word over kLanes lanes.
+template <int kLanes, typename Word>
+__device__ Word lanes_max(Word word) {
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) word = max(word, __shfl_xor_sync(~0u, word, distance));
+    return word;
+}
+
+// The sign bit of the first element of size `top`, which numbers of both signs have.
+template <int kLanes>
+__device__ u32 sign_of_first(const float* x, u32 top, int lane) {
+    u32 key = 0;  // places count down from 2 * 256
+#pragma unroll
+    for (int i = kChunk - 1; i >= 0; --i) {
+        const u32 bits = bits_of(x[i]);
+        if ((bits & 0x7FFFFFFFu) == top) key = (kLanes - lane) * 2 * kChunk + (kChunk - 1 - i) * 2 + (bits >> 31);
+    }
+    return lanes_max<kLanes>(key) << 31;
 }
 
 // What of a block its scale is made from; every lane of the block gets it.
 template <class Format, int kLanes>
 __device__ typename Format::Rule::State find(const float* x, int lane) {
     using Rule = typename Format::Rule;
-    typename Rule::State found = Rule::of(x[0], 0);
     if constexpr (Format::mean) {  // in index order, lane by lane
+        typename Rule::State found = Rule::of(x[0], 0);
         double sum = 0.0;
 #pragma unroll 1
         for (int l = 0; l < kLanes; ++l) {
@@ -23,24 +38,32 @@ __device__ typename Format::Rule::State find(const float* x, int lane) {
             sum = __shfl_sync(~0u, sum, l, kLanes);
         }
         found.sum = sum;
-    } else if constexpr (Rule::by_index) {
-        u32 top = bits_of(x[0]);
-#pragma unroll
-        for (int i = 1; i < kChunk; ++i) top = Rule::further(top, bits_of(x[i]));
-#pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2) {
-            const u32 other = __shfl_xor_sync(~0u, top, distance);
-            top = lane & distance ? Rule::further(other, top) : Rule::further(top, other);
-        }
-        found = Rule::of_bits(top);
+        return found;
     } else {
+        Extremes extremes = Extremes::of(bits_of(x[0]));
 #pragma unroll
-        for (int i = 1; i < kChunk; ++i) found = Rule::merge(found, Rule::of(x[i], 0));
-#pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2)
-            found = Rule::merge(found, shuffle(found, distance));
+        for (int i = 1; i < kChunk; ++i) extremes.add(bits_of(x[i]));
+        if constexpr (is_same<Rule, Range>) {
+            const Range::State own = Range::of(extremes);
+            return {-1 - lanes_max<kLanes>(-1 - own.low), lanes_max<kLanes>(own.high)};
+        } else if constexpr (is_same<Rule, SignedMax>) {
+            const u32 above = extremes.above(), below = extremes.below();
+            const u32 top = lanes_max<kLanes>(max(above, below));
+            // A size of 0 has the sign of the first element, whichever it is.
+            constexpr u32 all = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
+            const int first = threadIdx.x % 32 / kLanes * kLanes;
+            const u32 plus = __ballot_sync(~0u, extremes.high >= 0 && above == top) >> first & all;
+            const u32 minus = __ballot_sync(~0u, extremes.low >> 31 && below == top) >> first & all;
+            u32 sign = minus ? 0x80000000u : 0u;
+            if (__any_sync(~0u, plus && minus)) {
+                const u32 searched = sign_of_first<kLanes>(x, top, lane);
+                if (plus && minus) sign = searched;
+            }
+            return {static_cast<u64>(top) << 32 | sign >> 31};
+        } else {
+            return {lanes_max<kLanes>(extremes.furthest())};
+        }
     }
-    return found;
 }
 
 }  // namespace cuquant

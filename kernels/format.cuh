@@ -13,11 +13,33 @@ constexpr float kFloatMax = 3.4028234663852886e38f, kHalfMax = 65504.0f;
 
 __device__ inline bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < 0x7F800000u; }
 
-// 1 / scale; 0 where that is not finite, and then every code is that of zero: one rule for zero,
-// vanishing and non-finite blocks.
-__device__ inline float inverse_of(float scale) {
-    const float inverse = __frcp_rn(scale);
-    return is_finite(inverse) ? inverse : 0.0f;
+// Whether 1 / scale is a finite number but 0. Where it is not, every code is that of zero: one rule for
+// zero, vanishing and non-finite blocks.
+__device__ inline bool usable(float inverse) { return (bits_of(inverse) << 1) - 1u < 0xFEFFFFFFu; }
+
+// x / kPeak, correctly rounded; by a power of two that is a product.
+template <int kPeakBits>
+__device__ inline float divided(float x) {
+    constexpr int exponent = (kPeakBits >> 23 & 0xFF) - 127;
+    if constexpr ((kPeakBits & 0x7FFFFF) == 0) {
+        return __fmul_rn(x, float_of(static_cast<u32>((kPeakBits & 0x80000000) | (127 - exponent) << 23)));
+    } else {
+        // One Newton step on x times the reciprocal: exact for every mantissa of the peaks that formats
+        // have (tested), away from the ends of the exponents.
+        const float peak = float_of(static_cast<u32>(kPeakBits)), reciprocal = __frcp_rn(peak);
+        const float quotient = __fmul_rn(x, reciprocal);
+        const float rest = __fmaf_rn(-quotient, peak, x);
+        if (fabsf(x) > 1e-30f && fabsf(x) < 1e38f) return __fmaf_rn(rest, reciprocal, quotient);
+        return __fdiv_rn(x, peak);
+    }
+}
+
+// 2^(floor(log2 top) - emax) of an absmax, 0 for 0.
+__device__ inline float power_below(u32 top, int emax) {
+    if (top == 0) return 0.0f;
+    const int own = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top);
+    const int exponent = min(max(own - emax, -127), 127);
+    return float_of(exponent == -127 ? 0x00400000u : static_cast<u32>(exponent + 127) << 23);
 }
 
 // ---- codecs: a number in the codec's range <-> an unsigned code ---------------------------------
@@ -56,10 +78,13 @@ struct Codebook {  // the nearest of kCount levels; kSorted: the code is the ran
     struct DecodeTables { float values[256]; };
 
     __device__ static void fill(EncodeTables& tables, const Lookup& lookup, int thread, int threads) {
+#pragma unroll 1
         for (int i = thread; i < kCount; i += threads) tables.borders[i] = lookup.borders[i];
         if constexpr (!kSorted)
+#pragma unroll 1
             for (int i = thread; i < kCount; i += threads) tables.codes[i] = lookup.codes[i];
         const u32* words = reinterpret_cast<const u32*>(lookup.ranks);
+#pragma unroll 1
         for (int i = thread; i < (lookup.cells + 3) / 4; i += threads)
             reinterpret_cast<u32*>(tables.ranks)[i] = words[i];
     }
@@ -67,6 +92,7 @@ struct Codebook {  // the nearest of kCount levels; kSorted: the code is the ran
     __device__ static void fill(DecodeTables& tables, const Lookup& lookup, int thread, int threads) {
         // Codes above the count stand for nothing; packings of few bits cannot hold them.
         constexpr int used = kCount <= 16 ? 16 : 256;
+#pragma unroll 1
         for (int i = thread; i < used; i += threads) tables.values[i] = lookup.values[i];
     }
 
@@ -85,7 +111,14 @@ struct Codebook {  // the nearest of kCount levels; kSorted: the code is the ran
     __device__ static u32 encode(float x, int, const EncodeTables& tables, const Lookup& lookup) {
         u32 rank = tables.ranks[cell_of(x, lookup)];
         rank += x > tables.borders[rank];
-        for (int step = 1; step < lookup.steps; ++step) rank += x > tables.borders[rank];
+        return kSorted ? rank : tables.codes[rank];
+    }
+
+    // The same where a cell may hold several borders.
+    __device__ static u32 encode_crowded(float x, const EncodeTables& tables, const Lookup& lookup) {
+        u32 rank = tables.ranks[cell_of(x, lookup)];
+#pragma unroll 1
+        for (int step = 0; step < lookup.steps; ++step) rank += x > tables.borders[rank];
         return kSorted ? rank : tables.codes[rank];
     }
 
@@ -175,11 +208,31 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
                                      : kSpecials == Specials::Ieee ? 1u << kMantissa : 0u);
     static constexpr bool is_16_bit = kExponent + kMantissa == 15;
 
+    // A size is a number of steps, 2^(e - kMantissa) for its exponent e, which is not below that of
+    // the smallest normal; adding 1.5 * 2^23 steps rounds to nearest even and leaves that number
+    // in the low bits. A step above the largest of an exponent is the first of the next one, so the
+    // code is the number of steps and 2^kMantissa more for each exponent.
+    __device__ static u32 encode(float x, int = 0) {
+        u32 code;
+        if constexpr (is_16_bit) {
+            code = encode_16_bit(bits_of(x) & 0x7FFFFFFFu);
+        } else {
+            constexpr u32 smallest = static_cast<u32>(128 - excess) << 23;
+            constexpr u32 magic = static_cast<u32>(23 - kMantissa) << 23 | 0x400000u;
+            const float size = fminf(fabsf(x), float_of(largest));
+            const u32 exponent = max(bits_of(size) & 0x7F800000u, smallest);
+            const u32 rounded = bits_of(__fadd_rn(size, float_of(exponent + magic)));
+            code = rounded - exponent + (exponent >> (23 - kMantissa)) - (magic + (smallest >> (23 - kMantissa)));
+        }
+        return code | (bits_of(x) >> (31 - kExponent - kMantissa) & sign);
+    }
+    // The bits of the largest number, at which sizes saturate.
+    static constexpr u32 largest = (peak_code + (static_cast<u32>(127 - excess) << kMantissa)) << (23 - kMantissa);
+
     // Sizes below the smallest normal are integers in steps of 2^(1 - excess - kMantissa); larger
     // ones are float32 with fewer mantissa bits, rounded by adding half a step, less one where the
-    // kept part is even. A carry into the exponent is the right next value.
-    __device__ static u32 encode(float x, int = 0) {
-        const u32 bits = bits_of(x), size = bits & 0x7FFFFFFFu;
+    // kept part is even. Infinity and NaN keep codes of their own: these carry no scale.
+    __device__ static u32 encode_16_bit(u32 size) {
         constexpr u32 smallest_normal = static_cast<u32>(128 - excess) << 23;
         constexpr int dropped = 23 - kMantissa;
         u32 code;
@@ -191,10 +244,8 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
             code = (rounded >> dropped) - (static_cast<u32>(127 - excess) << kMantissa);
         }
         code = min(code, peak_code);
-        // Infinity and NaN keep codes of their own only in fp16 and bf16, which carry no scale.
-        if (is_16_bit && size >= 0x7F800000u)
-            code = size == 0x7F800000u ? peak_code + 1 : (peak_code + 1) | (1u << (kMantissa - 1));
-        return code | (bits >> 31 ? sign : 0u);
+        if (size >= 0x7F800000u) code = peak_code + 1 + (size == 0x7F800000u ? 0u : 1u << (kMantissa - 1));
+        return code;
     }
     __device__ static u32 encode(float x, int, const EncodeTables&, const Lookup&) { return encode(x); }
 
@@ -237,33 +288,38 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
 // `State` is merged over the elements of a block in any order; `lost` says that something in it
 // was not finite.
 
+// Bits of floats compare like integers of their sign: the largest int is the largest number that is
+// not negative, the largest u32 the smallest negative one. NaN lies beyond infinity either way.
+struct Extremes {
+    int high;   // below 0: there is no number without a sign
+    u32 low;    // below 2^31: there is no number with a sign
+    u32 least;  // the smallest u32: the number nearest to zero of the first kind there is
+    __device__ static Extremes of(u32 bits) { return {static_cast<int>(bits), bits, bits}; }
+    __device__ void add(u32 bits) {
+        high = max(high, static_cast<int>(bits));
+        low = max(low, bits);
+        least = min(least, bits);
+    }
+    // Magnitudes of the largest and of the smallest number, 0 where there is none of that sign.
+    __device__ u32 above() const { return static_cast<u32>(max(high, 0)); }
+    __device__ u32 below() const { return low >> 31 ? low & 0x7FFFFFFFu : 0u; }
+    __device__ u32 furthest() const { return max(above(), low >= 0x80000000u ? low & 0x7FFFFFFFu : 0u); }
+};
+
 struct AbsMax {  // as unsigned integers |x| order like floats, and keep NaN above infinity
     struct State { u32 top; };
-    static constexpr bool by_index = false;
     __device__ static State none() { return {0}; }
     __device__ static State of(float x, i64) { return {bits_of(x) & 0x7FFFFFFFu}; }
+    __device__ static State of(const Extremes& e) { return {e.furthest()}; }
     __device__ static State merge(State a, State b) { return {max(a.top, b.top)}; }
     __device__ static bool lost(State s) { return s.top >= 0x7F800000u; }
-    __device__ static float exact(State s, float peak, bool) { return __fdiv_rn(float_of(s.top), peak); }
+    __device__ static float statistic(State s, bool) { return float_of(s.top); }
 };
 
-struct PowerOfTwo : AbsMax {  // OCP MX: 2^(floor(log2 absmax) - emax); `peak` is the codec's
-    __device__ static float exact(State s, float peak, bool) {
-        if (s.top == 0) return 0.0f;
-        const int emax = static_cast<int>(bits_of(peak) >> 23) - 127;
-        const int own = s.top >> 23 ? static_cast<int>(s.top >> 23) - 127 : -118 - __clz(s.top);
-        const int exponent = min(max(own - emax, -127), 127);
-        return exponent == -127 ? float_of(0x00400000u) : float_of(static_cast<u32>(exponent + 127) << 23);
-    }
-};
+struct PowerOfTwo : AbsMax {};  // OCP MX: 2^(floor(log2 absmax) - emax)
 
 struct SignedMax {  // the element furthest from zero, sign kept; of equals the one of lowest index
-    // Of two elements in index order: the later one only where it is further from zero.
-    __device__ static u32 further(u32 earlier, u32 later) { return later << 1 > earlier << 1 ? later : earlier; }
-    __device__ static auto of_bits(u32 bits) { return State{static_cast<u64>(bits & 0x7FFFFFFFu) << 32 | bits >> 31}; }
-
     struct State { u64 key; };  // |x|, then the complement of the index above the sign
-    static constexpr bool by_index = true;
     __device__ static State none() { return {0}; }
     __device__ static State of(float x, i64 index) {
         const u32 bits = bits_of(x);
@@ -271,31 +327,29 @@ struct SignedMax {  // the element furthest from zero, sign kept; of equals the 
         return {static_cast<u64>(bits & 0x7FFFFFFFu) << 32 | order << 1 | bits >> 31};
     }
     __device__ static State merge(State a, State b) { return {max(a.key, b.key)}; }
-    __device__ static float top(State s) {
+    __device__ static bool lost(State s) { return s.key >> 32 >= 0x7F800000u; }
+    __device__ static float statistic(State s, bool) {
         return float_of(static_cast<u32>(s.key >> 32) | static_cast<u32>(s.key & 1) << 31);
     }
-    __device__ static bool lost(State s) { return s.key >> 32 >= 0x7F800000u; }
-    __device__ static float exact(State s, float peak, bool) { return __fdiv_rn(top(s), peak); }
 };
 
 struct Range {  // the smallest and the largest, as integers in the order of the floats, -0 below 0
     struct State { int low, high; };
-    static constexpr bool by_index = false;
-    __device__ static int order(float x) {
-        const int bits = static_cast<int>(bits_of(x));
-        return bits ^ (bits >> 31 & 0x7FFFFFFF);
+    __device__ static int order(u32 bits) {
+        return static_cast<int>(bits) ^ (static_cast<int>(bits) >> 31 & 0x7FFFFFFF);
     }
     __device__ static float value(int order) { return float_of(static_cast<u32>(order ^ (order >> 31 & 0x7FFFFFFF))); }
     __device__ static State none() { return {0x7FFFFFFF, static_cast<int>(0x80000000u)}; }
-    __device__ static State of(float x, i64) { return {order(x), order(x)}; }
+    __device__ static State of(float x, i64) { return {order(bits_of(x)), order(bits_of(x))}; }
+    __device__ static State of(const Extremes& e) {
+        return {order(e.low >> 31 ? e.low : e.least), order(e.high < 0 ? e.least : static_cast<u32>(e.high))};
+    }
     __device__ static State merge(State a, State b) { return {min(a.low, b.low), max(a.high, b.high)}; }
     __device__ static bool lost(State s) { return !is_finite(value(s.low)) || !is_finite(value(s.high)); }
     // With a zero point zero must have a code.
     __device__ static float low(State s, bool zero) { return zero ? fminf(value(s.low), 0.0f) : value(s.low); }
     __device__ static float high(State s, bool zero) { return zero ? fmaxf(value(s.high), 0.0f) : value(s.high); }
-    __device__ static float exact(State s, float peak, bool zero) {
-        return __fdiv_rn(__fadd_rn(high(s, zero), -low(s, zero)), peak);
-    }
+    __device__ static float statistic(State s, bool zero) { return __fadd_rn(high(s, zero), -low(s, zero)); }
 };
 
 // A float64 sum that is asked to be the one in index order. While every term is a multiple of
@@ -320,7 +374,6 @@ struct OrderedSum {
 
 struct MeanAbs {  // the mean of |x|: a float64 sum in index order, rounded once
     using State = OrderedSum;
-    static constexpr bool by_index = false;
     __device__ static State none() { return OrderedSum::none(); }
     __device__ static State of(float x, i64) { return OrderedSum::of(x); }
     __device__ static State merge(State a, State b) { return OrderedSum::merge(a, b); }

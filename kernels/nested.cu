@@ -57,7 +57,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) encoding(ScaleArrays arrays, float* __restrict__ out, i64 blocks) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= blocks) return;
-    out[2 * i] = inverse_of(scale_at<Stored::Double>(arrays, i));
+    out[2 * i] = __frcp_rn(scale_at<Stored::Double>(arrays, i));
     out[2 * i + 1] = 0.0f;
 }
 

@@ -129,14 +129,17 @@ __global__ void encode(
         if constexpr (Format::stored != Stored::None) {
             if (i < count) {
                 const i64 block = tiles.block(row, column + (alone ? i : 0));
-                z[i] = scaled<Format>(z[i], encoding[2 * block], 0.0f);
+                z[i] = usable(encoding[2 * block]) ? __fmul_rn(z[i], encoding[2 * block]) : 0.0f;
                 zero_point[i] = static_cast<int>(encoding[2 * block + 1]);
             }
         }
     }
     const i64 index = kFlags & kStochastic ? source.row(row, source.flat) + column * source.column_flat : 0;
     const auto code = [&](int i) {
-        if (!(kFlags & kStochastic) || i >= count) return Codec::encode(z[i], zero_point[i], tables, lookup);
+        if (!(kFlags & kStochastic) || i >= count) {
+            if constexpr (Codec::is_codebook) return Codec::encode_crowded(z[i], tables, lookup);
+            else return Codec::encode(z[i], zero_point[i], tables, lookup);
+        }
         const float draw = uniform_draw(seed, index + i * source.column_flat);
         return Codec::encode_stochastic(z[i], draw, zero_point[i], tables, lookup);
     };

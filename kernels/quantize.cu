@@ -18,8 +18,7 @@ __device__ void quantize_chunk(
     }
     const auto found = find<Format, kLanes>(x, lane);
     Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kChunk, given, valid ? block : 0);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) x[i] = scaled<Format>(x[i], numbers.inverse, numbers.minimum);
+    scale_chunk<Format>(x, numbers.inverse, numbers.minimum);
     u64 bits;
     if constexpr (kFlags & kStochastic)
         bits = encode_chunk_stochastic<Format>(x, numbers.zero_point, tables, lookup, seed, index, step);

@@ -43,13 +43,13 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(
         }
         const auto found = find<Format, kLanes>(z, in_block);
         const Numbers numbers = numbers_of<Format, 0>(found, Layout::elements, Given{}, 0);
+        scale_chunk<Format>(z, numbers.inverse, numbers.minimum);
         const typename Codec::EncodeTables none{};
         u64 codes = 0;
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
-            const float scaled_value = scaled<Format>(z[i], numbers.inverse, numbers.minimum);
-            const u32 code = Codec::encode(scaled_value, 0, none, lookup) - Codec::bias;
+            const u32 code = Codec::encode(z[i], 0, none, lookup) - Codec::bias;
             codes |= static_cast<u64>(code & 0xFFu) << 8 * i;
             sum += static_cast<int>(code & 0xFFu) - Codec::offset;
         }

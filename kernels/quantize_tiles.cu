@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
         if (u * kThreads >= chunks) break;  // for all threads alike
         float z[kChunk];
         raw[u].values(z);
+        if constexpr (kFlags & kClamp) {
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            const float value = kFlags & kClamp ? clamped<T>(z[i]) : z[i];
-            z[i] = scaled<Format>(value, numbers.inverse, numbers.minimum);
+            for (int i = 0; i < kChunk; ++i) z[i] = clamped<T>(z[i]);
         }
+        scale_chunk<Format>(z, numbers.inverse, numbers.minimum);
         const i64 place = column / kChunk + (c - r * along);
         u64 bits;
         if constexpr (kFlags & kStochastic) {

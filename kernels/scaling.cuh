@@ -22,7 +22,7 @@ struct Scales {
 
 struct Numbers {
     float exact;     // the scale before it was rounded; NaN where the block is lost
-    float inverse;   // codes are encode(x * inverse); 0: every code is encode(0)
+    float inverse;   // codes are encode(x * inverse); where it is not usable, encode(0)
     float minimum;   // taken off x before that
     int zero_point;
     u32 stored;      // the bits of the stored scale
@@ -43,13 +43,12 @@ __device__ void store_of(float exact, float global, u32& stored, float& effectiv
     const bool lost = exact != exact;
     overflow = false;
     if constexpr (kStored == Stored::Float16) {
-        u32 half = halves_of(exact, 0.0f) & 0xFFFFu;
-        overflow = !lost && (half & 0x7FFFu) == 0x7C00u;
-        if (overflow) half -= 1;             // 65504 of the same sign
-        if (lost) half = 0x7E00u;
-        if (half == 0x8000u) half = 0;       // a zero is a positive one
-        stored = half;
-        effective = float_of_half(half);
+        stored = halves_of(exact, 0.0f) & 0xFFFFu;
+        if ((stored & 0x7FFFu) >= 0x7C00u) {  // seldom
+            overflow = !lost;
+            stored = lost ? 0x7E00u : stored - 1;  // 65504 of the same sign
+        }
+        effective = float_of_half(stored);
     } else if constexpr (kStored == Stored::E8M0) {
         const u32 bits = bits_of(exact);
         stored = lost ? 255u : exact == 0.0f ? 0u : bits >> 23;
@@ -61,7 +60,7 @@ __device__ void store_of(float exact, float global, u32& stored, float& effectiv
     } else {
         const u32 size = bits_of(exact) & 0x7FFFFFFFu;
         overflow = size == 0x7F800000u;
-        stored = lost ? 0x7FC00000u : overflow ? bits_of(exact) - 1 : size ? bits_of(exact) : 0u;
+        stored = lost ? 0x7FC00000u : overflow ? bits_of(exact) - 1 : bits_of(exact);
         effective = float_of(stored);
     }
 }
@@ -87,8 +86,13 @@ __device__ Numbers numbers_of(typename Format::Rule::State found, i64 elements, 
         const double average = found.sum / static_cast<double>(elements > 1 ? elements : 1);
         exact = Format::stored == Stored::Float16 ? to_odd(average) : static_cast<float>(average);
     } else {
-        const float peak = Format::stored == Stored::E4M3 ? __fmul_rn(Format::peak, global) : Format::peak;
-        exact = Rule::exact(found, peak, zero);
+        const float statistic = Rule::statistic(found, zero);
+        if constexpr (Format::stored == Stored::E4M3)
+            exact = __fdiv_rn(statistic, __fmul_rn(Format::peak(), global));
+        else if constexpr (Format::stored == Stored::E8M0)
+            exact = power_below(bits_of(statistic), (Format::peak_bits >> 23) - 127);
+        else
+            exact = divided<Format::peak_bits>(statistic);
         if (Format::stored == Stored::E4M3 && given.global_from_data) exact = fminf(exact, 448.0f);
     }
     if (lost) exact = float_of(0x7FC00000u);
@@ -99,28 +103,33 @@ __device__ Numbers numbers_of(typename Format::Rule::State found, i64 elements, 
         numbers.minimum = lost ? float_of(0x7FC00000u) : Rule::low(found, false);
     float effective;
     store_of<Format::stored>(exact, global, numbers.stored, effective, numbers.overflow);
-    numbers.inverse = inverse_of(Format::encode_exact ? exact : effective);
+    numbers.inverse = __frcp_rn(Format::encode_exact ? exact : effective);
     if constexpr (zero && (kFlags & kGiven)) {
         numbers.zero_point = given.zero_point[block];
     } else if constexpr (zero) {
-        if (numbers.inverse != 0.0f) {
-            const float ratio = rintf(__fdiv_rn(-Rule::low(found, true), effective));
-            numbers.zero_point = static_cast<int>(fminf(fmaxf(ratio, 0.0f), Format::peak));
+        if (usable(numbers.inverse)) {
+            // By the reciprocal, which is within a few ulp, unless that is close to a half.
+            const float low = -Rule::low(found, true);
+            float ratio = __fmul_rn(low, numbers.inverse);
+            const float whole = __fadd_rn(__fadd_rn(ratio, 12582912.0f), -12582912.0f);
+            if (fabsf(ratio - whole) > 0.499f) ratio = __fdiv_rn(low, effective);
+            numbers.zero_point = static_cast<int>(rintf(fminf(fmaxf(ratio, 0.0f), Format::peak())));
         }
     }
     // Codes are signs, whatever the scale.
-    if (mean && !(kFlags & kStochastic)) numbers.inverse = numbers.inverse != 0.0f ? 1.0f : 0.0f;
+    if (mean && !(kFlags & kStochastic)) numbers.inverse = usable(numbers.inverse) ? 1.0f : 0.0f;
     return numbers;
 }
 
 template <class Format>
 __device__ void store_scale(const Scales& scales, i64 block, const Numbers& numbers) {
+    // A zero is a positive one.
     if constexpr (Format::stored == Stored::Float16)
-        static_cast<u16*>(scales.scale)[block] = static_cast<u16>(numbers.stored);
+        static_cast<u16*>(scales.scale)[block] = static_cast<u16>(numbers.stored == 0x8000u ? 0u : numbers.stored);
     else if constexpr (Format::stored == Stored::E8M0 || Format::stored == Stored::E4M3)
         static_cast<u8*>(scales.scale)[block] = static_cast<u8>(numbers.stored);
     else
-        static_cast<u32*>(scales.scale)[block] = numbers.stored;
+        static_cast<u32*>(scales.scale)[block] = numbers.stored == 0x80000000u ? 0u : numbers.stored;
     if constexpr (Format::offset == Offset::ZeroPoint)
         scales.zero_point[block] = static_cast<u8>(numbers.zero_point);
     if (scales.overflow && numbers.overflow) atomicAdd(scales.overflow, 1u);

@@ -323,7 +323,7 @@ __device__ bool load(SubBlock<Facts>& sub, const T* from, bool inside, bool clam
 // x: [count, elements], on 16 bytes; pieces: [bytes, 8], see byte_of; blocks: [count, bytes];
 // overflow: null, or counts the effective scales that are not finite.
 template <class Facts, typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 3) search(
+__global__ void __launch_bounds__(kThreads, 3) search(  // 3: room for registers, or some spill
     const T* __restrict__ x, const u16* __restrict__ pieces, i64 count, bool saturate, bool clamp,
     u8* __restrict__ blocks, u32* __restrict__ overflow) {
     constexpr int kLanes = SubBlock<Facts>::lanes, kBlocks = 32 / kLanes, kWarps = kThreads / 32;
@@ -334,7 +334,8 @@ __global__ void __launch_bounds__(kThreads, 3) search(
     Levels<Facts>::fill(tables, threadIdx.x, kThreads);
     __syncthreads();  // the tables are whole
     const i64 step = static_cast<i64>(gridDim.x) * kWarps * kBlocks;
-    for (i64 first = (static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlocks; first < count; first += step) {
+    i64 first = (static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32) * kBlocks;
+    for (; first < count; first += step) {
         const i64 block = first + lane / kLanes;
         SubBlock<Facts> values;
         const T* from = x + block * Facts::elements + sub * Facts::sub_block;

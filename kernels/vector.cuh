@@ -25,6 +25,13 @@ __device__ inline float float_of_half(u32 half) {
     return x;
 }
 
+// The one in the high 16 bits.
+__device__ inline float float_of_high_half(u32 pair) {
+    float x;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(x) : "r"(pair));
+    return x;
+}
+
 // Two float16 in one word, rounded to nearest even; what is too large becomes infinite.
 __device__ inline u32 halves_of(float low, float high) {
     u32 pair;

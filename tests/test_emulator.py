@@ -220,3 +220,16 @@ def test_atomics():
     launch = Launch(words("count"), (5, 1, 1), 96)
     emulator.launch(launch, emulator.pointer(total), emulator.pointer(most))
     assert (total[0], most[0]) == (480, 479)
+
+
+def test_arrays_of_a_view_and_copies():
+    emulator = Emulator()
+    x = emulator.array(np.arange(24, dtype=np.float16).reshape(2, 3, 4))
+    view = emulator.view(x[:, ::2].transpose(2, 0, 1))
+    assert (view.shape, view.strides) == ((4, 2, 2), (1, 12, 8))
+    assert emulator.pointer(emulator.contiguous(x, -1)) == emulator.pointer(x)  # no copy
+    moved = emulator.contiguous(x, 0)
+    assert np.array_equal(moved, np.moveaxis(x, 0, -1)) and moved.flags.c_contiguous
+    spread = emulator.broadcast(2.5, (3, 2), np.dtype(np.float32))
+    assert spread.dtype == np.float32 and (spread == 2.5).all()
+    assert not emulator.zeros((5,), np.dtype(np.int64)).any()

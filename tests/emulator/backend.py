@@ -4,10 +4,12 @@ import ctypes
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cuquant.jit import Launch, Program
+from cuquant.ops.kernels.geometry import View
 from emulator import compile as compilation
 from emulator.memory import Memory
 
@@ -40,7 +42,53 @@ class _Argument(ctypes.Structure):
     ]
 
 
-class Emulator:
+class _OnHost:
+    """What both backends do with NumPy arrays, as cuquant.ops.gpu does with a GPU's."""
+
+    kind = "numpy"
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        raise NotImplementedError
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        copy = self.empty(host.shape, host.dtype)
+        copy[...] = host
+        return copy
+
+    def contiguous(self, x: np.ndarray, axis: int) -> np.ndarray:
+        moved = np.moveaxis(x, axis, -1)
+        aligned = moved.flags.c_contiguous and moved.ctypes.data % 16 == 0
+        return moved if aligned else self.array(moved)
+
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return self.array(np.broadcast_to(array, shape).astype(dtype))
+
+    def copy_into(self, target: np.ndarray, source: Any) -> None:
+        target[...] = source
+
+    def permuted(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        return array.transpose(axes)
+
+    def count_above(self, x: np.ndarray, bound: float) -> int:
+        return int((np.abs(x.astype(np.float32)) > np.float32(bound)).sum())
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def view(self, array: np.ndarray) -> View:
+        steps = tuple(step // array.dtype.itemsize for step in array.strides)
+        return View(array.ctypes.data, array.shape, steps, array.dtype)
+
+
+class Emulator(_OnHost):
     """A Backend that runs kernels on the CPU, on NumPy arrays.
 
     Parameters
@@ -70,25 +118,6 @@ class Emulator:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return self.memory.empty(shape, dtype)
 
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array = self.empty(shape, dtype)
-        array.fill(0)
-        return array
-
-    def contiguous(self, x: np.ndarray, axis: int) -> np.ndarray:
-        moved = np.moveaxis(x, axis, -1)
-        if moved.flags.c_contiguous and moved.ctypes.data % 16 == 0:
-            return moved
-        copy = self.empty(moved.shape, moved.dtype)
-        copy[...] = moved
-        return copy
-
-    def read(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def pointer(self, array: np.ndarray) -> int:
-        return array.ctypes.data
-
     def upload(self, array: np.ndarray) -> np.ndarray:
         """A guarded copy that kernels cannot write to."""
         key = (array.dtype.str, str(array.dtype), array.shape, array.tobytes())
@@ -117,7 +146,7 @@ class Emulator:
             raise KernelError(f"{launch.program.name}: {problem}")
 
 
-class Recorder:
+class Recorder(_OnHost):
     """A Backend that launches nothing and notes the programs; its arrays hold zeros.
 
     What `read` gives is zeros too: programs that depend on results are found with those only.
@@ -134,18 +163,6 @@ class Recorder:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.zeros(shape, dtype)
-
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    def contiguous(self, x: np.ndarray, axis: int) -> np.ndarray:
-        return np.ascontiguousarray(np.moveaxis(x, axis, -1))
-
-    def read(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def pointer(self, array: np.ndarray) -> int:
-        return array.ctypes.data
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         return array

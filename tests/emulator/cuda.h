@@ -297,7 +297,8 @@ inline void __stcs(T* to, T value) { *to = value; }
 
 namespace cuquant {
 
-inline float float_of_half(unsigned half) {
+inline float float_of_half(unsigned bits) {
+    const unsigned half = bits & 0xFFFFu;
     const unsigned exponent = half >> 10 & 31, mantissa = half & 1023;
     float size;
     if (exponent == 31) size = mantissa ? __uint_as_float(0x7FFFFFFFu) : INFINITY;  // NaN: cvt's bits
@@ -305,6 +306,8 @@ inline float float_of_half(unsigned half) {
     else size = ldexpf(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
     return half & 0x8000u && size == size ? -size : size;
 }
+
+inline float float_of_high_half(unsigned pair) { return float_of_half(pair >> 16); }
 
 // The float16 nearest to x; ties to even, NaN has cvt's bits.
 inline unsigned emulator_half_of(float x) {

@@ -74,6 +74,7 @@ def _facts(
         f"    using Rule = {rule};",
         f"    using Packing = cuquant::{packing};",
         *(f"    static constexpr {kind} {field} = {value};" for kind, field, value in values),
+        "    __device__ static float peak() { return float_of(static_cast<u32>(peak_bits)); }",
         *([layout] if layout else []),
     ]
     body = "\n".join(lines)
@@ -99,7 +100,7 @@ def facts(fmt: Format, *, decoding: bool = False) -> Facts:
     values = (
         ("Stored", "stored", f"Stored::{stored}"),
         ("Offset", "offset", f"Offset::{OFFSETS[fmt.offset]}"),
-        ("float", "peak", f"{float(F32(peak)).hex()}f"),
+        ("int", "peak_bits", f"static_cast<int>({int(F32(peak).view(np.uint32)):#x}u)"),
         ("bool", "encode_exact", str(exact).lower()),
         ("bool", "mean", str(mean).lower()),
         ("bool", "signed_zero", str(fmt.codec.signed_zero).lower()),

@@ -28,6 +28,8 @@ STATE_BYTES = {"AbsMax": 4, "PowerOfTwo": 4, "SignedMax": 8, "Range": 8, "MeanAb
 E4M3_PEAK = 448.0
 DEPTHS = {1: 64, 2: 64, 4: 64, 8: 64, 16: 128, 32: 256}  # of quantize_axis' tiles, by lanes
 
+FLAT = {2: (256, 2), 4: (256, 2)}  # threads, and chunks of each, by the size of an element
+
 Parts = dict[str, Any]
 
 
@@ -270,7 +272,7 @@ class Quantize:
 
     def flat_launch(self, dtype: np.dtype, lanes: int, chunks: int, flags: int) -> Launch:
         """Of quantize: blocks of 8 * lanes elements, one after the other."""
-        threads, each = 256, 2
+        threads, each = FLAT[dtype.itemsize]
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], lanes, threads, each, flags)
         program = Program("quantize.cu", "quantize", arguments, self.facts.text)
         return Launch(program, (-(-chunks // (threads * each)), 1, 1), threads)
@@ -292,9 +294,9 @@ class Quantize:
         if wide % CHUNK:
             return None
         chunks = tall * wide // CHUNK
-        most = 8 if dtype.itemsize == 2 else 4
-        threads = max(64, min(1024, 1 << math.ceil(math.log2(max(chunks / (most // 2), 1)))))
-        each = 1 << math.ceil(math.log2(max(chunks / threads, 1)))
+        most = 8
+        threads = max(64, min(512 if dtype.itemsize == 4 else 1024, _power(chunks / 4)))
+        each = _power(chunks / threads)
         if each > most:
             return None
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], threads, each, flags)
@@ -384,6 +386,11 @@ class Quantize:
         pointers = [0 if array is None else backend.pointer(array) for array in arrays]
         from_data = task.known.global_scale is None and pointers[2] != 0
         return struct.pack("<4Q", *pointers, from_data)
+
+
+def _power(least: float) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << math.ceil(math.log2(max(least, 1)))
 
 
 def _single(fmt: Format) -> Format:
