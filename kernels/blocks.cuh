@@ -22,9 +22,9 @@ __device__ inline u64 read_8_bytes(const u8* from) {
     }
 }
 
-__device__ inline void write_4_bytes(u8* to, u32 word) {  // at an even address
-    reinterpret_cast<u16*>(to)[0] = static_cast<u16>(word);
-    reinterpret_cast<u16*>(to)[1] = static_cast<u16>(word >> 16);
+__device__ inline void write_8_bytes(u8* to, u64 bytes) {  // at an even address
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<u16*>(to)[i] = static_cast<u16>(bytes >> 16 * i);
 }
 
 // kBits of every code, from bit kShift upwards, in ggml's order: see Field in blocks.py.
@@ -50,25 +50,28 @@ struct Field {
         }
     }
 
-    // Write these bits of a block of 32 codes, of which each of four lanes holds 8, a byte each. All
+    // Write these bits of a block of 32 codes, of which each of two lanes holds 16, a byte each. All
     // lanes of the warp take part.
-    __device__ static void write(u8* block, u64 codes, int lane) {
-        const u32 low = static_cast<u32>(codes), high = static_cast<u32>(codes >> 32);
+    __device__ static void write(u8* block, u64 first, u64 second, int lane) {
         if constexpr (kSpan == 1) {
-            const u32 first = (low >> kShift & 0x01010101u) * 0x01020408u >> 24 & 15u;
-            const u32 last = (high >> kShift & 0x01010101u) * 0x01020408u >> 24 & 15u;
-            block[kByte + lane] = static_cast<u8>(last << 4 | first);
+            block[kByte + 2 * lane] = gathered(first);
+            block[kByte + 2 * lane + 1] = gathered(second);
         } else if constexpr (kBits == 8) {
-            write_4_bytes(block + kByte + 8 * lane, low);
-            write_4_bytes(block + kByte + 8 * lane + 4, high);
+            write_8_bytes(block + kByte + 16 * lane, first);
+            write_8_bytes(block + kByte + 16 * lane + 8, second);
         } else {
             static_assert(kBits == 4 && kSpan == 16, "the nibbles of a block of 32");
-            // Lanes 0 and 1 hold low nibbles, 2 and 3 high ones: a lane trades half of its codes.
-            const bool upper = lane & 2;
-            const u32 got = __shfl_xor_sync(~0u, upper ? low : high, 2) & 0x0F0F0F0Fu;
-            const u32 own = (upper ? high : low) & 0x0F0F0F0Fu;
-            write_4_bytes(block + kByte + (lane & 1) * 8 + (upper ? 4 : 0), upper ? got | own << 4 : own | got << 4);
+            // Lane 0 holds the low nibbles, lane 1 the high ones: each gives half of them away.
+            constexpr u64 mask = 0x0F0F0F0F0F0F0F0Full;
+            const u64 got = __shfl_xor_sync(~0u, lane ? first : second, 1) & mask;
+            write_8_bytes(block + kByte + 8 * lane, lane ? got | (second & mask) << 4 : (first & mask) | got << 4);
         }
+    }
+    // Bit kShift of 8 bytes.
+    __device__ static u8 gathered(u64 codes) {
+        const u32 low = static_cast<u32>(codes) >> kShift & 0x01010101u;
+        const u32 high = static_cast<u32>(codes >> 32) >> kShift & 0x01010101u;
+        return static_cast<u8>((low * 0x01020408u >> 24 & 15u) | (high * 0x01020408u >> 24 & 15u) << 4);
     }
 };
 
@@ -76,7 +79,7 @@ template <class... Parts>
 struct Fields {
     template <int kAlign>
     __device__ static u64 read(const u8* block, int first) { return (Parts::template read<kAlign>(block, first) | ...); }
-    __device__ static void write(u8* block, u64 codes, int lane) { (Parts::write(block, codes, lane), ...); }
+    __device__ static void write(u8* block, u64 first, u64 second, int lane) { (Parts::write(block, first, second, lane), ...); }
 };
 
 // kCount small integers, one in each of kCount neighbouring bytes from kByte on: see Run in blocks.py.

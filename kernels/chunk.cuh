@@ -65,17 +65,17 @@ __device__ inline float clamped(float x) {
 }
 
 // What codes are made from: (x - minimum) * inverse, or 0 in blocks without a usable scale.
-template <class Format>
-__device__ inline void scale_chunk(float* x, float inverse, float minimum) {
+template <class Format, int kElements = kChunk>
+__device__ inline void scale_values(float* x, float inverse, float minimum) {
     if constexpr (Format::stored == Stored::None) return;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
+    for (int i = 0; i < kElements; ++i) {
         if constexpr (Format::offset == Offset::Minimum) x[i] = __fadd_rn(x[i], -minimum);
         x[i] = __fmul_rn(x[i], inverse);
     }
     if (!usable(inverse)) {  // seldom: NaN or infinity times 0 would not be 0
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = 0.0f;
+        for (int i = 0; i < kElements; ++i) x[i] = 0.0f;
     }
 }
 
@@ -146,34 +146,45 @@ __device__ inline u64 encode_chunk_stochastic(
     });
 }
 
-// Store the bytes of chunk `c` of a row or stream that starts at `packed`; the warp's lanes hold
-// neighbouring chunks, in groups of four that start at multiples of four. All 32 lanes take part.
-template <class Packing>
-__device__ inline void store_chunk(u8* packed, i64 c, u64 bits, bool valid) {
-    constexpr int k = Packing::bits;
-    if constexpr (k == 8) {
-        if (valid) reinterpret_cast<u64*>(packed)[c] = bits;
-    } else if constexpr (k == 4) {
-        if (valid) reinterpret_cast<u32*>(packed)[c] = static_cast<u32>(bits);
-    } else if constexpr (k == 1) {
-        if (valid) packed[c] = static_cast<u8>(bits);
-    } else if constexpr (k == 2) {
-        if (valid) reinterpret_cast<u16*>(packed)[c] = static_cast<u16>(bits);
+// Store the bytes of the neighbouring chunks `bits`, the first of which is chunk kChunks * unit of a row
+// or stream at `packed`; the warp's lanes hold neighbouring units, of which 32 elements start at whole
+// words. All 32 lanes take part.
+template <class Packing, int kChunks>
+__device__ inline void store_chunks(u8* packed, i64 unit, const u64* bits, bool valid) {
+    constexpr int k = Packing::bits, nbytes = k * kChunks;
+    u8* to = packed + unit * nbytes;
+    if constexpr (k == 8 && kChunks == 2) {
+        if (valid) store16(to, make_uint4(static_cast<u32>(bits[0]), static_cast<u32>(bits[0] >> 32), static_cast<u32>(bits[1]), static_cast<u32>(bits[1] >> 32)));
+    } else if constexpr (nbytes == 8) {
+        if (valid) *reinterpret_cast<u64*>(to) = k == 8 ? bits[0] : bits[0] | bits[kChunks - 1] << 32;
+    } else if constexpr (nbytes == 4) {
+        if (valid) *reinterpret_cast<u32*>(to) = static_cast<u32>(kChunks == 2 ? bits[0] | bits[kChunks - 1] << 8 * k : bits[0]);
+    } else if constexpr (nbytes == 2) {
+        if (valid) *reinterpret_cast<u16*>(to) = static_cast<u16>(kChunks == 2 ? bits[0] | bits[kChunks - 1] << 8 * k : bits[0]);
+    } else if constexpr (nbytes == 1) {
+        if (valid) *to = static_cast<u8>(bits[0]);
     } else {
-        // Four chunks make k words; lane i of four writes those that begin in its 8 k bits, of
-        // which the last one ends in the next lane's.
-        const u32 next = __shfl_down_sync(~0u, static_cast<u32>(bits), 1);
-        const int i = static_cast<int>(c & 3);
-        const int word = (k * i + 3) / 4, words = (k * (i + 1) + 3) / 4 - word;
-        const int skip = 32 * word - 8 * k * i;
-        u32* to = reinterpret_cast<u32*>(packed) + c / 4 * k + word;
-        const u64 low = bits | static_cast<u64>(next) << (8 * k % 64);
-        if (valid && words > 0) to[0] = static_cast<u32>(low >> skip);
-        if constexpr (k > 4) {
-            const u32 rest = next >> (64 - 8 * k);  // what of it did not fit above
-            const u32 high = static_cast<u32>(low >> 32);
-            if (valid && words > 1) to[1] = __funnelshift_r(high, rest, skip);
+        // The lanes that hold 32 elements make k words together. A lane writes those that begin in
+        // its bits, of which the last one may end in the next lane's.
+        constexpr int lanes = 32 / (kChunk * kChunks), own = 8 * nbytes;  // bits
+        u32 words[4] = {static_cast<u32>(bits[0]), static_cast<u32>(bits[0] >> 32), 0, 0};
+        if constexpr (kChunks == 2) {  // the second chunk's bits follow the first one's
+            constexpr int at = 8 * k / 32, shift = 8 * k % 32;
+            const u32 low = static_cast<u32>(bits[1]), high = static_cast<u32>(bits[1] >> 32);
+            words[at] |= low << shift;
+            words[at + 1] = shift ? __funnelshift_l(low, high, shift) : high;
+            if constexpr (at + 2 < 4) words[at + 2] = shift ? high >> (32 - shift) : 0;
         }
+        const u32 next = __shfl_down_sync(~0u, words[0], 1);
+        constexpr int end = own / 32;
+        words[end] |= own % 32 ? next << own % 32 : next;
+        if constexpr (own % 32 && end + 1 < 4) words[end + 1] = next >> (32 - own % 32);
+        const int i = static_cast<int>(unit % lanes);
+        const int word = (own * i + 31) / 32, count = (own * (i + 1) + 31) / 32 - word, skip = 32 * word - own * i;
+        u32* row = reinterpret_cast<u32*>(packed) + unit / lanes * k + word;
+#pragma unroll
+        for (int j = 0; j < (own + 31) / 32; ++j)
+            if (valid && j < count) row[j] = __funnelshift_r(words[j], j < 3 ? words[j + 1] : 0u, skip);
     }
 }
 

@@ -46,22 +46,40 @@ __device__ inline float power_below(u32 top, int emax) {
 
 // What a codebook's kernels are told about its levels; Python computes it exactly.
 struct Lookup {
-    const float* borders;  // [count], the last one +inf: rank = how many lie strictly below x
+    const uint4* image;    // the EncodeTables, ready to be copied to shared memory
     const float* levels;   // [count], ascending
     const float* values;   // [256], the level of each code
     const u8* codes;       // [count], the code of each rank
-    const u8* ranks;       // [cells], the rank of the lowest number of each cell
-    float to_unit;         // even grid: x * to_unit + 0.5 brings the grid's range to 0..1
-    float scale;           // even grid: cells - 1
-    u32 lowest;            // float grid: the lowest cell's bits
-    u32 per_sign;          // float grid: cells of each sign
-    int cells;
+    float to_unit, scale;  // even grids: a number's place in 0..1, and four times the last cell
+    u32 lowest, per_sign;  // float grid: the lowest cell's bits, and the cells of each sign
+    int vectors;           // of the image
     int steps;             // borders in the fullest cell
 };
 
-// How a number finds its cell: cells of even width, or by the upper bits of a float, whose
-// relative width is even (levels that crowd around zero).
-enum class Grid { Even, Float };
+// How a number finds its cell. Even: cells of the same width; a cell has its border and its rank.
+// Mirrored: the same for sizes, and codes of negative numbers are 8 higher (bitsandbytes' fp4).
+// Float: cells by the upper bits of a float, whose relative width is even (levels that crowd around
+// zero).
+enum class Grid { Even, Mirrored, Float };
+
+__device__ constexpr int cells_of(int count) { return count <= 16 ? 32 : count <= 32 ? 64 : count <= 64 ? 128 : count <= 128 ? 256 : 512; }
+
+template <Grid kGrid, int kCount>
+struct alignas(16) EncodeImage {
+    float border[cells_of(kCount)];  // of a cell
+    u32 rank[cells_of(kCount)];      // of the lowest number in a cell; Mirrored: two codes, a byte each
+    float borders[(kCount + 3) / 4 * 4];  // all of them, the last one +inf
+};
+template <int kCount>
+struct alignas(16) EncodeImage<Grid::Float, kCount> {
+    float borders[(kCount + 3) / 4 * 4];
+    u8 ranks[6400];
+};
+
+__device__ inline void copy_image(void* to, const void* from, int vectors, int thread, int threads) {
+#pragma unroll 1
+    for (int i = thread; i < vectors; i += threads) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+}
 
 template <int kCount, Grid kGrid, bool kSorted>
 struct Codebook {  // the nearest of kCount levels; kSorted: the code is the rank
@@ -70,56 +88,54 @@ struct Codebook {  // the nearest of kCount levels; kSorted: the code is the ran
     static constexpr int count = kCount;
     static constexpr int float_bits = 17;  // dropped: cells have 6 bits of mantissa
 
-    struct EncodeTables {
-        float borders[kCount];
-        u8 codes[kSorted ? 4 : kCount];
-        u8 ranks[kGrid == Grid::Even ? 4100 : 6400];
-    };
-    struct DecodeTables { float values[256]; };
+    using EncodeTables = EncodeImage<kGrid, kCount>;
+    struct alignas(16) DecodeTables { float values[kCount <= 16 ? 16 : 256]; };
 
     __device__ static void fill(EncodeTables& tables, const Lookup& lookup, int thread, int threads) {
-#pragma unroll 1
-        for (int i = thread; i < kCount; i += threads) tables.borders[i] = lookup.borders[i];
-        if constexpr (!kSorted)
-#pragma unroll 1
-            for (int i = thread; i < kCount; i += threads) tables.codes[i] = lookup.codes[i];
-        const u32* words = reinterpret_cast<const u32*>(lookup.ranks);
-#pragma unroll 1
-        for (int i = thread; i < (lookup.cells + 3) / 4; i += threads)
-            reinterpret_cast<u32*>(tables.ranks)[i] = words[i];
+        copy_image(&tables, lookup.image, lookup.vectors, thread, threads);
     }
-
     __device__ static void fill(DecodeTables& tables, const Lookup& lookup, int thread, int threads) {
         // Codes above the count stand for nothing; packings of few bits cannot hold them.
-        constexpr int used = kCount <= 16 ? 16 : 256;
-#pragma unroll 1
-        for (int i = thread; i < used; i += threads) tables.values[i] = lookup.values[i];
+        copy_image(&tables, lookup.values, sizeof(DecodeTables) / 16, thread, threads);
     }
 
-    __device__ static u32 cell_of(float x, const Lookup& lookup) {
-        if constexpr (kGrid == Grid::Even) {
-            // Adding 2^23 leaves the nearest integer in the low bits of the mantissa.
-            const float unit = __saturatef(__fmaf_rn(x, lookup.to_unit, 0.5f));
-            return bits_of(__fmaf_rn(unit, lookup.scale, 8388608.0f)) & 0xFFFFu;
-        } else {
-            const u32 size = (bits_of(x) & 0x7FFFFFFFu) >> float_bits;
-            const u32 cell = min(max(size, lookup.lowest) - lookup.lowest, lookup.per_sign - 1);
-            return bits_of(x) >> 31 ? cell + lookup.per_sign : cell;
-        }
+    // Four times the cell in an even grid. Adding 2^23 rounds to an integer, in the low bits.
+    __device__ static u32 even_cell(float unit, const Lookup& lookup) {
+        return bits_of(__fmaf_rn(unit, lookup.scale, 8388608.0f)) & (4 * cells_of(kCount) - 4);
+    }
+    template <typename Entry>
+    __device__ static Entry at(const Entry* table, u32 bytes) {
+        return *reinterpret_cast<const Entry*>(reinterpret_cast<const u8*>(table) + bytes);
     }
 
     __device__ static u32 encode(float x, int, const EncodeTables& tables, const Lookup& lookup) {
-        u32 rank = tables.ranks[cell_of(x, lookup)];
-        rank += x > tables.borders[rank];
-        return kSorted ? rank : tables.codes[rank];
+        if constexpr (kGrid == Grid::Even) {
+            const u32 cell = even_cell(__saturatef(__fmaf_rn(x, lookup.to_unit, 0.5f)), lookup);
+            return at(tables.rank, cell) + (x > at(tables.border, cell));
+        } else if constexpr (kGrid == Grid::Mirrored) {
+            const u32 cell = even_cell(__saturatef(__fmul_rn(fabsf(x), lookup.to_unit)), lookup);
+            const u32 code = __byte_perm(at(tables.rank, cell), 0, fabsf(x) > at(tables.border, cell) ? 0x4441 : 0x4440);
+            return code + (x < 0.0f ? 8 : 0);
+        } else {
+            const u32 rank = tables.ranks[float_cell(x, lookup)];
+            return rank + (x > tables.borders[rank]);
+        }
+    }
+    __device__ static u32 float_cell(float x, const Lookup& lookup) {
+        const u32 size = (bits_of(x) & 0x7FFFFFFFu) >> float_bits;
+        const u32 cell = min(max(size, lookup.lowest) - lookup.lowest, lookup.per_sign - 1);
+        return bits_of(x) >> 31 ? cell + lookup.per_sign : cell;
     }
 
     // The same where a cell may hold several borders.
     __device__ static u32 encode_crowded(float x, const EncodeTables& tables, const Lookup& lookup) {
-        u32 rank = tables.ranks[cell_of(x, lookup)];
+        u32 rank;
+        if constexpr (kGrid == Grid::Even) rank = at(tables.rank, even_cell(__saturatef(__fmaf_rn(x, lookup.to_unit, 0.5f)), lookup));
+        else if constexpr (kGrid == Grid::Float) rank = tables.ranks[float_cell(x, lookup)];
+        else return encode(x, 0, tables, lookup);
 #pragma unroll 1
         for (int step = 0; step < lookup.steps; ++step) rank += x > tables.borders[rank];
-        return kSorted ? rank : tables.codes[rank];
+        return rank;
     }
 
     // One of the two levels around x, the upper one where draw < its share of the distance.

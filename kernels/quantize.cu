@@ -1,67 +1,78 @@
-// Scale, encode and pack blocks of 8 to 256 elements, the input read once: a thread holds kChunks
-// chunks, and kLanes neighbouring lanes hold a block.
+// Scale, encode and pack blocks of 8 to 512 elements, the input read once: a thread holds units of
+// kPer chunks, and kLanes neighbouring lanes hold a block.
 // quantize: contiguous rows of whole blocks. quantize_axis: blocks along an axis that is not the last.
 #include "find.cuh"
 
 namespace cuquant {
 
-// One chunk whose block's other chunks are in the neighbouring lanes. `c` is the chunk's place in the
-// stream of its codes, `index` and `step` the flat indices of its elements.
-template <class Format, typename T, int kLanes, int kFlags>
-__device__ void quantize_chunk(
-    float* x, u8* packed, i64 c, i64 block, bool valid, const Scales& scales, const Given& given,
+// kPer neighbouring chunks of a block whose others are in the neighbouring lanes. `unit` is their place
+// in the stream of codes, `index` and `step` the flat indices of their elements.
+template <class Format, typename T, int kPer, int kLanes, int kFlags>
+__device__ void quantize_unit(
+    float* x, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
     const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed, u64 index, u64 step) {
+    constexpr int kElements = kPer * kChunk;
     const int lane = threadIdx.x % kLanes;
     if constexpr (kFlags & kClamp) {
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = clamped<T>(x[i]);
+        for (int i = 0; i < kElements; ++i) x[i] = clamped<T>(x[i]);
     }
-    const auto found = find<Format, kLanes>(x, lane);
-    Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kChunk, given, valid ? block : 0);
-    scale_chunk<Format>(x, numbers.inverse, numbers.minimum);
-    u64 bits;
-    if constexpr (kFlags & kStochastic)
-        bits = encode_chunk_stochastic<Format>(x, numbers.zero_point, tables, lookup, seed, index, step);
-    else
-        bits = encode_chunk<Format>(x, numbers.zero_point, tables, lookup);
-    store_chunk<typename Format::Packing>(packed, c, bits, valid);
+    const auto found = find<Format, kLanes, kElements>(x, lane);
+    const Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kElements, given, valid ? block : 0);
     if (valid && lane == 0) store_scale<Format>(scales, block, numbers);
+    scale_values<Format, kElements>(x, numbers.inverse, numbers.minimum);
+    u64 bits[kPer];
+#pragma unroll
+    for (int p = 0; p < kPer; ++p) {
+        const float* z = x + p * kChunk;
+        if constexpr (kFlags & kStochastic)
+            bits[p] = encode_chunk_stochastic<Format>(z, numbers.zero_point, tables, lookup, seed, index + p * kChunk * step, step);
+        else
+            bits[p] = encode_chunk<Format>(z, numbers.zero_point, tables, lookup);
+    }
+    store_chunks<typename Format::Packing, kPer>(packed, unit, bits, valid);
 }
 
-template <class Format, typename T, int kLanes, int kThreads, int kChunks, int kFlags>
+// Units of kPer chunks; kLanes of them make a block.
+template <class Format, typename T, int kPer, int kLanes, int kThreads, int kUnits, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize(
-    const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed, i64 chunks) {
+    const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed, i64 units) {
     __shared__ typename Format::Codec::EncodeTables tables;
-    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kChunks) + threadIdx.x;
-    Raw<T> raw[kChunks];
+    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kUnits) + threadIdx.x;
+    Raw<T> raw[kUnits][kPer];
 #pragma unroll
-    for (int u = 0; u < kChunks; ++u) {
-        const i64 c = first + u * kThreads;
-        if (c < chunks) raw[u].load(x + c * kChunk);
-        else raw[u].zero();
+    for (int u = 0; u < kUnits; ++u) {
+        const i64 unit = first + u * kThreads;
+#pragma unroll
+        for (int p = 0; p < kPer; ++p) {
+            if (unit < units) raw[u][p].load(x + (unit * kPer + p) * kChunk);
+            else raw[u][p].zero();
+        }
     }
     if constexpr (Format::Codec::is_codebook) {
         Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
         __syncthreads();
     }
 #pragma unroll
-    for (int u = 0; u < kChunks; ++u) {
-        const i64 c = first + u * kThreads;
-        float values[kChunk];
-        raw[u].values(values);
-        quantize_chunk<Format, T, kLanes, kFlags>(
-            values, packed, c, c / kLanes, c < chunks, scales, given, tables, lookup, seed, c * kChunk, 1);
+    for (int u = 0; u < kUnits; ++u) {
+        const i64 unit = first + u * kThreads;
+        float values[kPer * kChunk];
+#pragma unroll
+        for (int p = 0; p < kPer; ++p) raw[u][p].values(values + p * kChunk);
+        quantize_unit<Format, T, kPer, kLanes, kFlags>(
+            values, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
+            unit * (kPer * kChunk), 1);
     }
 }
 
 // x is [batch, depth, width] and contiguous; blocks run along depth, and the codes of stored row
 // b * width + w are those of x[b, :, w]. A thread block turns a tile of kDepth x kWidth elements in
 // shared memory; a column's elements lie there in pairs, so that lanes of one column meet no other.
-template <class Format, typename T, int kLanes, int kThreads, int kDepth, int kFlags>
+template <class Format, typename T, int kPer, int kLanes, int kThreads, int kDepth, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize_axis(
     const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed,
     i64 depth, i64 width, i64 row_bytes, int tiles_down, int tiles_across) {
-    constexpr int kPer = 16 / sizeof(T);           // elements of a 16-byte load
+    constexpr int kVector = 16 / sizeof(T);           // elements of a 16-byte load
     constexpr int kWidth = 128 / sizeof(T);        // of a tile: full sectors, whatever the type
     constexpr int kPair = 4 / sizeof(T);           // elements of a word
     constexpr int kPitch = kDepth / kPair + 1;     // words of a column: odd
@@ -73,9 +84,9 @@ __global__ void __launch_bounds__(kThreads) quantize_axis(
     const i64 top = down * kDepth, left = across * kWidth;
     const T* corner = x + (batch * depth + top) * width + left;
     // Each thread loads 16 bytes of kPair rows and writes them as words of kPair elements.
-    constexpr int kLoads = kWidth / kPer * (kDepth / kPair);
+    constexpr int kLoads = kWidth / kVector * (kDepth / kPair);
     for (int i = threadIdx.x; i < kLoads; i += kThreads) {
-        const int column = i % (kWidth / kPer) * kPer, row = i / (kWidth / kPer) * kPair;
+        const int column = i % (kWidth / kVector) * kVector, row = i / (kWidth / kVector) * kPair;
         uint4 part[kPair];
 #pragma unroll
         for (int r = 0; r < kPair; ++r)
@@ -97,20 +108,20 @@ __global__ void __launch_bounds__(kThreads) quantize_axis(
     }
     if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
     __syncthreads();
-    constexpr int kAlong = kDepth / kChunk;        // chunks of a column
+    constexpr int kElements = kPer * kChunk, kAlong = kDepth / kElements;  // units of a column
     static_assert(kWidth * kAlong % kThreads == 0 && kThreads % kAlong == 0, "whole warps, whole columns");
 #pragma unroll 1
     for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
         const int column = i / kAlong, along = i % kAlong;
-        const u32* from = turned + column * kPitch + along * (kChunk / kPair);
-        float values[kChunk];
+        const u32* from = turned + column * kPitch + along * (kElements / kPair);
+        float values[kElements];
 #pragma unroll
-        for (int j = 0; j < kChunk / kPair; ++j) Element<T>::of_word(from[j], values + j * kPair);
-        const i64 k = top + along * kChunk, row = batch * width + left + column;
+        for (int j = 0; j < kElements / kPair; ++j) Element<T>::of_word(from[j], values + j * kPair);
+        const i64 k = top + along * kElements, row = batch * width + left + column;
         const bool valid = left + column < width && k < depth;
-        const i64 block = row * (depth / (kLanes * kChunk)) + k / (kLanes * kChunk);
-        quantize_chunk<Format, T, kLanes, kFlags>(
-            values, packed + row * row_bytes, k / kChunk, block, valid, scales, given, tables, lookup, seed,
+        const i64 block = row * (depth / (kLanes * kElements)) + k / (kLanes * kElements);
+        quantize_unit<Format, T, kPer, kLanes, kFlags>(
+            values, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
             (batch * depth + k) * width + left + column, width);
     }
 }

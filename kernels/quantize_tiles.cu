@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) z[i] = clamped<T>(z[i]);
         }
-        scale_chunk<Format>(z, numbers.inverse, numbers.minimum);
+        scale_values<Format>(z, numbers.inverse, numbers.minimum);
         const i64 place = column / kChunk + (c - r * along);
         u64 bits;
         if constexpr (kFlags & kStochastic) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
         }
         u8* to = packed + (row + r) * row_bytes;
         if constexpr (Format::Packing::whole_words) {
-            store_chunk<typename Format::Packing>(to, place, bits, c < chunks);
+            store_chunks<typename Format::Packing, 1>(to, place, &bits, c < chunks);
         } else if (c < chunks) {  // a row may end within a word: the last chunk fills it up
             store_chunk_bytes<typename Format::Packing>(to, place, bits, row_bytes);
         }

@@ -16,6 +16,7 @@ from cuquant.ops.kernels.facts import ELEMENTS
 
 GROUP = 256  # elements that a warp works on together
 WARP, THREADS = 32, 256
+LANES = 2  # that hold a block of 32 when it is quantized
 CLAMP = 1
 
 
@@ -47,16 +48,10 @@ class QuantizeBlocks(_Blocks):
 
     def launch(self, dtype: np.dtype, blocks: int, clamp: bool) -> Launch:
         """Of quantize_blocks."""
-        groups = groups_of(self.fmt.layout, 2)
-        program = self._program(
-            "quantize_blocks.cu",
-            "quantize_blocks",
-            ELEMENTS[dtype.name],
-            THREADS,
-            groups,
-            CLAMP if clamp else 0,
-        )
-        return self._warps(program, blocks, groups)
+        flags = CLAMP if clamp else 0
+        element = ELEMENTS[dtype.name]
+        program = self._program("quantize_blocks.cu", "quantize_blocks", element, THREADS, flags)
+        return Launch(program, (-(-blocks // (THREADS // LANES)), 1, 1), THREADS)
 
     def __call__(
         self,

@@ -28,11 +28,11 @@ OFFSETS = {None: "None", "zero_point": "ZeroPoint", "min": "Minimum"}
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat16"}
 WORDS = {1: "u8", 2: "u16", 4: "u32"}
 
-EVEN_CELLS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-CROWDED = 32  # codebooks of more levels find their cells by a float's upper bits
-DROPPED = 17  # lower bits that do not count there; format.cuh's float_bits
+EVEN_CELLS = {16: 32, 32: 64, 64: 128, 128: 256, 256: 512}  # by levels; format.cuh's cells_of
+MIRRORED_SIGN = 8  # what codes of negative numbers are higher by
+DROPPED = 17  # lower bits that do not count in float cells; format.cuh's float_bits
 MOST_PER_SIGN = 3200  # of such cells
-NO_LOOKUP = bytes(64)
+NO_LOOKUP = bytes(56)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Facts:
 def codec_type(codec: Codec) -> str:
     """The C++ type of a codec."""
     if isinstance(codec, Codebook):
-        grid = "Float" if len(codec.levels) > CROWDED else "Even"
         ranked = "true" if codec.code_of_rank is None else "false"
-        return f"Codebook<{len(codec.levels)}, Grid::{grid}, {ranked}>"
+        return f"Codebook<{len(codec.levels)}, Grid::{cells_of(codec).grid}, {ranked}>"
     if isinstance(codec, Uniform):
         return f"Uniform<{codec.low}, {codec.high}, Rounding::{ROUNDINGS[codec.rounding]}>"
     kind = SPECIALS.get((codec.exponent, codec.mantissa), "None")
@@ -159,48 +158,85 @@ def largest_value(fmt: Format) -> float:
 # ---- tables of codebooks ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cells:
-    """How a number finds the rank of a codebook: see Lookup in format.cuh."""
+    """How a number finds the rank of a codebook: see Lookup and Grid in format.cuh."""
 
-    ranks: np.ndarray  # uint8 [cells]: the rank of the lowest number of a cell
-    steps: int  # borders in the fullest one
+    grid: str
+    image: np.ndarray  # uint8: the EncodeTables
+    steps: int  # borders in the fullest cell
     to_unit: float = 0.0
     scale: float = 0.0
     lowest: int = 0
     per_sign: int = 1
 
 
+@lru_cache(maxsize=64)
 def cells_of(codec: Codebook) -> Cells:
-    """The cells of a codebook, in the kind of grid that its number of levels has."""
-    if len(codec.levels) > CROWDED:
+    """The cells of a codebook: even ones, unless many levels crowd around zero."""
+    if codec.code_of_rank is not None:
+        return _mirrored_cells(codec)
+    even = _even_cells(codec)
+    if even.steps > 1 and len(codec.levels) > 32:
         return _float_cells(codec.borders)
-    return _even_cells(codec)
+    return even
+
+
+def _count(levels: int) -> int:
+    return next(cells for most, cells in EVEN_CELLS.items() if levels <= most)
+
+
+def _places(unit: np.ndarray, cells: int) -> np.ndarray:
+    """The cells of places in 0..1, as the kernel computes them: a monotone function."""
+    exact = unit.astype(np.float64) * (4 * (cells - 1)) + 2.0**23
+    return (exact.astype(F32).view(np.uint32).astype(np.int64) - 0x4B000000) // 4
+
+
+def _by_cell(borders: np.ndarray, where: np.ndarray, cells: int) -> tuple[np.ndarray, ...]:
+    """Of each cell: how many borders lie below all of it, and the next one; and the fullest.
+
+    A border counts as below a cell where the next number above the border is in a lower one.
+    """
+    ranks = np.searchsorted(where, np.arange(cells), side="left")
+    return ranks, np.append(borders, F32(np.inf))[ranks], np.bincount(where).max()
+
+
+def _reach(numbers: np.ndarray) -> int:
+    """n of the least 2^n that no magnitude exceeds."""
+    mantissa, exponent = np.frexp(np.abs(numbers).max())
+    return int(np.clip(exponent - (mantissa == 0.5), -125, 126))
 
 
 def _even_cells(codec: Codebook) -> Cells:
-    """Cells of even width over [-reach, reach], as few as hold one border each.
-
-    A number's cell is a monotone function of it, computed here as the kernel does: a border
-    counts as below all of a cell where the next number above the border lies in a lower one.
-    """
-    reach = max(np.abs(codec.borders).max(), np.abs(np.asarray(codec.levels, F32)).max())
-    exponent = int(np.clip(np.frexp(reach)[1], -125, 126))
-    to_unit = F32(2.0 ** (-1 - exponent))
+    """Cells of even width over [-2^n, 2^n]."""
+    cells = _count(len(codec.levels))
+    reach = _reach(np.concatenate([codec.borders, np.asarray(codec.levels, F32)]))
+    to_unit = F32(2.0 ** (-1 - reach))
     above = np.nextafter(codec.borders, F32(np.inf))
     with np.errstate(over="ignore", under="ignore"):
         unit = np.clip(above * to_unit + F32(0.5), F32(0), F32(1))
-    best = None
-    for cells in EVEN_CELLS:
-        where = (unit * F32(cells) + F32(2**23)).view(np.uint32).astype(np.int64) - 0x4B000000
-        ranks = np.searchsorted(where, np.arange(cells + 1), side="left").astype(np.uint8)
-        steps = int(np.bincount(where).max())
-        if best is None or steps < best.steps:
-            best = Cells(ranks, steps, to_unit=float(to_unit), scale=float(cells))
-        if steps == 1:
-            break
-    assert best is not None
-    return best
+    ranks, border, steps = _by_cell(codec.borders, _places(unit, cells), cells)
+    image = _image(border, ranks.astype(np.uint32), _all_borders(codec.borders))
+    return Cells("Even", image, int(steps), float(to_unit), 4.0 * (cells - 1))
+
+
+def _mirrored_cells(codec: Codebook) -> Cells:
+    """Cells of even width for sizes; codes of negative numbers are those of their sizes, and 8."""
+    half = len(codec.levels) // 2
+    borders, codes = codec.borders[half:], codec.ranks_to_codes[half:]
+    below = np.nextafter(-borders[::-1], F32(-np.inf))  # ties go to the smaller size
+    same = (codec.ranks_to_codes[:half] == codes[::-1] + MIRRORED_SIGN).all()
+    if not (same and (codec.borders[: half - 1] == below).all() and codec.borders[half - 1] < 0):
+        raise TypeError("no kernel knows a codebook whose codes are neither ranks nor mirrored")
+    cells, reach = EVEN_CELLS[16], _reach(np.asarray(codec.levels, F32))
+    to_unit = F32(2.0**-reach)
+    unit = np.clip(np.nextafter(borders, F32(np.inf)) * to_unit, F32(0), F32(1))
+    ranks, border, steps = _by_cell(borders, _places(unit, cells), cells)
+    if steps > 1:
+        raise TypeError("the levels of a mirrored codebook are too close for its cells")
+    pairs = codes[ranks].astype(np.uint32) | codes[np.minimum(ranks + 1, half - 1)] << np.uint32(8)
+    image = _image(border, pairs.astype(np.uint32), _all_borders(codec.borders))
+    return Cells("Mirrored", image, 1, float(to_unit), 4.0 * (cells - 1))
 
 
 def _float_cells(borders: np.ndarray) -> Cells:
@@ -214,45 +250,49 @@ def _float_cells(borders: np.ndarray) -> Cells:
     lowest, highest = np.concatenate([first, -last]), np.concatenate([last, -first])
     ranks = np.searchsorted(borders, lowest, side="left")
     steps = np.searchsorted(borders, highest, side="left") - ranks
-    return Cells(
-        ranks.astype(np.uint8), max(int(steps.max()), 1), lowest=low, per_sign=len(first)
-    )
+    image = _image(_all_borders(borders), ranks.astype(np.uint8))
+    return Cells("Float", image, max(int(steps.max()), 1), lowest=low, per_sign=len(first))
+
+
+def _all_borders(borders: np.ndarray) -> np.ndarray:
+    return np.append(borders, F32(np.inf)).astype(F32)
+
+
+def _image(*parts: np.ndarray) -> np.ndarray:
+    """uint8: arrays one after the other, each from 16 bytes on."""
+    flat = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
+    return np.concatenate([np.pad(part, (0, -len(part) % 16)) for part in flat])
 
 
 @lru_cache(maxsize=64)
-def lookup_table(codec: Codebook) -> tuple[np.ndarray, Cells]:
-    """uint8: borders, levels, values, codes and ranks of a codebook, as they lie behind another."""
-    cells = cells_of(codec)
-    borders = np.append(codec.borders, F32(np.inf)).astype(F32)
-    parts = (borders, np.asarray(codec.levels, F32), codec.values, codec.ranks_to_codes)
-    aligned = [_padded(part) for part in (*parts, cells.ranks)]
-    return np.concatenate(aligned), cells
-
-
-def _padded(part: np.ndarray) -> np.ndarray:
-    flat = np.ascontiguousarray(part).view(np.uint8)
-    return np.pad(flat, (0, -len(flat) % 16))
+def _table(codec: Codebook) -> tuple[np.ndarray, tuple[int, ...]]:
+    """uint8: image, levels, values and codes, one after the other; and where each begins."""
+    parts = (
+        cells_of(codec).image,
+        np.asarray(codec.levels, F32),
+        codec.values,
+        codec.ranks_to_codes,
+    )
+    images = [_image(part) for part in parts]
+    starts = np.cumsum([0, *(len(image) for image in images[:-1])])
+    return np.concatenate(images), tuple(int(start) for start in starts)
 
 
 def lookup(codec: Codec, backend: Backend) -> bytes:
     """The Lookup struct of a codec, its tables on the backend's device; zeros where it has none."""
     if not isinstance(codec, Codebook):
         return NO_LOOKUP
-    table, cells = lookup_table(codec)
+    table, starts = _table(codec)
+    cells = cells_of(codec)
     at = backend.pointer(backend.upload(table))
-    count = len(codec.levels)
-    pointers = []
-    for nbytes in (4 * count, 4 * count, 1024, count, 0):
-        pointers.append(at)
-        at += nbytes + -nbytes % 16
     return struct.pack(
-        "<5Q2f2I2i",
-        *pointers,
+        "<4Q2f2I2i",
+        *(at + start for start in starts),
         cells.to_unit,
         cells.scale,
         cells.lowest,
         cells.per_sign,
-        len(cells.ranks),
+        len(cells.image) // 16,
         cells.steps,
     )
 

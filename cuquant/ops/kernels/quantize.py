@@ -5,7 +5,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from cuquant.reference.tiles import Tiles
 
 F32 = np.dtype(np.float32)
 CLAMP, STOCHASTIC, GIVEN = 1, 2, 4
-WARP, LONGEST_WARP_BLOCK = 32, 256
+WARP = 32
 STATE_BYTES = {"AbsMax": 4, "PowerOfTwo": 4, "SignedMax": 8, "Range": 8, "MeanAbs": 16}
 E4M3_PEAK = 448.0
-DEPTHS = {1: 64, 2: 64, 4: 64, 8: 64, 16: 128, 32: 256}  # of quantize_axis' tiles, by lanes
 
-FLAT = {2: (256, 2), 4: (256, 2)}  # threads, and chunks of each, by the size of an element
+FLAT = {2: (256, 1), 4: (256, 1)}  # threads, and units of each, by the size of an element
 
 Parts = dict[str, Any]
 
@@ -44,6 +43,13 @@ class Known:
     scale: Any = None
     zero_point: Any = None
     global_scale: Any = None
+
+
+class Unit(NamedTuple):
+    """What a thread holds of a block: `per` neighbouring chunks; `lanes` threads hold a block."""
+
+    per: int
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -213,11 +219,11 @@ class Quantize:
         if not aligned or columns % CHUNK or columns * packing.bits % (8 * packing.dtype.itemsize):
             return None
         lookup = words.lookup(fmt.codec, backend)
-        lanes = self.lanes(columns)
-        count = math.prod(task.stored) // CHUNK
+        unit = self.unit(columns)
         last = task.axis == len(view.shape) - 1
-        if last and lanes:
-            launch = self.flat_launch(view.dtype, lanes, count, task.flags)
+        if last and unit and packed % 16 == 0:
+            count = math.prod(task.stored) // (unit.per * CHUNK)
+            launch = self.flat_launch(view.dtype, unit, count, task.flags)
             return lambda scales, given: backend.launch(
                 launch, view.pointer, packed, scales, given, lookup, task.seed, count
             )
@@ -232,13 +238,14 @@ class Quantize:
                 launch, view.pointer, packed, scales, given, lookup, task.seed, struct_, row_bytes
             )
         width = math.prod(view.shape[task.axis + 1 :])
-        if not lanes or width * view.dtype.itemsize % 16 or (lanes < 4 and columns % 32):
+        row_bytes = columns * packing.bits // 8
+        whole = packed % 16 == 0 and row_bytes % {8: 16, 4: 8}.get(packing.bits, 4) == 0
+        if not unit or not whole or width * view.dtype.itemsize % 16:
             return None
         batch = math.prod(view.shape[: task.axis])
         launch, down, across = self.axis_launch(
-            view.dtype, lanes, batch, columns, width, task.flags
+            view.dtype, unit, batch, columns, width, task.flags
         )
-        row_bytes = columns * packing.bits // 8
         return lambda scales, given: backend.launch(
             launch,
             view.pointer,
@@ -254,37 +261,42 @@ class Quantize:
             across,
         )
 
-    def lanes(self, columns: int) -> int:
-        """Lanes that hold a block, where whole blocks fit into a warp and into rows; else 0."""
+    def unit(self, columns: int) -> Unit | None:
+        """How lanes share a block, where whole blocks fit into a warp and into rows."""
         block = self.fmt.rule.block
         if isinstance(block, tuple) and block[0] == 1:
             block = block[1]
         if block == "row":
             block = columns
-        if not isinstance(block, int) or block > LONGEST_WARP_BLOCK or columns % block:
-            return 0
-        lanes = block // CHUNK
-        return lanes if block % CHUNK == 0 and lanes & (lanes - 1) == 0 else 0
+        if not isinstance(block, int) or columns % block or block % CHUNK:
+            return None
+        per = 1 if block == CHUNK else 2
+        lanes = block // (per * CHUNK)
+        if lanes > WARP or lanes & (lanes - 1) or block % (per * CHUNK):
+            return None
+        return Unit(per, lanes)
 
     @cached_property
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 
-    def flat_launch(self, dtype: np.dtype, lanes: int, chunks: int, flags: int) -> Launch:
-        """Of quantize: blocks of 8 * lanes elements, one after the other."""
+    def flat_launch(self, dtype: np.dtype, unit: Unit, units: int, flags: int) -> Launch:
+        """Of quantize: blocks one after the other."""
         threads, each = FLAT[dtype.itemsize]
-        arguments = (self.facts.type, words.ELEMENTS[dtype.name], lanes, threads, each, flags)
+        element = words.ELEMENTS[dtype.name]
+        arguments = (self.facts.type, element, *unit, threads, each, flags)
         program = Program("quantize.cu", "quantize", arguments, self.facts.text)
-        return Launch(program, (-(-chunks // (threads * each)), 1, 1), threads)
+        return Launch(program, (-(-units // (threads * each)), 1, 1), threads)
 
     def axis_launch(
-        self, dtype: np.dtype, lanes: int, batch: int, depth: int, width: int, flags: int
+        self, dtype: np.dtype, unit: Unit, batch: int, depth: int, width: int, flags: int
     ) -> tuple[Launch, int, int]:
         """Of quantize_axis, with its tiles down and across."""
-        threads, tile_depth = 256, DEPTHS[lanes]
+        tile_depth = max(128, unit.per * unit.lanes * CHUNK)
+        threads = min(256, 128 // dtype.itemsize * tile_depth // (unit.per * CHUNK))
         down, across = -(-depth // tile_depth), -(-width // (128 // dtype.itemsize))
         element = words.ELEMENTS[dtype.name]
-        arguments = (self.facts.type, element, lanes, threads, tile_depth, flags)
+        arguments = (self.facts.type, element, *unit, threads, tile_depth, flags)
         program = Program("quantize.cu", "quantize_axis", arguments, self.facts.text)
         return Launch(program, (batch * down * across, 1, 1), threads), down, across
 
