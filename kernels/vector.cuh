@@ -64,10 +64,11 @@ __device__ inline u32 halves_of_e4m3_pair(u32 pair) {
 }
 #endif
 
-// 16 aligned bytes that this kernel does not write, read once: they take no room in L1.
+// 16 aligned bytes that this kernel does not write. They pass through L1, where the lanes whose loads
+// share a sector meet: without it 16-bit inputs took 4 % longer, and float32 ones 10 %.
 __device__ inline uint4 load16(const void* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
