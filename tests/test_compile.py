@@ -45,8 +45,8 @@ class Failure(NamedTuple):
 # ---- what is checked ----------------------------------------------------------------------------
 
 
-def programs(operation: str, name: str) -> list[Program]:
-    return jit.PROGRAMS[operation](cq.get_format(name))
+def programs(operation: str, name: str, **options) -> list[Program]:
+    return jit.PROGRAMS[operation](cq.get_format(name), **options)
 
 
 def all_programs() -> list[Program]:
@@ -112,8 +112,9 @@ PAIRS = [(operation, name) for operation in sorted(jit.PROGRAMS) for name in cq.
 
 @pytest.mark.parametrize(("operation", "name"), PAIRS)
 def test_every_kernel_compiles_without_local_memory(operation, name):
-    jobs = [(program, MAIN_ARCH) for program in programs(operation, name)]
-    assert not all_failures(jobs)
+    """For one element type: each source. The other types are in the full matrix."""
+    found = programs(operation, name, dtypes=("float16",))
+    assert not all_failures([(program, MAIN_ARCH) for program in found])
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != MAIN_ARCH])

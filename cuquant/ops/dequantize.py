@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, reference
+from cuquant import interop, jit, reference
 from cuquant.array import OPERATIONS, QuantArray
 from cuquant.ops import decode
+from cuquant.ops.kernels.plan import dequantize_programs
 
 
 def dequantize(
@@ -80,3 +81,4 @@ OPERATIONS["dequantize"] = dequantize
 OPERATIONS["codes"] = decode.codes
 OPERATIONS["packed"] = decode.packed
 OPERATIONS["effective"] = decode.effective
+jit.PROGRAMS["dequantize"] = dequantize_programs

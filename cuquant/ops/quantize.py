@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, reference
+from cuquant import interop, jit, reference
 from cuquant.array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.ops.calibrated import calibration
 from cuquant.ops.encode import EncodeOnGpu
 from cuquant.ops.kernels import geometry
+from cuquant.ops.kernels.plan import quantize_programs
 
 
 def quantize(
@@ -173,3 +174,6 @@ def _check_out(
             raise ValueError(f"out's {name} is read-only")
         if interop.may_share_memory(part, x):
             raise ValueError(f"out's {name} overlaps x in memory")
+
+
+jit.PROGRAMS["quantize"] = quantize_programs

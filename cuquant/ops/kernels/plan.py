@@ -1,0 +1,107 @@
+"""Which programs an operation needs: the orchestrators run on arrays that do not exist."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.formats import Format
+from cuquant.jit import Launch, Program
+from cuquant.ops.kernels.dequantize import decoder
+from cuquant.ops.kernels.geometry import View, axis_last, c_strides
+from cuquant.ops.kernels.quantize import Known, Task, quantizer
+
+ADDRESS = 1 << 20  # of everything
+MULTIPROCESSORS = 132
+DTYPES = ("float32", "float16", "bfloat16")
+# Rows of weights and activations; blocks along the first axis; what the fast kernels do not take.
+SHAPES = (((256, 4096), -1), ((256, 14336), -1), ((4096, 256), 0), ((37, 131), -1))
+
+
+class _Nothing:
+    """An array of which only the shape is known."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+class Plan:
+    """A Backend that launches nothing and notes the programs."""
+
+    multiprocessors = MULTIPROCESSORS
+
+    def __init__(self) -> None:
+        self.programs: dict[Program, None] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def contiguous(self, x: Any, axis: int) -> Any:
+        return x
+
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def copy_into(self, target: Any, source: Any) -> None:
+        pass
+
+    def read(self, array: Any) -> np.ndarray:
+        raise NotImplementedError("a plan has no values")
+
+    def pointer(self, array: Any) -> int:
+        return ADDRESS
+
+    def upload(self, array: np.ndarray) -> Any:
+        return _Nothing(array.shape)
+
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
+        self.programs[launch.program] = None
+
+
+def _fits(fmt: Format, stored: tuple[int, ...]) -> bool:
+    try:
+        fmt.check_shape(stored)
+    except ValueError:
+        return False
+    return True
+
+
+def quantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+    """The programs that quantize arrays of the usual shapes."""
+    plan = Plan()
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for shape, axis in SHAPES:
+            axis %= len(shape)
+            stored = tuple(shape[a] for a in axis_last(len(shape), axis))
+            if not _fits(fmt, stored):
+                continue
+            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
+            view = View(ADDRESS, shape, c_strides(shape), dtype)
+            task = Task(view, axis, Known(), parts, False, False, 0)
+            quantizer(fmt)(plan, _Nothing(shape), task)
+    return list(plan.programs)
+
+
+def dequantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+    """The programs that decode arrays of the usual shapes, and their codes and scales."""
+    plan = Plan()
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for stored, _ in SHAPES:
+            if not _fits(fmt, stored):
+                continue
+            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
+            target = View(ADDRESS, stored, c_strides(stored), dtype)
+            decoder(fmt)(plan, parts, stored, target)
+            decoder(fmt).codes(plan, parts, stored, _Nothing(stored))
+            if fmt.scale is not None and not fmt.scale_is_plain:
+                scale = _Nothing(fmt.scale.shape(stored))
+                if math.prod(scale.shape):
+                    decoder(fmt).scales(plan, parts, scale, scale if fmt.offset == "min" else None)
+    return list(plan.programs)
