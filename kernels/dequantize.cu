@@ -131,6 +131,22 @@ __global__ void __launch_bounds__(kThreads) dequantize(
     }
 }
 
+// fp16 and bf16, whose codes are the values: one aligned chunk a thread. What is finite stays so.
+template <class Format, typename T>
+__global__ void dequantize_values(const u8* __restrict__ packed, T* __restrict__ out, i64 chunks) {
+    const i64 c = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (c >= chunks) return;
+    const uint4 part = load16(packed + c * 16);
+    const u32 words[4] = {part.x, part.y, part.z, part.w};
+    float x[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+        x[i] = Format::Codec::decode(words[i / 2] >> 16 * (i % 2) & 0xFFFFu);
+        if (is_finite(x[i])) x[i] = saturated(x[i], Element<T>::top);
+    }
+    store_values(out + c * kChunk, x);
+}
+
 template <class Format, typename T, typename Word>
 __global__ void dequantize_plain(
     const Word* __restrict__ packed, ScaleArrays arrays, T* __restrict__ out, Lookup lookup, Strided target,

@@ -80,20 +80,17 @@ __global__ void scales(
     auto found = Rule::none();
     for (i64 s = lane; s < splits; s += kWarp) found = Rule::merge(found, parts[block * splits + s]);
     found = warp_reduce<Rule>(found);
-    if (lane) return;
     const Tile tile(tiles, block);
     if constexpr (Format::mean) {
-        if (!found.any_order() && !Rule::lost(found)) {  // one by one, as the reference does
-            found.sum = 0.0;
-            for (i64 r = 0; r < tile.tall; ++r) {
-                const T* row = x + source.row(tile.row + r, source.strides) + tile.column * source.column_stride;
-                for (i64 c = 0; c < tile.wide; ++c) {
-                    const float value = Element<T>::load(row + c * source.column_stride);
-                    found.sum += static_cast<double>(fabsf(kFlags & kClamp ? clamped<T>(value) : value));
-                }
-            }
+        if (!found.any_order() && !Rule::lost(found)) {  // for all lanes alike
+            found.sum = ordered_sum(tile.tall * tile.wide, [&](i64 e) {
+                const i64 r = tile.tall == 1 ? 0 : e / tile.wide, c = tile.column + e - r * tile.wide;
+                const float value = Element<T>::load(x + source.row(tile.row + r, source.strides) + c * source.column_stride);
+                return kFlags & kClamp ? clamped<T>(value) : value;
+            });
         }
     }
+    if (lane) return;
     const Numbers numbers = numbers_of<Format, kFlags>(found, tile.tall * tile.wide, given, block);
     store_scale<Format>(scales, block, numbers);
     if (scales.encoding) {

@@ -43,12 +43,18 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
     }
     found = block_reduce<Rule, kThreads>(found);
     if constexpr (Format::mean) {
-        if (!found.any_order() && !Rule::lost(found)) {  // one by one, as the reference does
-            found.sum = 0.0;
-            for (int e = 0; e < chunks * kChunk; ++e) {
-                const float value = Element<T>::load(corner + e / wide * tiles.columns + e % wide);
-                found.sum += static_cast<double>(fabsf(kFlags & kClamp ? clamped<T>(value) : value));
+        __shared__ double in_order;
+        if (!found.any_order() && !Rule::lost(found)) {  // for all threads alike
+            if (threadIdx.x < 32) {
+                const double sum = ordered_sum(static_cast<i64>(tall) * wide, [&](i64 e) {
+                    const i64 r = tall == 1 ? 0 : e / wide;
+                    const float value = Element<T>::load(corner + r * tiles.columns + (e - r * wide));
+                    return kFlags & kClamp ? clamped<T>(value) : value;
+                });
+                if (threadIdx.x == 0) in_order = sum;
             }
+            __syncthreads();
+            found.sum = in_order;
         }
     }
     const Numbers numbers =

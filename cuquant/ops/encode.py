@@ -12,7 +12,6 @@ from cuquant.formats import Format
 from cuquant.formats.codecs import Minifloat
 from cuquant.ops.calibrated import on_device
 from cuquant.ops.gpu import GpuBackend, backend_of
-from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.finite import first_nonfinite
 from cuquant.ops.kernels.quantize import Known, Parts, Task, quantizer
@@ -62,7 +61,7 @@ class EncodeOnGpu:
         parts = {c.name: backend.empty(c.shape, c.dtype) for c in self._missing(backend, stored)}
         if self.out is None:
             return parts
-        return {n: parts[n] if n in parts else part for n, part in self.out.arrays().items()}
+        return {**self.out.arrays(), **parts}
 
     def _missing(self, backend: GpuBackend, stored: tuple[int, ...]) -> list:
         components = self.fmt.components(stored)
@@ -70,9 +69,7 @@ class EncodeOnGpu:
             return list(components)
         views = {name: backend.view(part) for name, part in self.out.arrays().items()}
         return [
-            c
-            for c in components
-            if views[c.name].pointer % 16 or not views[c.name].is_contiguous
+            c for c in components if views[c.name].pointer % 16 or not views[c.name].is_contiguous
         ]
 
     def _empty(
@@ -117,5 +114,3 @@ class EncodeOnGpu:
         minimum = backend.empty(shape, F32) if self.fmt.offset == "min" else None
         DequantizeBlocks(self.fmt).scales(backend, blocks, scale, minimum)
         return int((~np.isfinite(backend.read(scale))).sum())
-
-

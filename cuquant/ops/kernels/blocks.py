@@ -16,6 +16,7 @@ from cuquant.ops.kernels.facts import ELEMENTS
 
 GROUP = 256  # elements that a warp works on together
 WARP, THREADS = 32, 256
+AXIS_DEPTH = 128  # of the tiles of quantize_blocks_axis
 LANES = 2  # that hold a block of 32 when it is quantized
 CLAMP = 1
 
@@ -68,9 +69,33 @@ class QuantizeBlocks(_Blocks):
         """The bytes of `blocks` blocks of contiguous elements at address `x`, to address `out`."""
         lookup = words.lookup(self.fmt.codec, backend)
         launch = self.launch(dtype, blocks, clamp)
-        backend.launch(
-            launch, x, out, lookup, blocks, int(out % 16 == 0), int(saturate), overflow
-        )
+        backend.launch(launch, x, out, lookup, blocks, int(out % 16 == 0), int(saturate), overflow)
+
+    def axis_launch(
+        self, dtype: np.dtype, batch: int, depth: int, width: int, clamp: bool
+    ) -> tuple[Launch, int, int]:
+        """Of quantize_blocks_axis, with its tiles down and across."""
+        down, across = -(-depth // AXIS_DEPTH), -(-width // (128 // dtype.itemsize))
+        arguments = (ELEMENTS[dtype.name], THREADS, AXIS_DEPTH, CLAMP if clamp else 0)
+        program = self._program("quantize_blocks.cu", "quantize_blocks_axis", *arguments)
+        return Launch(program, (batch * down * across, 1, 1), THREADS), down, across
+
+    def along_axis(
+        self,
+        backend: Backend,
+        x: int,
+        dtype: np.dtype,
+        shape: tuple[int, int, int],
+        out: int,
+        *,
+        clamp: bool,
+        overflow: int = 0,
+    ) -> None:
+        """The blocks along the middle axis of a contiguous [batch, depth, width] at `x`."""
+        lookup = words.lookup(self.fmt.codec, backend)
+        launch, down, across = self.axis_launch(dtype, *shape, clamp)
+        _, depth, width = shape
+        backend.launch(launch, x, out, lookup, depth, width, down, across, int(clamp), overflow)
 
 
 class DequantizeBlocks(_Blocks):

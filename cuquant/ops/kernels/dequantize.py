@@ -56,6 +56,13 @@ class Dequantize:
         per_row = -(-columns // CHUNK)
         chunks = math.prod(rows) * per_row
         struct_ = geometry.tiles_struct(tiles)
+        if self.is_values(packed, stored, target):
+            arguments = (self.facts.type, element)
+            program = Program("dequantize.cu", "dequantize_values", arguments, self.facts.text)
+            whole = math.prod(stored) // CHUNK
+            launch = Launch(program, (-(-whole // THREADS), 1, 1), THREADS)
+            backend.launch(launch, packed, target.pointer, whole)
+            return
         if self.is_fast(packed, stored, target):
             shift = self.flat_shift(columns)
             launch = self.launch(target.dtype, chunks, shift is not None)
@@ -90,6 +97,11 @@ class Dequantize:
             per_row,
             packing.words(columns),
         )
+
+    def is_values(self, packed: int, stored: tuple[int, ...], target: View) -> bool:
+        """Whether `dequantize_values` takes these arrays of fp16 or bf16."""
+        aligned = packed % 16 == 0 and target.pointer % 16 == 0 and target.is_contiguous
+        return self.fmt.scale is None and aligned and math.prod(stored) % CHUNK == 0
 
     def is_fast(self, packed: int, stored: tuple[int, ...], target: View) -> bool:
         """Whether `dequantize` takes these arrays; `dequantize_plain` takes all."""

@@ -27,8 +27,8 @@ WARP = 32
 STATE_BYTES = {"AbsMax": 4, "PowerOfTwo": 4, "SignedMax": 8, "Range": 8, "MeanAbs": 16}
 E4M3_PEAK = 448.0
 
-# By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by instructions,
-# and share those of a scale), threads, and units of each. Measured on an H100.
+# By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
+# instructions, and share those of a scale), threads, and units of each. Measured on an H100.
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
 
 Parts = dict[str, Any]
@@ -88,7 +88,7 @@ class Quantize:
         """Write the components of `x` into task.parts; nothing is read back."""
         fmt = self.fmt
         if fmt.is_blocks:
-            self._blocks(backend, backend.contiguous(x, task.axis), task)
+            self._blocks(backend, x, task)
             return
         if fmt.row_packing.order in ("word", "planes"):
             self._by_codes(backend, x, task)
@@ -100,16 +100,30 @@ class Quantize:
             self._set_global(backend, task)
         self._quantize(backend, x, task)
 
-    def _blocks(self, backend: Backend, rows: Any, task: Task) -> None:
-        """ggml's types, from contiguous rows."""
-        count = math.prod(task.stored) // self.fmt.layout.elements
-        x, out = backend.pointer(rows), backend.pointer(task.parts["blocks"])
-        how = {"saturate": task.clamp, "clamp": task.clamp}
-        if self.fmt.rule.rule == "search":
-            Search(self.fmt)(backend, x, task.view.dtype, count, out, **how)
+    def _blocks(self, backend: Backend, x: Any, task: Task) -> None:
+        """ggml's types: contiguous rows, blocks along another axis, or a copy of anything else."""
+        view, out = task.view, backend.pointer(task.parts["blocks"])
+        searches = self.fmt.rule.rule == "search"
+        width = math.prod(view.shape[task.axis + 1 :])
+        aligned = view.pointer % 16 == 0 and width * view.dtype.itemsize % 16 == 0
+        if not searches and width > 1 and aligned and view.is_contiguous:
+            shape = (math.prod(view.shape[: task.axis]), view.shape[task.axis], width)
+            along = QuantizeBlocks(self.fmt).along_axis
+            how = {"clamp": task.clamp, "overflow": task.overflow}
+            along(backend, view.pointer, view.dtype, shape, out, **how)
             return
-        run = QuantizeBlocks(self.fmt)
-        run(backend, x, task.view.dtype, count, out, **how, overflow=task.overflow)
+        rows = backend.contiguous(x, task.axis)
+        run = Search(self.fmt) if searches else QuantizeBlocks(self.fmt)
+        run(
+            backend,
+            backend.pointer(rows),
+            view.dtype,
+            math.prod(task.stored) // self.fmt.layout.elements,
+            out,
+            saturate=task.clamp,
+            clamp=task.clamp,
+            overflow=task.overflow,
+        )
 
     # ---- formats that take more than one step -----------------------------------------------
 
@@ -214,7 +228,7 @@ class Quantize:
     def _fast(self, backend: Backend, task: Task) -> Callable[[bytes, bytes], None] | None:
         """The call of the fastest kernel that takes this array; None where none does."""
         fmt, view = self.fmt, task.view
-        *rows, columns = task.stored
+        columns = task.stored[-1]
         packed = backend.pointer(task.parts["packed"])
         packing = fmt.row_packing
         aligned = view.pointer % 16 == 0 and packed % 8 == 0 and view.is_contiguous
@@ -245,9 +259,7 @@ class Quantize:
         if not unit or not whole or width * view.dtype.itemsize % 16:
             return None
         batch = math.prod(view.shape[: task.axis])
-        launch, down, across = self.axis_launch(
-            view.dtype, unit, batch, columns, width, task.flags
-        )
+        launch, down, across = self.axis_launch(view.dtype, unit, batch, columns, width, task.flags)
         return lambda scales, given: backend.launch(
             launch,
             view.pointer,

@@ -1,0 +1,53 @@
+// Tiles of arrays whose blocks run along an axis that is not the last, turned in shared memory.
+#pragma once
+#include "chunk.cuh"
+
+namespace cuquant {
+
+// kDepth x kWidth elements of [depth, width], in shared memory by column. A column's elements lie in
+// words of kPair, and its pitch is odd, so that lanes of one column meet no other in a bank.
+template <typename T, int kDepth>
+struct Turned {
+    static constexpr int kVector = 16 / sizeof(T);       // elements of a 16-byte load
+    static constexpr int kWidth = 128 / sizeof(T);       // full sectors, whatever the type
+    static constexpr int kPair = 4 / sizeof(T);          // elements of a word
+    static constexpr int kPitch = kDepth / kPair + 1;    // words of a column
+    u32 words[kWidth * kPitch];
+
+    // Each thread loads 16 bytes of kPair rows and writes them as words of kPair elements. `corner` is
+    // the tile's first element, of which `rows` x `columns` exist.
+    __device__ void load(const T* corner, i64 width, i64 rows, i64 columns, int thread, int threads) {
+        constexpr int kLoads = kWidth / kVector * (kDepth / kPair);
+        for (int i = thread; i < kLoads; i += threads) {
+            const int column = i % (kWidth / kVector) * kVector, row = i / (kWidth / kVector) * kPair;
+            uint4 part[kPair];
+#pragma unroll
+            for (int r = 0; r < kPair; ++r)
+                part[r] = column < columns && row + r < rows
+                        ? load16(corner + (row + r) * width + column) : make_uint4(0, 0, 0, 0);
+            const u32 a[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
+            u32* to = words + column * kPitch + row / kPair;
+            if constexpr (sizeof(T) == 4) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) to[j * kPitch] = a[j];
+            } else {
+                const u32 b[4] = {part[1].x, part[1].y, part[1].z, part[1].w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    to[2 * j * kPitch] = (a[j] & 0xFFFFu) | b[j] << 16;
+                    to[(2 * j + 1) * kPitch] = a[j] >> 16 | (b[j] & 0xFFFF0000u);
+                }
+            }
+        }
+    }
+
+    // kElements of a column from row `first` on.
+    template <int kElements>
+    __device__ void values(int column, int first, float* x) const {
+        const u32* from = words + column * kPitch + first / kPair;
+#pragma unroll
+        for (int j = 0; j < kElements / kPair; ++j) Element<T>::of_word(from[j], x + j * kPair);
+    }
+};
+
+}  // namespace cuquant
