@@ -5,6 +5,7 @@ torch and CuPy are never imported here: an array of theirs can only exist once i
 """
 
 import sys
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ INPUT_DTYPES = ("float32", "float16", "bfloat16")
 INSTALL_GPU = "pip install 'cuquant[cuda12]' (or 'cuquant[cuda13]')"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOATS = {np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16}
 # Floats that torch knows and NumPy does not: (torch's name, ml_dtypes' dtype).
 _TORCH_FLOATS = {
     "bfloat16": _BFLOAT16,
@@ -67,6 +69,8 @@ def numpy_dtype(dtype: object) -> np.dtype:
 
 def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
     """`numpy_dtype`, refused unless it is one that cuquant computes with."""
+    if isinstance(dtype, np.dtype) and dtype in _FLOATS:
+        return dtype
     found = numpy_dtype(dtype)
     if found.name not in INPUT_DTYPES or not found.isnative:
         raise TypeError(
@@ -83,7 +87,13 @@ def is_on_gpu(x: Any) -> bool:
 
 def dtype_of(x: Any) -> np.dtype:
     """The NumPy dtype of an array of any kind."""
-    return numpy_dtype(x.dtype)
+    dtype = x.dtype
+    return dtype if isinstance(dtype, np.dtype) else _of_torch(dtype)
+
+
+@cache
+def _of_torch(dtype: Any) -> np.dtype:
+    return numpy_dtype(dtype)
 
 
 def to_numpy(x: Any, name: str = "x") -> np.ndarray:
@@ -233,6 +243,10 @@ def may_share_memory(a: Any, b: Any) -> bool:
 def _span(x: Any) -> tuple[int, int]:
     """Addresses of an array's first byte and of the one behind its last."""
     torch_tensor = kind(x) == "torch"
+    if torch_tensor and x.is_contiguous():
+        return x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
+    if kind(x) == "cupy" and x.flags.c_contiguous:
+        return x.data.ptr, x.data.ptr + x.nbytes
     size = x.element_size() if torch_tensor else x.itemsize
     strides = [step * size for step in x.stride()] if torch_tensor else x.strides
     if kind(x) == "numpy":

@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ class Program:
     facts: str = ""
     features: bool = False
     contract: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # asked for at every launch
+        return hash((self.file, self.entry, self.arguments, self.facts))
 
     @property
     def name(self) -> str:

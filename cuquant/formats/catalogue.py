@@ -313,7 +313,21 @@ def get_format(name: str | Format, **options: object) -> Format:
     4.25
     """
     if isinstance(name, Format):
+        if not options:
+            return name
         return get_format(name.name, **{**name.options, **options})
+    try:
+        return _kept_format(name, tuple(options.items()))
+    except TypeError:  # options that cannot be hashed, or wrong ones
+        return _new_format(name, options)
+
+
+@lru_cache(maxsize=256)
+def _kept_format(name: str, options: tuple[tuple[str, object], ...]) -> Format:
+    return _new_format(name, dict(options))
+
+
+def _new_format(name: object, options: dict[str, object]) -> Format:
     if not isinstance(name, str):
         raise TypeError(f"format must be a name or a Format, got {type(name).__name__}")
     known = ALIASES.get(name.lower(), name.lower())

@@ -48,6 +48,16 @@ class Format:
     packing: Packing | BlockLayout
     options: Mapping[str, object] = field(default_factory=dict, compare=False)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # asked for at every call of an operation
+        return hash((self.name, self.codec, self.scale, self.offset, self.packing))
+
+    def __getstate__(self) -> dict[str, object]:  # another process hashes strings otherwise
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __str__(self) -> str:
         text = ", ".join(f"{key}={_short(value)}" for key, value in self.options.items())
         return f"{self.name}({text})" if text else self.name

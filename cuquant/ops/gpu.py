@@ -12,7 +12,8 @@ from cuquant import interop, jit
 from cuquant.jit import Launch
 from cuquant.ops.kernels.geometry import View
 
-_uploaded: dict[tuple, Any] = {}  # constant tables: CuPy arrays by device and content
+# Constant tables by device and identity: the CuPy array, and the NumPy one that it copies.
+_uploaded: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}
 
 
 def stream_handle(stream: object) -> int:
@@ -53,19 +54,21 @@ class Gpu:
         return _multiprocessors(self.device)
 
     def upload(self, array: np.ndarray) -> Any:
-        """A CuPy copy that every call on the device shares, on whatever stream."""
-        key = (self.device, array.dtype.str, array.shape, array.tobytes())
-        found = _uploaded.get(key)
-        return found if found is not None else self._upload(key, array)
+        """A CuPy copy that every call on the device shares, on whatever stream.
 
-    def _upload(self, key: tuple, array: np.ndarray) -> Any:
+        Kept by the identity of `array`, which must not change.
+        """
+        found = _uploaded.get((self.device, id(array)))
+        return found[0] if found is not None else self._upload(array)
+
+    def _upload(self, array: np.ndarray) -> Any:
         import cupy  # type: ignore[import-not-found]
 
         jit.refuse_capture(self.stream, "a table")
         with cupy.cuda.Stream(non_blocking=True) as own:
             copy = cupy.asarray(array)
             own.synchronize()
-        return _uploaded.setdefault(key, copy)
+        return _uploaded.setdefault((self.device, id(array)), (copy, array))[0]
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         kernel = jit.load(launch.program, self.device, self.stream)

@@ -18,10 +18,16 @@ from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.geometry import CHUNK, View
 from cuquant.ops.kernels.pack import unpack
 from cuquant.ops.kernels.quantize import scale_arrays
-from cuquant.reference.tiles import Tiles
 
 THREADS, CHUNKS = 256, 4
 FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+@lru_cache(maxsize=256)
+def limit(fmt: Format, dtype: np.dtype) -> float:
+    """Scales up to this never take a value beyond the dtype's largest."""
+    top = float(ml_dtypes.finfo(dtype).max)
+    return min(top / words.largest_value(fmt) * (1 - 1e-6), FLOAT_MAX)
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,13 @@ class Dequantize:
             decoder = DequantizeBlocks(self.fmt)
             decoder.values(backend, parts["blocks"], target.pointer, element)
             return
-        tiles = Tiles.of(self.fmt, stored)
         arrays = scale_arrays(backend, self.fmt, dict(parts))
         lookup = words.lookup(self.fmt.codec, backend)
         packed = backend.pointer(parts["packed"])
         packing, (*rows, columns) = self.fmt.row_packing, stored
         per_row = -(-columns // CHUNK)
         chunks = math.prod(rows) * per_row
-        struct_ = geometry.tiles_struct(tiles)
+        struct_ = geometry.tiles_of(self.fmt, stored)
         if self.is_values(packed, stored, target):
             arguments = (self.facts.type, element)
             program = Program("dequantize.cu", "dequantize_values", arguments, self.facts.text)
@@ -67,7 +72,6 @@ class Dequantize:
             shift = self.flat_shift(columns)
             launch = self.launch(target.dtype, chunks, shift is not None)
             last = math.prod(stored) * packing.bits // 32 - 1
-            top = float(ml_dtypes.finfo(target.dtype).max)
             backend.launch(
                 launch,
                 packed,
@@ -79,7 +83,7 @@ class Dequantize:
                 per_row,
                 last,
                 shift or 0,
-                min(top / words.largest_value(self.fmt) * (1 - 1e-6), FLOAT_MAX),
+                limit(self.fmt, target.dtype),
             )
             return
         source = geometry.strided(target, len(stored) - 1, with_flat=False)
@@ -131,6 +135,8 @@ class Dequantize:
         chunks = block // CHUNK
         return chunks.bit_length() - 1 if chunks & (chunks - 1) == 0 else None
 
+    # Orchestrators are kept themselves, so nothing leaks.
+    @lru_cache(maxsize=1024)  # noqa: B019
     def launch(self, dtype: np.dtype, chunks: int, flat: bool) -> Launch:
         """Of dequantize."""
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], THREADS, CHUNKS, int(flat))

@@ -147,6 +147,7 @@ def with_plain_codes(fmt: Format) -> Format:
     return replace(fmt, packing=Packing(8))
 
 
+@lru_cache(maxsize=256)
 def largest_value(fmt: Format) -> float:
     """The largest magnitude that a code stands for before its scale."""
     largest = float(np.nanmax(np.abs(fmt.codec.numbers)))

@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,9 +29,10 @@ class View:
     @property
     def is_contiguous(self) -> bool:
         """Whether it lies in C order."""
-        return all(
-            n == 1 or step == wanted
-            for n, step, wanted in zip(self.shape, self.strides, c_strides(self.shape), strict=True)
+        wanted = c_strides(self.shape)
+        return self.strides == wanted or all(
+            n == 1 or step == right
+            for n, step, right in zip(self.shape, self.strides, wanted, strict=True)
         )
 
     def moved(self, axes: tuple[int, ...]) -> "View":
@@ -43,6 +45,7 @@ class View:
         )
 
 
+@lru_cache(maxsize=1024)
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of an array in C order."""
     steps, step = [], 1
@@ -52,6 +55,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
+@lru_cache(maxsize=1024)
 def axis_last(ndim: int, axis: int) -> tuple[int, ...]:
     """The order of axes that `moveaxis(x, axis, -1)` has."""
     return (*(i for i in range(ndim) if i != axis), axis)
@@ -107,6 +111,7 @@ def tiles_struct(tiles: Tiles) -> bytes:
     )
 
 
-def tiles_of(fmt: Format, stored: tuple[int, ...]) -> Tiles:
-    """The blocks of an array; a 'row' or 'tensor' block is no wider than the array."""
-    return Tiles.of(fmt, stored)
+@lru_cache(maxsize=1024)
+def tiles_of(fmt: Format, stored: tuple[int, ...]) -> bytes:
+    """The Tiles struct of an array stored as [rows..., K]."""
+    return tiles_struct(Tiles.of(fmt, stored))

@@ -67,7 +67,7 @@ class Task:
     seed: int
     overflow: int = 0  # address of a counter, or 0
 
-    @property
+    @cached_property
     def stored(self) -> tuple[int, ...]:
         order = geometry.axis_last(len(self.view.shape), self.axis)
         return tuple(self.view.shape[a] for a in order)
@@ -275,6 +275,7 @@ class Quantize:
             across,
         )
 
+    @lru_cache(maxsize=1024)  # noqa: B019
     def unit(self, columns: int, itemsize: int) -> Unit | None:
         """How lanes share a block, where whole blocks fit into a warp and into rows."""
         block = self.fmt.rule.block
@@ -294,6 +295,8 @@ class Quantize:
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 
+    # Orchestrators are kept themselves, so nothing leaks.
+    @lru_cache(maxsize=1024)  # noqa: B019
     def flat_launch(self, dtype: np.dtype, unit: Unit, units: int, flags: int) -> Launch:
         """Of quantize: blocks one after the other."""
         threads, each = FLAT[dtype.itemsize]
