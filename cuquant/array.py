@@ -228,7 +228,8 @@ class QuantArray:
     def to_blocks(self) -> Any:
         """ggml's interleaved bytes, uint8 [rows..., K // block, bytes].
 
-        For every ggml type, for mxfp4 (17 bytes per 32) and for nvfp4 (36 bytes per 64).
+        For every ggml type, for mxfp4 (17 bytes per 32) and for nvfp4 (36 bytes per 64), whose
+        global scale is looked at: on a GPU this waits for it.
 
         Raises
         ------
@@ -239,19 +240,16 @@ class QuantArray:
         if self.format.is_blocks:
             return self.components["blocks"]
         layout = _block_layout(self.format)
-        if self.device != "cpu":  # rare, and a matter of bytes: through the host
-            return interop.to_device(self.to("cpu").to_blocks(), self.device)
         if self.stored_shape[-1] % layout.elements:
             raise ValueError(
                 f"ggml's {layout.name} needs a multiple of {layout.elements} elements a row, "
                 f"got {self.stored_shape[-1]}"
             )
+        if self.device != "cpu":
+            return OPERATIONS["to_blocks"](self, layout)
         parts = self._host
-        if "global_scale" in parts and parts["global_scale"] != 1:
-            raise ValueError(
-                f"ggml's nvfp4 has no global scale, and this one is {parts['global_scale']}; "
-                "quantize with global_scale=1"
-            )
+        if "global_scale" in parts:
+            check_global_scale(parts["global_scale"])
         codes = reference.codes(parts, self.format, self.stored_shape)
         count = codes.size // layout.elements
         scale = parts["scale"].reshape(count, layout.sub_blocks)
@@ -310,8 +308,10 @@ class QuantArray:
             )
         if fmt.is_blocks and interop.is_on_gpu(blocks):
             parts = {"blocks": blocks.reshape(wanted)}
-        else:  # on a GPU rare, and a matter of bytes: through the host
-            stored = np.ascontiguousarray(interop.to_host(blocks, "blocks")).reshape(wanted)
+        elif interop.is_on_gpu(blocks):
+            parts = OPERATIONS["from_blocks"](blocks.reshape(wanted), fmt, layout, shape)
+        else:
+            stored = np.ascontiguousarray(interop.to_numpy(blocks, "blocks")).reshape(wanted)
             made = {"blocks": stored} if fmt.is_blocks else {}
             made = made or _from_layout(fmt, layout, stored, shape)
             parts = {name: interop.like(part, blocks) for name, part in made.items()}
@@ -407,7 +407,7 @@ def _entry(entry: Any) -> Any:
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, (bool, np.bool_)):
         return int(entry)
     if isinstance(entry, list) or interop.kind(entry):
-        rows = np.asarray(entry) if isinstance(entry, list) else interop.to_numpy(entry, "index")
+        rows = np.asarray(entry) if isinstance(entry, list) else interop.to_host(entry, "index")
         rows = rows if rows.size else rows.astype(np.int64)
         if rows.dtype.kind in "iu":
             return rows.astype(np.int64)
@@ -422,6 +422,15 @@ def _block_layout(fmt: Format) -> BlockLayout:
             f"{fmt} has no ggml block; these have: {known} (with their own block size)"
         )
     return layout
+
+
+def check_global_scale(value: np.ndarray) -> None:
+    """ValueError unless an nvfp4 array's global scale is the 1 that ggml's blocks stand for."""
+    if value != 1:
+        raise ValueError(
+            f"ggml's nvfp4 has no global scale, and this one is {value}; "
+            "quantize with global_scale=1"
+        )
 
 
 def _from_layout(

@@ -28,8 +28,20 @@ _TORCH_FLOATS = {
 }
 
 
+_kinds: dict[type, str] = {}  # what `kind` found; asked for many times at every call
+
+
 def kind(x: object) -> str | None:
     """ "numpy", "cupy" or "torch"; None for what is no array of these libraries."""
+    found = _kinds.get(type(x))
+    if found is None:
+        found = _kind(x)
+        if found is not None:
+            _kinds[type(x)] = found
+    return found
+
+
+def _kind(x: object) -> str | None:
     if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
     for name in ("torch", "cupy"):
@@ -112,16 +124,22 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
             f"{name} must be a NumPy, CuPy or torch array, got {type(x).__name__}; "
             "np.asarray(x, np.float32) makes one"
         )
-    if device(x) != "cpu":
-        raise BackendUnavailable(
-            f"{name} is on {device(x)!r}, and this operation computes on the CPU only; "
-            "move it there (x.get() in CuPy, x.cpu() in torch)"
-        )
+    refuse_gpu(x, name)
     if which == "numpy":
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array; pass x.filled(value)")
         return np.asarray(x).view(np.ndarray)
     return _torch_to_numpy(x.detach())
+
+
+def refuse_gpu(x: Any, name: str) -> None:
+    """BackendUnavailable for an array or a QuantArray on a GPU: what calls this has no kernel."""
+    place = device(x) if kind(x) else getattr(x, "device", "cpu")
+    if place != "cpu":
+        raise BackendUnavailable(
+            f"{name} is on {place!r}, and this operation computes on the CPU only; move it there "
+            "(x.get() in CuPy, x.cpu() in torch, q.to('cpu') for a QuantArray)"
+        )
 
 
 def _torch_to_numpy(x: Any) -> np.ndarray:
@@ -178,6 +196,52 @@ def like(x: np.ndarray, other: Any) -> Any:
     return to_device(x, device(other))
 
 
+def beside(x: Any, near: Any, name: str = "x") -> Any:
+    """`x` where `near` is: on its GPU, or as NumPy's on the CPU.
+
+    Raises
+    ------
+    TypeError
+        For anything that is not an array.
+    BackendUnavailable
+        For an array on a GPU while `near` is on the CPU.
+    ValueError
+        For an array on another GPU than `near`, or of another library on one.
+    """
+    if not (is_on_gpu(x) and is_on_gpu(near)):
+        host = to_numpy(x, name)
+        return like(host, near) if is_on_gpu(near) else host
+    if (kind(x), device(x)) != (kind(near), device(near)):
+        raise ValueError(
+            f"{name} is a {kind(x)} array on {device(x)}, and what it belongs to a {kind(near)} "
+            f"one on {device(near)}"
+        )
+    return x.detach() if kind(x) == "torch" else x
+
+
+def astype(x: Any, dtype: object) -> Any:
+    """The array converted to a NumPy dtype; itself where it has that dtype."""
+    wanted = numpy_dtype(dtype)
+    if kind(x) == "torch":
+        return x.to(_torch_dtype(wanted))
+    return x.astype(wanted, copy=False)
+
+
+def viewed(x: Any, dtype: object) -> Any:
+    """The bits of an array as another dtype of the same size."""
+    wanted = numpy_dtype(dtype)
+    return x.view(_torch_dtype(wanted) if kind(x) == "torch" else wanted)
+
+
+def contiguous(x: Any) -> Any:
+    """The array in C order: itself, or a copy."""
+    return x.contiguous() if kind(x) == "torch" else namespace(x).ascontiguousarray(x)
+
+
+def _torch_dtype(dtype: np.dtype) -> Any:
+    return getattr(sys.modules["torch"], dtype.name)
+
+
 def copied(x: Any) -> Any:
     """A copy of a CuPy or torch array."""
     return x.clone() if kind(x) == "torch" else x.copy()
@@ -205,26 +269,24 @@ def load_cupy() -> Any:
     except ImportError as error:
         raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
     try:
-        cupy.cuda.runtime.getDeviceCount()
+        count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendUnavailable(
             f"CuPy finds no usable GPU ({error}); `cuquant doctor` tells more"
         ) from error
+    if not count:
+        raise BackendUnavailable("CuPy finds no GPU; `cuquant doctor` tells more")
     return cupy
 
 
 def to_pickle(x: Any) -> Any:
     """`x`, or the int32 view of torch's uint32, which torch pickles but does not unpickle."""
-    if kind(x) == "torch" and dtype_of(x) == np.uint32:
-        return x.view(sys.modules["torch"].int32)
-    return x
+    return viewed(x, np.int32) if kind(x) == "torch" and dtype_of(x) == np.uint32 else x
 
 
 def from_pickle(x: Any, dtype: np.dtype) -> Any:
     """What `to_pickle` took, of the dtype it had."""
-    if kind(x) == "torch" and dtype == np.uint32:
-        return x.view(sys.modules["torch"].uint32)
-    return x
+    return viewed(x, np.uint32) if kind(x) == "torch" and dtype == np.uint32 else x
 
 
 def is_writeable(x: Any) -> bool:

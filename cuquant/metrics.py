@@ -36,7 +36,8 @@ def error(x: Any, q: Any) -> Error:
     x
         The true values, an array.
     q
-        QuantArray or array of x's shape.
+        QuantArray or array of x's shape. Either may be on a GPU: q is decoded there, and the sums
+        are taken on the CPU, in float64.
 
     Returns
     -------
@@ -55,13 +56,11 @@ def error(x: Any, q: Any) -> Error:
     >>> cq.error(x, cq.quantize(x, "fp16"))
     Error(sqnr_db=inf, max_error=0.0, cosine=1.0)
     """
-    true = interop.to_numpy(x)
-    if isinstance(q, QuantArray):
-        found = q.numpy().dequantize(dtype=np.float32)
-    else:
-        found = interop.to_numpy(q, "q")
-    if true.shape != found.shape:
-        raise ValueError(f"x has shape {true.shape} and q {found.shape}; they must be equal")
+    true = _checked(x, "x")
+    found = _checked(q.dequantize(dtype=np.float32) if isinstance(q, QuantArray) else q, "q")
+    shape, other = tuple(true.shape), tuple(found.shape)
+    if shape != other:
+        raise ValueError(f"x has shape {shape} and q {other}; they must be equal")
     signal = noise = product = energy = largest = 0.0
     with np.errstate(invalid="ignore"):
         for a, b in zip(_pieces(true), _pieces(found), strict=True):
@@ -90,7 +89,13 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _pieces(x: np.ndarray, size: int = 1 << 20) -> Iterator[np.ndarray]:
+def _checked(x: Any, name: str) -> Any:
+    """An array on the CPU as NumPy's, one on a GPU as it is."""
+    return x if interop.is_on_gpu(x) else interop.to_numpy(x, name)
+
+
+def _pieces(x: Any, size: int = 1 << 20) -> Iterator[np.ndarray]:
     """Flat float64 pieces in C order."""
-    flat = x.reshape(-1)
-    return (flat[start : start + size].astype(np.float64) for start in range(0, flat.size, size))
+    flat, count = x.reshape(-1), math.prod(x.shape)
+    for start in range(0, count, size):
+        yield interop.to_host(flat[start : start + size]).astype(np.float64)

@@ -100,7 +100,21 @@ def _take_rows(
             rows = (*rows[:-1], slice(start // tall, max(start // tall, -(-stop // tall))))
     elif name == "global_scale":
         return part
-    return part[rows]
+    return _indexed(part, rows) if interop.kind(part) == "torch" else part[rows]
+
+
+def _indexed(part: Any, rows: tuple[Any, ...]) -> Any:
+    """part[rows] of a torch tensor on a GPU: torch steps forward only and indexes no uint32."""
+    dtype, taken, index = interop.dtype_of(part), interop.to_pickle(part), list(rows)
+    for axis, entry in enumerate(rows):
+        if not isinstance(entry, slice):
+            continue
+        steps = range(*entry.indices(part.shape[axis]))
+        if steps.step < 0:
+            forward = slice(steps[-1], steps[0] + 1, -steps.step) if steps else slice(0, 0)
+            taken = taken[(slice(None),) * axis + (forward,)].flip(axis)
+            index[axis] = slice(None)
+    return interop.from_pickle(taken[tuple(index)], dtype)
 
 
 def _take_columns(
@@ -226,4 +240,6 @@ def _join_columns(fmt: Format, states: Sequence[State]) -> Parts:
 
 
 def _concatenate(arrays: Sequence[Any], axis: int) -> Any:
-    return interop.namespace(arrays[0]).concatenate(arrays, axis)
+    parts = [interop.to_pickle(part) for part in arrays]  # torch joins no uint32 on a GPU
+    joined = interop.namespace(parts[0]).concatenate(parts, axis)
+    return interop.from_pickle(joined, interop.dtype_of(arrays[0]))

@@ -68,24 +68,24 @@ __global__ void __launch_bounds__(kThreads) quantize(
 
 // x is [batch, depth, width] and contiguous; blocks run along depth, and the codes of stored row
 // b * width + w are those of x[b, :, w].
-template <class Format, typename T, int kPer, int kLanes, int kThreads, int kDepth, int kFlags>
+template <class Format, typename T, int kPer, int kLanes, int kThreads, int kDepth, int kWidth, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize_axis(
     const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed,
     i64 depth, i64 width, i64 row_bytes, int tiles_down, int tiles_across) {
-    using Tile = Turned<T, kDepth>;
+    using Tile = Turned<T, kDepth, kWidth>;
     __shared__ Tile turned;
     __shared__ typename Format::Codec::EncodeTables tables;
     const i64 tile = blockIdx.x;
     const i64 across = tile % tiles_across, down = tile / tiles_across % tiles_down;
     const i64 batch = tile / tiles_across / tiles_down;
-    const i64 top = down * kDepth, left = across * Tile::kWidth;
+    const i64 top = down * kDepth, left = across * kWidth;
     turned.load(x + (batch * depth + top) * width + left, width, depth - top, width - left, threadIdx.x, kThreads);
     if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
     __syncthreads();
     constexpr int kElements = kPer * kChunk, kAlong = kDepth / kElements;  // units of a column
-    static_assert(Tile::kWidth * kAlong % kThreads == 0 && kThreads % kAlong == 0, "whole warps, whole columns");
+    static_assert(kWidth * kAlong % kThreads == 0 && kThreads % kAlong == 0, "whole warps, whole columns");
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Tile::kWidth * kAlong; i += kThreads) {
+    for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
         const int column = i / kAlong, along = i % kAlong;
         float values[kElements];
         turned.template values<kElements>(column, along * kElements, values);

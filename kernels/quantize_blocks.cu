@@ -84,24 +84,25 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(
 }
 
 // x is [batch, depth, width] and contiguous; the blocks of x[b, :, w] are those of row b * width + w.
-template <class Format, typename T, int kThreads, int kDepth, int kFlags>
+// words: whether rows start on 4 bytes, and take a multiple of 4.
+template <class Format, typename T, int kThreads, int kDepth, int kWidth, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize_blocks_axis(
     const T* __restrict__ x, u8* __restrict__ blocks, Lookup lookup, i64 depth, i64 width, int tiles_down,
-    int tiles_across, int saturate, u32* __restrict__ overflow) {
+    int tiles_across, int words, int saturate, u32* __restrict__ overflow) {
     using Layout = typename Format::Layout;
-    using Tile = Turned<T, kDepth>;
+    using Tile = Turned<T, kDepth, kWidth>;
     constexpr int kAlong = kDepth / kElements, kBytes = kDepth / Layout::elements * Layout::bytes;
     __shared__ Tile turned;
-    __shared__ __align__(16) u8 staged[Tile::kWidth][kBytes];
+    __shared__ __align__(16) u8 staged[kWidth][kBytes];
     const i64 tile = blockIdx.x;
     const i64 across = tile % tiles_across, down = tile / tiles_across % tiles_down;
     const i64 batch = tile / tiles_across / tiles_down;
-    const i64 top = down * kDepth, left = across * Tile::kWidth;
+    const i64 top = down * kDepth, left = across * kWidth;
     turned.load(x + (batch * depth + top) * width + left, width, depth - top, width - left, threadIdx.x, kThreads);
     __syncthreads();
-    static_assert(Tile::kWidth * kAlong % kThreads == 0, "whole warps");
+    static_assert(kWidth * kAlong % kThreads == 0, "whole warps");
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Tile::kWidth * kAlong; i += kThreads) {
+    for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
         const int column = i / kAlong, along = i % kAlong;
         float z[kElements];
         turned.template values<kElements>(column, along * kElements, z);
@@ -109,14 +110,21 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks_axis(
         make_block<Format, T, kFlags>(z, staged[column] + along / kLanes * Layout::bytes, valid, lookup, saturate, overflow);
     }
     __syncthreads();
-    // Two bytes at a time: a row's blocks may start on any even address.
+    // A row's blocks may start on any address: by words where they can, else by bytes.
     const i64 row_bytes = depth / Layout::elements * Layout::bytes, start = down * kBytes;
-    for (int i = threadIdx.x; i < Tile::kWidth * (kBytes / 2); i += kThreads) {
-        const int column = i / (kBytes / 2), at = i % (kBytes / 2) * 2;
-        if (left + column >= width || start + at >= row_bytes) continue;
-        u8* to = blocks + (batch * width + left + column) * row_bytes + start + at;
-        to[0] = staged[column][at];
-        to[1] = staged[column][at + 1];
+    u8* first = blocks + (batch * width + left) * row_bytes + start;
+    const int columns = static_cast<int>(min(static_cast<i64>(kWidth), width - left));
+    const int nbytes = static_cast<int>(min(static_cast<i64>(kBytes), row_bytes - start));
+    if (words) {
+        for (int i = threadIdx.x; i < columns * (kBytes / 4); i += kThreads) {
+            const int column = i / (kBytes / 4), at = i % (kBytes / 4) * 4;
+            if (at < nbytes) *reinterpret_cast<u32*>(first + column * row_bytes + at) = *reinterpret_cast<const u32*>(staged[column] + at);
+        }
+    } else {
+        for (int i = threadIdx.x; i < columns * kBytes; i += kThreads) {
+            const int column = i / kBytes, at = i % kBytes;
+            if (at < nbytes) first[column * row_bytes + at] = staged[column][at];
+        }
     }
 }
 

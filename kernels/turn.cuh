@@ -6,10 +6,9 @@ namespace cuquant {
 
 // kDepth x kWidth elements of [depth, width], in shared memory by column. A column's elements lie in
 // words of kPair, and its pitch is odd, so that lanes of one column meet no other in a bank.
-template <typename T, int kDepth>
+template <typename T, int kDepth, int kWidth>
 struct Turned {
     static constexpr int kVector = 16 / sizeof(T);       // elements of a 16-byte load
-    static constexpr int kWidth = 128 / sizeof(T);       // full sectors, whatever the type
     static constexpr int kPair = 4 / sizeof(T);          // elements of a word
     static constexpr int kPitch = kDepth / kPair + 1;    // words of a column
     u32 words[kWidth * kPitch];

@@ -1,5 +1,10 @@
-"""Checks at the public door that the plain-array functions share."""
+"""Checks at the public door that the plain-array functions share.
 
+Arrays become NumPy's, without a copy; those on a GPU stay there in functions that compute there,
+which pass the array that decides it as `near`, and are refused in the others.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,21 +27,23 @@ def integer(value: Any, name: str, low: int, high: int | None = None) -> int:
     return int(value)
 
 
-def number(value: Any, name: str) -> np.float32:
-    """`value`, a number or an array of one, as a float32."""
-    values = numbers(value, name)
-    if values.size != 1:
-        raise ValueError(f"{name} must be one number, got an array of shape {values.shape}")
-    return values.reshape(-1)[0]
+def number(value: Any, name: str, near: Any = None) -> Any:
+    """`value`, a number or an array of one, as a float32; on a GPU an array of one axis."""
+    values = numbers(value, name, near)
+    if math.prod(values.shape) != 1:
+        raise ValueError(f"{name} must be one number, got an array of shape {tuple(values.shape)}")
+    return values.reshape(-1) if interop.is_on_gpu(values) else values.reshape(-1)[0]
 
 
-def numbers(value: Any, name: str) -> np.ndarray:
-    """float32 of a number or a numeric array of any kind."""
-    host = interop.to_numpy(value, name) if interop.kind(value) else np.asarray(value)
-    if host.dtype.kind not in "fiu" and host.dtype.name != "bfloat16":
+def numbers(value: Any, name: str, near: Any = None) -> Any:
+    """float32 of a number or a numeric array, where `near` is."""
+    found = interop.beside(value, near, name) if interop.kind(value) else np.asarray(value)
+    dtype = interop.dtype_of(found)
+    if dtype.kind not in "fiu" and dtype.name != "bfloat16":
         raise TypeError(f"{name} must be a number or a numeric array, got {value!r}")
     with np.errstate(over="ignore"):
-        return np.asarray(host.astype(F32))
+        values = interop.astype(found, F32)
+    return interop.like(values, near) if interop.is_on_gpu(near) and values is not found else values
 
 
 def extents(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -54,28 +61,30 @@ def flat(x: Any, name: str = "x") -> Any:
     return x.reshape(-1)
 
 
-def floats(x: Any, name: str) -> np.ndarray:
-    """A float32, float16 or bfloat16 array of any kind as NumPy's, in its own dtype."""
-    host = interop.to_numpy(x, name)
-    interop.float_dtype(host.dtype, name)
-    return host
+def floats(x: Any, name: str, near: Any = None) -> Any:
+    """A float32, float16 or bfloat16 array in its own dtype, where `near` is."""
+    found = interop.beside(x, near, name)
+    interop.float_dtype(interop.dtype_of(found), name)
+    return found
 
 
-def integers(x: Any, name: str) -> np.ndarray:
-    """An integer array of any kind as NumPy's."""
-    host = interop.to_numpy(x, name)
-    if host.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, got {host.dtype}")
-    return host
+def integers(x: Any, name: str, near: Any = None) -> Any:
+    """An integer array where `near` is."""
+    found = interop.beside(x, near, name)
+    dtype = interop.dtype_of(found)
+    if dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {dtype}")
+    return found
 
 
-def typed(x: Any, name: str, *dtypes: type) -> np.ndarray:
-    """An array of any kind as NumPy's, refused unless it has one of `dtypes`."""
-    host = interop.to_numpy(x, name)
-    if host.dtype not in [np.dtype(dtype) for dtype in dtypes]:
-        wanted = " or ".join(np.dtype(dtype).name for dtype in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {host.dtype}")
-    return host
+def typed(x: Any, name: str, *dtypes: type, near: Any = None) -> Any:
+    """An array where `near` is, refused unless it has one of `dtypes`."""
+    found = interop.beside(x, near, name)
+    dtype = interop.dtype_of(found)
+    if dtype not in [np.dtype(each) for each in dtypes]:
+        wanted = " or ".join(np.dtype(each).name for each in dtypes)
+        raise TypeError(f"{name} must be {wanted}, got {dtype}")
+    return found
 
 
 def check_product(a: np.ndarray, b: np.ndarray) -> None:
@@ -91,5 +100,7 @@ def check_product(a: np.ndarray, b: np.ndarray) -> None:
 
 
 def like(values: Any, x: Any) -> Any:
-    """NumPy `values` as an array of x's kind."""
-    return interop.from_numpy(np.asarray(values), interop.kind(x) or "numpy")
+    """NumPy `values` as an array of x's kind and device; anything else as it is."""
+    if not isinstance(values, (np.ndarray, np.generic)):
+        return values
+    return interop.like(np.asarray(values), x)

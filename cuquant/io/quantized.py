@@ -35,7 +35,7 @@ def save(
     path
         Replaced only once the file is complete.
     arrays
-        QuantArray, PackedWeight or array (NumPy, or torch on the CPU) by name.
+        QuantArray, PackedWeight or array (NumPy, CuPy or torch) by name.
     nonfinite
         "raise": refuse a QuantArray that decodes to NaN or infinity; "propagate": write it.
 
@@ -70,7 +70,7 @@ def save(
             entries[name] = entry(value.format, value.shape, value.dtype, value.axes, layout)
             found = {f"{name}.{key}": part for key, part in host.arrays().items()}
         else:
-            found = {name: interop.to_numpy(value, name)}
+            found = {name: interop.to_host(value, name)}
         if clash := parts.keys() & found.keys():
             raise ValueError(f"two tensors would be called {sorted(clash)[0]!r}; rename one array")
         parts |= found

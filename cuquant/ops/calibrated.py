@@ -48,6 +48,8 @@ def on_device(
     Numbers that are on the GPU themselves stay there: their shape and dtype are checked, their
     values are not, because that would wait for the device.
     """
+    if scale is None and zero_point is None and global_scale is None:
+        return Known()
     _check_use(fmt, scale, zero_point, global_scale)
     given = {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
     resident = {name for name, value in given.items() if interop.is_on_gpu(value)}

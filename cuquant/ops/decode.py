@@ -71,10 +71,11 @@ def _check_out(q: QuantArray, dtype: object, out: Any) -> None:
 def codes(q: QuantArray) -> Any:
     """The unsigned codes of a QuantArray, of its shape."""
     with backend_of(_first(q)) as backend:
-        return backend.permuted(_stored_codes(backend, q), q.axes)
+        return backend.permuted(stored_codes(backend, q), q.axes)
 
 
-def _stored_codes(backend: GpuBackend, q: QuantArray) -> Any:
+def stored_codes(backend: GpuBackend, q: QuantArray) -> Any:
+    """The codes as the components lie, [rows..., K]."""
     out = backend.empty(q.stored_shape, q.format.codec.code_dtype)
     decoder(q.format).codes(backend, _contiguous(backend, q), q.stored_shape, out)
     return out
@@ -86,7 +87,7 @@ def packed(q: QuantArray) -> Any:
         *rows, columns = q.stored_shape
         packing = q.format.row_packing
         out = backend.empty((*rows, packing.words(columns)), packing.dtype)
-        pack(backend, q.format, _stored_codes(backend, q), out, q.stored_shape)
+        pack(backend, q.format, stored_codes(backend, q), out, q.stored_shape)
         return out
 
 

@@ -29,6 +29,7 @@ class Operand:
         if isinstance(value, PackedWeight):
             value = unpack(value)
         if isinstance(value, QuantArray):
+            interop.refuse_gpu(value, name)
             return cls(value, value.shape, value.kind, None)
         interop.refuse_gradient(value, name)
         host = interop.to_numpy(value, name)

@@ -16,7 +16,7 @@ from cuquant.ops.kernels.facts import ELEMENTS
 
 GROUP = 256  # elements that a warp works on together
 WARP, THREADS = 32, 256
-AXIS_DEPTH = 128  # of the tiles of quantize_blocks_axis
+TILE = {2: (256, 32), 4: (128, 32)}  # of quantize_blocks_axis, by the size of an element
 LANES = 2  # that hold a block of 32 when it is quantized
 CLAMP = 1
 
@@ -75,8 +75,9 @@ class QuantizeBlocks(_Blocks):
         self, dtype: np.dtype, batch: int, depth: int, width: int, clamp: bool
     ) -> tuple[Launch, int, int]:
         """Of quantize_blocks_axis, with its tiles down and across."""
-        down, across = -(-depth // AXIS_DEPTH), -(-width // (128 // dtype.itemsize))
-        arguments = (ELEMENTS[dtype.name], THREADS, AXIS_DEPTH, CLAMP if clamp else 0)
+        tile = TILE[dtype.itemsize]
+        down, across = -(-depth // tile[0]), -(-width // tile[1])
+        arguments = (ELEMENTS[dtype.name], THREADS, *tile, CLAMP if clamp else 0)
         program = self._program("quantize_blocks.cu", "quantize_blocks_axis", *arguments)
         return Launch(program, (batch * down * across, 1, 1), THREADS), down, across
 
@@ -95,7 +96,11 @@ class QuantizeBlocks(_Blocks):
         lookup = words.lookup(self.fmt.codec, backend)
         launch, down, across = self.axis_launch(dtype, *shape, clamp)
         _, depth, width = shape
-        backend.launch(launch, x, out, lookup, depth, width, down, across, int(clamp), overflow)
+        row_bytes = depth // self.fmt.layout.elements * self.fmt.layout.nbytes
+        by_words = int(out % 4 == 0 and row_bytes % 4 == 0)
+        backend.launch(
+            launch, x, out, lookup, depth, width, down, across, by_words, int(clamp), overflow
+        )
 
 
 class DequantizeBlocks(_Blocks):

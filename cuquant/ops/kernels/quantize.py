@@ -29,6 +29,7 @@ E4M3_PEAK = 448.0
 
 # By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
 # instructions, and share those of a scale), threads, and units of each. Measured on an H100.
+TILE = {2: (256, 32), 4: (128, 32)}  # of quantize_axis
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
 
 Parts = dict[str, Any]
@@ -186,8 +187,8 @@ class Quantize:
             backend.launch(Launch(program, (1, 1, 1), 1), at, given)
             return
         top = backend.zeros((1,), np.dtype(np.uint32))
-        source = geometry.strided(task.view, task.axis, with_flat=False)
-        *rows, columns = task.stored
+        source = geometry.strided(task.view, len(task.view.shape) - 1, with_flat=False)
+        *rows, columns = task.view.shape  # in any order: the largest is the largest
         threads = 256
         items = math.prod(rows) * -(-columns // CHUNK)
         grid = min(-(-items // threads), 16 * backend.multiprocessors)
@@ -309,11 +310,12 @@ class Quantize:
         self, dtype: np.dtype, unit: Unit, batch: int, depth: int, width: int, flags: int
     ) -> tuple[Launch, int, int]:
         """Of quantize_axis, with its tiles down and across."""
-        tile_depth = max(128, unit.per * unit.lanes * CHUNK)
-        threads = min(256, 128 // dtype.itemsize * tile_depth // (unit.per * CHUNK))
-        down, across = -(-depth // tile_depth), -(-width // (128 // dtype.itemsize))
+        tile = TILE[dtype.itemsize]
+        tile = max(tile[0], unit.per * unit.lanes * CHUNK), tile[1]
+        threads = min(256, tile[0] * tile[1] // (unit.per * CHUNK))
+        down, across = -(-depth // tile[0]), -(-width // tile[1])
         element = words.ELEMENTS[dtype.name]
-        arguments = (self.facts.type, element, *unit, threads, tile_depth, flags)
+        arguments = (self.facts.type, element, *unit, threads, *tile, flags)
         program = Program("quantize.cu", "quantize_axis", arguments, self.facts.text)
         return Launch(program, (batch * down * across, 1, 1), threads), down, across
 

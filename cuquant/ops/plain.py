@@ -1,0 +1,101 @@
+"""What `functional` does to plain arrays: codes to words and back, nested scales, products.
+
+Arrays are NumPy's or on a GPU, and the results are where they are.
+"""
+
+import math
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.formats import Packing, get_format
+from cuquant.jit import Launch, Program
+from cuquant.ops.gpu import backend_of
+from cuquant.ops.kernels.dequantize import THREADS, decoder
+from cuquant.ops.kernels.pack import pack_launch
+from cuquant.ops.kernels.quantize import scale_arrays
+
+F32 = np.dtype(np.float32)
+SMALLEST_NORMAL, STEPS = 2.0**-126, 2.0**149  # float32's; its subnormals are whole 1 / STEPS
+
+
+def pack_codes(codes: Any, packing: Packing, pad: int) -> Any:
+    """Words [rows..., words] of uint8 codes [rows..., K]; `pad` fills the last word of a row."""
+    *rows, columns = codes.shape
+    count, words = math.prod(rows), packing.words(columns)
+    if not interop.is_on_gpu(codes):
+        flat = np.ascontiguousarray(codes).reshape(count, columns)
+        return packing.pack(flat, pad).reshape(*rows, words)
+    with backend_of(codes) as backend:
+        given = backend.contiguous(codes, -1)
+        out = backend.empty((*rows, words), packing.dtype)
+        if count * words:
+            launch = pack_launch(packing, "pack", count * words)
+            pointers = backend.pointer(given), backend.pointer(out)
+            backend.launch(launch, *pointers, count, columns, words, pad)
+        return out
+
+
+def unpack_codes(packed: Any, packing: Packing, columns: int) -> Any:
+    """uint8 codes [rows..., columns] of words [rows..., words]."""
+    *rows, words = packed.shape
+    count = math.prod(rows)
+    if not interop.is_on_gpu(packed):
+        flat = np.ascontiguousarray(packed).reshape(count, words)
+        return packing.unpack(flat, columns).reshape(*rows, columns)
+    with backend_of(packed) as backend:
+        given = backend.contiguous(packed, -1)
+        out = backend.empty((*rows, columns), np.dtype(np.uint8))
+        if count * columns:
+            launch = pack_launch(packing, "unpack", count * columns)
+            pointers = backend.pointer(given), backend.pointer(out)
+            backend.launch(launch, *pointers, count, columns, words)
+        return out
+
+
+def nested_absmax(codes: Any, absmax: Any, levels: Any, offset: Any) -> Any:
+    """float32 [blocks] on a GPU: levels[codes] * absmax[i // 256] + offset, double quantization.
+
+    The kernel is that of an array whose scales are nested, with the given levels for a table.
+    """
+    fmt = get_format("nf4", double_quant=True)
+    with backend_of(codes) as backend:
+        given = {"scale": codes, "nested_scale": absmax, "nested_offset": offset.reshape(1)}
+        parts = {name: backend.contiguous(part, -1) for name, part in given.items()}
+        table = backend.contiguous(levels, -1)
+        out = backend.empty(tuple(codes.shape), F32)
+        count = math.prod(codes.shape)
+        if count:
+            facts = decoder(fmt).facts
+            program = Program("dequantize.cu", "effective", (facts.type,), facts.text)
+            arrays = scale_arrays(backend, fmt, parts)
+            arrays = arrays[:-8] + struct.pack("<Q", backend.pointer(table))
+            launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
+            backend.launch(launch, arrays, backend.pointer(out), count)
+        return out
+
+
+def scaled(q: Any, factor: Any) -> Any:
+    """q * factor in float32, of integers and a float32 array that broadcasts to them.
+
+    CuPy's own kernels take float32 subnormals for 0: there products are exact float64 ones, and
+    are rounded by hand where the result is subnormal.
+    """
+    if interop.kind(q) != "cupy":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return interop.astype(q, F32) * factor
+    xp = sys.modules["cupy"]
+    bits = factor.view(np.int32)
+    size = (bits & 0x7FFFFF).astype(np.float64) / STEPS
+    subnormal = xp.where(bits < 0, -size, size)
+    wide = xp.where((bits >> 23 & 0xFF) == 0, subnormal, factor.astype(np.float64))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        product = q.astype(F32).astype(np.float64) * wide
+        normal = product.astype(F32)
+    small = abs(product) < SMALLEST_NORMAL
+    steps = xp.rint(abs(xp.where(small, product, 0.0)) * STEPS).astype(np.uint32)
+    signed = steps | xp.signbit(product).astype(np.uint32) << 31
+    return xp.where(small, signed, normal.view(np.uint32)).view(F32)

@@ -1,0 +1,468 @@
+"""The matrix that the kernels of quantize and dequantize are compared with the reference on.
+
+A case says which array is quantized how; it is the same for the emulator and for a GPU. Every
+format meets the basics, and every axis of variation meets a few formats that differ in codec, scale
+rule, offset and storage.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from oracle import DTYPES
+
+import cuquant as cq
+from cuquant.formats import Codebook, Format
+from cuquant.reference import effective
+
+F32 = np.float32
+NAMES = cq.list_formats()
+FORMATS = {name: cq.get_format(name) for name in NAMES}
+OWN = [name for name in NAMES if not FORMATS[name].is_blocks]
+SCALED = [name for name in OWN if FORMATS[name].scale is not None]
+# absmax kept exactly, signed and absmax codebooks, integers with and without a zero point, a mean
+# of magnitudes, a float8, a power of two, and two scales in one.
+FEW = ("nf4", "k3", "int4", "uint4", "int1", "fp8_e4m3", "mxfp4", "nvfp4")
+PLACED = ("nf4", "uint4", "k3", "fp16", "nvfp4", "q4_0", "q4_k")
+SEED = 0x1234_5678_9ABC_DEF0
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def nasty(shape: tuple[int, ...], dtype: np.dtype, *, finite: bool = False) -> np.ndarray:
+    """Stretches of numbers that each have their own path: zeros of both signs, ties, subnormals,
+    numbers whose scale overflows or vanishes, NaN and infinity."""
+    x = np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(F32)
+    flat, most = x.reshape(-1), 13
+    size = max(1, min(256, flat.size // (most + 3)))
+    part = [flat[i * size : (i + 1) * size] for i in range(most)]
+    part[0][...] = 0
+    if not finite:
+        part[2][size // 3 :: 37], part[2][size // 2 :: 53] = np.inf, -np.inf
+        part[3][5 % size :][:1] = np.nan
+    part[4][...] *= F32(1e-7)
+    part[5][...] = np.round(part[5] * 4) / 4
+    part[6][...] = -0.0
+    part[7][...] = 1
+    part[7][5 % size :][:1] = -1
+    part[8][...] *= F32(1e-4)
+    part[9][...] *= F32(1e-38)
+    part[9][size // 3 :][:1] = 3e-39
+    part[10][...] *= F32(1e-42)
+    part[11][...] *= F32(1e37)
+    part[12][...] = np.abs(part[12])
+    with np.errstate(over="ignore", under="ignore"):
+        x = x.astype(dtype)
+    if finite:
+        top = ml_dtypes.finfo(dtype).max
+        x = np.where(np.isfinite(x), x, top).astype(dtype)
+    return x
+
+
+def normal(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.random.default_rng(7 + sum(shape)).standard_normal(shape).astype(F32).astype(dtype)
+
+
+DATA: dict[str, Callable[[tuple[int, ...], np.dtype], np.ndarray]] = {
+    "nasty": nasty,
+    "finite": lambda shape, dtype: nasty(shape, dtype, finite=True),
+    "normal": normal,
+    # The first element is negative, and larger by a power of two than all others.
+    "outliers": lambda shape, dtype: np.where(
+        np.arange(shape[-1]) % 64 == 3, -64, normal(shape, dtype)
+    ).astype(dtype),
+}
+
+
+def _crowded(count: int, spacing: float) -> np.ndarray:
+    """Ascending: the ends of the range, and all others `spacing` apart around 0.3."""
+    inner = 0.3 + spacing * np.arange(count - 2)
+    return np.concatenate([[-1], inner, [1]]).astype(F32)
+
+
+LEVELS: dict[str, np.ndarray] = {
+    "2": F32([-1, 1]),
+    "3": F32([-1, 0.25, 1]),
+    "5": F32([-1, -0.3, 0, 0.2, 1]),
+    "16 close": _crowded(16, 1e-6),
+    "17": np.linspace(-1, 1, 17, dtype=F32) ** 3,
+    "33 close": _crowded(33, 2.0**-24),
+    "200": np.unique(np.random.default_rng(3).standard_normal(200).astype(F32)),
+    "200 close": _crowded(200, 1e-7),
+    "huge": F32([-1.6e38, -1e38, -5, 0, 1e-30, 7e37, 1.7e38]),
+    "tiny": F32([-1e-40, -1e-44, 0, 3e-45, 2e-42, 1e-38]),
+    "all sizes": F32([s * 10.0**e for s in (-1, 1) for e in range(-36, 36, 2)]),
+}
+LEVELS = {name: np.sort(values) for name, values in LEVELS.items()}
+
+
+# ---- where an array lies ------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """An array as a view of a larger one: the shape of that one, and the view."""
+
+    base: Callable[[tuple[int, ...]], tuple[int, ...]]
+    view: Callable[[Any, tuple[int, ...]], Any]
+
+
+def _wider(more: int) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    return lambda shape: (*shape[:-1], shape[-1] + more)
+
+
+def _expanded(base: Any, shape: tuple[int, ...]) -> Any:
+    if hasattr(base, "expand"):  # torch's
+        return base.expand(shape)
+    return np.broadcast_to(base, shape)  # CuPy's too, by its __array_function__
+
+
+LAYOUTS = {
+    "whole": Layout(lambda s: s, lambda b, _: b),
+    "rows": Layout(_wider(8), lambda b, s: b[..., : s[-1]]),
+    "crooked rows": Layout(_wider(3), lambda b, s: b[..., 1 : s[-1] + 1]),
+    "steps": Layout(lambda s: (*s[:-1], 2 * s[-1]), lambda b, _: b[..., ::2]),
+    "misaligned": Layout(lambda s: (int(np.prod(s)) + 1,), lambda b, s: b[1:].reshape(s)),
+    "transposed": Layout(lambda s: s[::-1], lambda b, _: b.T),
+    "reversed": Layout(lambda s: s, lambda b, _: b[..., ::-1]),
+    "upside down": Layout(lambda s: s, lambda b, _: b[::-1]),
+    "repeated rows": Layout(lambda s: (1, *s[1:]), _expanded),
+    "repeated columns": Layout(lambda s: (*s[:-1], 1), _expanded),
+}
+VIEWS = [name for name in LAYOUTS if name != "whole"]
+WRITABLE = [name for name in VIEWS if not name.startswith("repeated")]
+
+
+def placed(values: np.ndarray, layout: str) -> np.ndarray:
+    """The base of an array that lies so and holds `values`; what is beside it is NaN."""
+    where = LAYOUTS[layout]
+    base = np.full(where.base(values.shape), np.nan, values.dtype)
+    if layout.startswith("repeated"):
+        base[...] = values[tuple(slice(0, n) for n in base.shape)]
+    else:
+        where.view(base, values.shape)[...] = values
+    return base
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `quantize`.
+
+    Attributes
+    ----------
+    format
+        A name; `options` are those of `get_format`, where levels are a name of LEVELS.
+    given
+        Which numbers are found beforehand: "scale", "one scale" (for all blocks), "zero point"
+        (and scale), "global" or "global and scale".
+    """
+
+    format: str
+    dtype: str = "float16"
+    shape: tuple[int, ...] = (8, 1024)
+    axis: int = -1
+    layout: str = "whole"
+    data: str = "nasty"
+    options: tuple[tuple[str, Any], ...] = ()
+    given: str = ""
+    nonfinite: str = "propagate"
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        usual = Case(self.format)
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        shape = "x".join(map(str, fields.pop("shape")))
+        options = [f"{k}={v}" for k, v in fields.pop("options")]
+        own = [
+            f"{name} {v}"
+            for name, v in fields.items()
+            if name != "dtype" and v != vars(usual)[name]
+        ]
+        return "-".join([self.format, self.dtype, shape, *options, *own]).replace(" ", "_")
+
+    @cached_property
+    def fmt(self) -> Format:
+        options = dict(self.options)
+        if "levels" in options:
+            options["levels"] = LEVELS[options["levels"]]
+        return cq.get_format(self.format, **options)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return tuple(np.moveaxis(np.empty(self.shape, bool), self.axis, -1).shape)
+
+    @cached_property
+    def base(self) -> np.ndarray:
+        """What the array is a view of."""
+        values = DATA[self.data](self.stored, DTYPES[self.dtype])
+        return placed(np.ascontiguousarray(np.moveaxis(values, -1, self.axis)), self.layout)
+
+    def view(self, base: Any) -> Any:
+        """The array to quantize, of a base in any library."""
+        return LAYOUTS[self.layout].view(base, self.shape)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Of `quantize`, but for x and the format."""
+        found: dict[str, Any] = {"axis": self.axis, "nonfinite": self.nonfinite, **self._given()}
+        if self.stochastic:
+            found |= {"stochastic": True, "seed": SEED}
+        return found
+
+    def _given(self) -> dict[str, Any]:
+        if not self.given:
+            return {}
+        if self.given == "global":
+            return {"global_scale": 0.003}
+        rule, rng = self.fmt.rule, np.random.default_rng(11)
+        shape = () if self.given == "one scale" else rule.shape(self.stored)
+        scale = np.exp2(rng.integers(-8, 3, shape)).astype(F32)
+        if rule.dtype != "e8m0":
+            scale *= rng.choice(
+                F32([1, 1.37, 0.9, 1e-30, 0, 1e30]), shape, p=[0.4, 0.3, 0.2, 0.04, 0.03, 0.03]
+            )
+        if rule.rule == "signed_max":
+            scale *= rng.choice(F32([1, -1]), shape)
+        found: dict[str, Any] = {"scale": np.asarray(scale, F32)}
+        if self.given == "zero point":
+            found["zero_point"] = rng.integers(0, self.fmt.codec.high + 1, shape)
+        if rule.nested == "global":
+            found["global_scale"] = 0.01
+        return found
+
+    def expected(self) -> cq.QuantArray:
+        """What NumPy makes of it; kept."""
+        return _expected(self)
+
+
+@cache
+def _expected(case: Case) -> cq.QuantArray:
+    return cq.quantize(case.view(case.base), case.fmt, **case.arguments)
+
+
+def dtype_of(name: str) -> str:
+    """One dtype for each format, so that cases share their kernels; all dtypes are met."""
+    return list(DTYPES)[NAMES.index(name) % 3]
+
+
+def _one(name: str, **fields: Any) -> Case:
+    return Case(name, fields.pop("dtype", dtype_of(name)), **fields)
+
+
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+BASICS = [Case(name, dtype) for name, dtype in product(NAMES, DTYPES)]
+
+AXES = [
+    *(_one(name, shape=(512, 64), axis=0) for name in NAMES),
+    *(_one(name, shape=(3, 256, 24), axis=1) for name in (*FEW, "fp16", "q4_0", "q4_k")),
+    *(_one(name, shape=(256, 3, 8), axis=0) for name in FEW),
+    *(_one(name, shape=(3, 70, 5), axis=axis) for name in (*FEW, "bf16") for axis in (0, 1)),
+    *(Case("nf4", dtype, (320, 40), 0) for dtype in DTYPES),
+]
+
+SHAPES = [
+    *(_one(name, shape=(5, k)) for name in OWN for k in (1, 31, 33, 127, 131)),
+    *(_one(name, shape=(k,), data="normal") for name in FEW for k in (1, 7, 8, 63, 65)),
+    *(_one(name, shape=(2, 3, 5, 40)) for name in FEW),
+    *(_one(name, shape=(5, 200)) for name in FEW),
+    *(_one(name, shape=(3, 256)) for name in NAMES if name not in OWN),
+    Case("q4_0", "float32", (1, 32)),
+    Case("iq4_nl", "float32", (7, 32)),
+]
+
+VIEWED = [_one(name, shape=(24, 256), layout=view) for name in PLACED for view in VIEWS] + [
+    _one(name, shape=(256, 24), layout=view, axis=0)
+    for name in ("nf4", "uint4", "q4_0")
+    for view in VIEWS
+]
+
+SIZES: tuple[Any, ...] = (
+    8, 16, 24, 32, 96, 128, 256, 512, 1024, 4096,
+    "row", "tensor", (1, 128), (128, 128), (16, 8), (128, 1),
+)  # fmt: skip
+SOME_SIZES: tuple[Any, ...] = (8, 24, 512, "row", "tensor", (128, 128), (16, 8))
+WHOLE, PARTIAL = (128, 1024), (150, 200)
+
+
+def _sized(name: str, sizes: tuple[Any, ...]) -> list[Case]:
+    made = []
+    for size in sizes:
+        data = "normal" if size == "tensor" else "nasty"
+        tall = isinstance(size, tuple) and size[0] > 1
+        for shape in (WHOLE if tall else (8, 1024), PARTIAL if tall else (5, 520)):
+            made.append(_one(name, shape=shape, options=_options(block_size=size), data=data))
+    return made
+
+
+BLOCKS = [
+    *(case for name in ("nf4", "uint4") for case in _sized(name, SIZES)),
+    *(case for name in ("k3", "int1", "mxfp4", "fp8_e4m3") for case in _sized(name, SOME_SIZES)),
+    *(
+        _one(name, shape=(3, 140, 136), options=_options(block_size=size), data="normal")
+        for name in ("nf4", "int4", "int1")
+        for size in ("tensor", (16, 8), (128, 128))
+    ),
+    _one("nf4", shape=(150, 131), options=_options(block_size=(16, 8))),
+    _one("int4", shape=(131, 300), axis=0, options=_options(block_size=(128, 128)), data="normal"),
+    _one("int1", shape=(4, 5000), data="normal"),
+    _one("int1", shape=(3, 2048), data="finite"),
+    _one("int4", shape=(4, 16384), options=_options(block_size=16384), data="outliers"),
+    _one("uint4", shape=(2, 40000), options=_options(block_size="row"), data="normal"),
+]
+
+CLAMPED = [
+    *(_one(name, nonfinite="clamp") for name in NAMES),
+    *(_one(name, nonfinite="clamp", shape=(37, 131)) for name in (*FEW, "fp16")),
+    *(_one(name, nonfinite="clamp", shape=(256, 24), axis=0) for name in FEW),
+    *(_one(name, nonfinite="clamp", options=_options(block_size="tensor")) for name in FEW),
+]
+
+STOCHASTIC = [
+    *(_one(name, stochastic=True, shape=(8, 512)) for name in OWN),
+    *(_one(name, stochastic=True, shape=(37, 131)) for name in FEW),
+    *(_one(name, stochastic=True, shape=(256, 24), axis=0) for name in FEW),
+    *(_one(name, stochastic=True, shape=(3, 70, 5), axis=1) for name in ("nf4", "int4", "fp16")),
+    _one("nf4", stochastic=True, shape=(24, 256), layout="transposed"),
+    _one("int4", stochastic=True, shape=(20, 520), options=_options(block_size=(16, 8))),
+    _one("k5", stochastic=True, options=_options(levels="5", packing="word")),
+    _one("uint4", stochastic=True, nonfinite="clamp"),
+]
+
+GIVEN = [
+    *(_one(name, given="scale") for name in SCALED),
+    *(_one(name, given="zero point") for name in SCALED if name.startswith("uint")),
+    *(_one(name, given="scale", shape=(37, 131)) for name in FEW),
+    *(_one(name, given="scale", shape=(256, 24), axis=0) for name in FEW),
+    *(_one(name, given="one scale") for name in FEW),
+    _one("uint4", given="zero point", shape=(37, 131)),
+    _one("uint4", given="zero point", shape=(20, 520), options=_options(block_size=(16, 8))),
+    _one("int8", given="one scale", options=_options(block_size="tensor")),
+    _one("int8", given="scale", stochastic=True),
+    _one("nf4", given="scale", nonfinite="clamp"),
+    *(_one("nvfp4", given="global", shape=shape) for shape in ((8, 1024), (37, 131))),
+]
+
+DOUBLE = [
+    *(
+        _one(name, shape=shape, data=data, options=_options(double_quant=True))
+        for name in ("nf4", "int8", "fp8_e4m3", "dynamic8")
+        for shape, data in (((8, 1024), "nasty"), ((40, 1024), "normal"), ((37, 131), "nasty"))
+    ),
+    _one("fp4", options=_options(double_quant=True), nonfinite="clamp"),
+    _one("nf4", shape=(256, 24), axis=0, options=_options(double_quant=True)),
+    _one("nf4", shape=(16, 8192), options=_options(block_size=8, double_quant=True), data="normal"),
+    _one("k3", options=_options(scale_dtype="float32", double_quant=True), data="normal"),
+    _one("int4", options=_options(scale_dtype="float32", double_quant=True), stochastic=True),
+    _one("nf4", options=_options(block_size="tensor", double_quant=True), data="normal"),
+]
+
+
+def _learned(name: str, **fields: Any) -> Case:
+    count = len(LEVELS[name])
+    bits = max(2, (count - 1).bit_length())
+    return Case(f"k{bits}", "float32", options=_options(levels=name), **fields)
+
+
+LEARNED = [
+    *(_learned(name, data=data) for name in LEVELS for data in ("nasty", "normal")),
+    *(_learned(name, shape=(37, 131)) for name in LEVELS),
+    *(_learned(name, shape=(8, 512), stochastic=True) for name in ("3", "200", "16 close")),
+]
+
+PACKINGS = [
+    _one(f"k{bits}", shape=(3, columns), options=_options(packing=packing))
+    for bits in range(2, 9)
+    for packing in ("word", "planes")
+    for columns in (131, 512)
+]
+
+GROUPS = {
+    "basics": BASICS,
+    "axes": AXES,
+    "shapes": SHAPES,
+    "views": VIEWED,
+    "block sizes": BLOCKS,
+    "clamp": CLAMPED,
+    "stochastic": STOCHASTIC,
+    "static": GIVEN,
+    "double": DOUBLE,
+    "levels": LEARNED,
+    "packings": PACKINGS,
+}
+ALL = list(dict.fromkeys(case for group in GROUPS.values() for case in group))
+
+# What is decoded beyond the results of the cases above, each to every dtype.
+DECODED = [
+    *BASICS[::3],
+    *(_one(name, shape=(5, k)) for name in OWN for k in (1, 33, 131)),
+    *BLOCKS,
+    *DOUBLE,
+    *LEARNED,
+    *PACKINGS,
+    *(case for case in AXES if case.format in PLACED),
+    *(case for case in GIVEN if case.format in FEW),
+]
+DECODED = list(dict.fromkeys(DECODED))
+
+
+# ---- comparing ----------------------------------------------------------------------------------
+
+
+def differences(found: cq.QuantArray, wanted: cq.QuantArray) -> str:
+    """Which components of two NumPy QuantArrays differ, and where first; "" where none does."""
+    texts = []
+    for name, want in wanted.arrays().items():
+        got = found.arrays()[name]
+        if (got.dtype, got.shape) != (want.dtype, want.shape):
+            texts.append(f"{name}: {got.dtype} {got.shape}, not {want.dtype} {want.shape}")
+            continue
+        a, b = _bytes(got), _bytes(want)
+        wrong = np.flatnonzero((a != b).any(-1)) if a.size else []
+        if len(wrong):
+            i = wrong[0]
+            texts.append(
+                f"{name}: {len(wrong)} of {want.size}, first {got.reshape(-1)[i]} at {i}, "
+                f"not {want.reshape(-1)[i]}"
+            )
+    return "; ".join(texts)
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat.view(np.uint8).reshape(len(flat), x.dtype.itemsize)
+
+
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    """Same dtype, shape and numbers: all NaN are alike, and -0.0 is not 0.0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    a, b = a.astype(F32), b.astype(F32)
+    nan = np.isnan(a) & np.isnan(b)
+    return bool((nan | ((a == b) & (np.signbit(a) == np.signbit(b)))).all())
+
+
+def all_codes(fmt: Format) -> np.ndarray:
+    """uint8 or uint16 [rows, 64]: every code that the format has."""
+    count = len(fmt.codec.levels) if isinstance(fmt.codec, Codebook) else 1 << fmt.bits
+    codes = np.arange(max(count, 64)) % count
+    return (
+        codes.astype(fmt.codec.code_dtype).reshape(-1, 64)
+        if count >= 64
+        else (codes.astype(fmt.codec.code_dtype)[None])
+    )
+
+
+def scales_of(q: cq.QuantArray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The reference's effective scales and minimums."""
+    blocks = effective(q._host, q.format, q.stored_shape)
+    return blocks.scale, blocks.minimum

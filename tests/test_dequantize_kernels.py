@@ -1,0 +1,214 @@
+"""The kernels that decode give the reference's values, on the CPU under the emulator."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from emulator import Emulator, Recorder, compiler
+from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, same_values, scales_of
+from on_emulator import OnEmulator
+from oracle import DTYPES, bits_equal
+
+import cuquant as cq
+from cuquant.formats import Codebook
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+F32 = np.float32
+BLOCKS = [name for name in NAMES if name not in OWN]
+
+
+def _made(case: Case, backend: Emulator | Recorder) -> cq.QuantArray:
+    return OnEmulator(backend).copy(case.expected())
+
+
+@cache
+def built() -> None:
+    """All kernels that these tests use, compiled together."""
+    recorder = Recorder()
+    run = OnEmulator(recorder)
+    for case in cases.DECODED:
+        q = _made(case, recorder)
+        for dtype in DTYPES:
+            run.dequantize(q, dtype)
+    for q in every_code():
+        for dtype in DTYPES:
+            run.dequantize(run.copy(q), dtype)
+    for q, out, _ in targets(recorder):
+        run.dequantize(q, out=out)
+    for case in PARTS:
+        q = _made(case, recorder)
+        run.codes(q), run.packed(q), run.effective(q, "scale")
+    Emulator().build(recorder.programs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_built():
+    built()
+
+
+def check(q: cq.QuantArray) -> None:
+    for dtype in DTYPES.values():
+        emulator = Emulator()
+        found = OnEmulator(emulator).dequantize(OnEmulator(emulator).copy(q), dtype)
+        assert same_values(found, q.dequantize(dtype=dtype))
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases.DECODED, ids=str)
+def test_the_matrix(case):
+    check(case.expected())
+
+
+@cache
+def every_code() -> list[cq.QuantArray]:
+    """Each code of each format beside scales of every kind, and a zero point."""
+    made = []
+    for name in OWN:
+        fmt = FORMATS[name]
+        codes = cases.all_codes(fmt)
+        rows = 8 if len(codes) < 64 else 1
+        codes = np.tile(codes, (rows, 1))
+        packing, stored = fmt.row_packing, codes.shape
+        packed = packing.pack(codes, 0).view(fmt.components(stored)[0].dtype)
+        parts = {"packed": packed}
+        rng = np.random.default_rng(13)
+        for component in fmt.components(stored)[1:]:
+            parts[component.name] = _any(component, rng)
+        made.append(cq.QuantArray(fmt, stored, DTYPES["float32"], parts, (0, 1)))
+    return made
+
+
+def _any(component, rng: np.random.Generator) -> np.ndarray:
+    """Scales: random, zero, subnormal, near the largest, not finite; other parts: random."""
+    shape, dtype = component.shape, component.dtype
+    if dtype == np.uint8:
+        return rng.integers(0, 4 if component.name == "zero_point" else 256, shape, np.uint8)
+    top = np.finfo(dtype).max
+    special = np.array([1, -0.7, 0, np.finfo(dtype).tiny / 4, top, np.inf, np.nan, 1e-3], dtype)
+    return np.resize(special, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("q", every_code(), ids=lambda q: q.format.name)
+def test_every_code_with_scales_of_every_kind(q):
+    with np.errstate(all="ignore"):
+        check(q)
+
+
+def test_every_code_is_there():
+    for q in every_code():
+        codec = q.format.codec
+        count = len(codec.levels) if isinstance(codec, Codebook) else 1 << q.format.bits
+        assert len(np.unique(q.codes())) == count
+
+
+def random_blocks(name: str) -> cq.QuantArray:
+    """ggml's blocks of random bytes: every code, scale and minimum, also NaN and infinite ones."""
+    layout, rng = FORMATS[name].layout, np.random.default_rng(17)
+    raw = rng.integers(0, 256, (40, 512 // layout.elements, layout.nbytes), np.uint8)
+    return cq.QuantArray.from_blocks(raw, name, (40, 512))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_random_bytes_of_ggml_blocks(name):
+    with np.errstate(all="ignore"):
+        check(random_blocks(name))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 63])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_number_of_ggml_blocks(name, count):
+    fmt, rng = FORMATS[name], np.random.default_rng(count)
+    raw = rng.integers(0, 60, (1, count, fmt.layout.nbytes), np.uint8)
+    check(cq.QuantArray.from_blocks(raw, name, (1, count * fmt.layout.elements)))
+
+
+# ---- where values go to, and components lie -----------------------------------------------------
+
+
+def targets(
+    backend: Emulator | Recorder,
+) -> Iterator[tuple[cq.QuantArray, np.ndarray, np.ndarray]]:
+    """QuantArrays, arrays to write to, and the memory these are views of."""
+    for name in (*FEW, "bf16", "q4_0", "q5_k"):
+        for axis, shape in ((-1, (24, 256)), (0, (256, 24))):
+            q = _made(Case(name, "float32", shape, axis), backend)
+            for layout in cases.WRITABLE:
+                where = cases.LAYOUTS[layout]
+                base = backend.empty(where.base(shape), DTYPES[cases.dtype_of(name)])
+                base[...] = 7
+                yield q, where.view(base, shape), base
+
+
+def test_values_go_anywhere():
+    """What lies between and beside them is left alone."""
+    emulator = Emulator()
+    for q, out, base in targets(emulator):
+        wanted = q.dequantize(dtype=out.dtype)
+        assert OnEmulator(emulator).dequantize(q, out=out) is out
+        assert same_values(np.array(out), wanted)
+        out[...] = 7
+        assert (base == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["misaligned", "steps", "rows", "reversed"])
+@pytest.mark.parametrize("name", [*FEW, "fp16", "q4_0", "q6_k"])
+def test_components_lie_anywhere(name, layout):
+    """What a user makes a QuantArray of need not be contiguous, nor start on 16 bytes."""
+    q, emulator, parts = Case(name, "float32").expected(), Emulator(), {}
+    for key, part in q.arrays().items():
+        where = cases.LAYOUTS[layout if part.ndim else "whole"]
+        base = emulator.zeros(where.base(part.shape), part.dtype)
+        parts[key] = where.view(base, part.shape)
+        parts[key][...] = part
+    moved = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+    for dtype in DTYPES.values():
+        assert same_values(OnEmulator(emulator).dequantize(moved, dtype), q.dequantize(dtype=dtype))
+
+
+# ---- codes, packed and scales -------------------------------------------------------------------
+
+PARTS = [
+    *cases.BASICS[1::3],
+    *(Case(name, cases.dtype_of(name), (5, 131)) for name in OWN),
+    *cases.PACKINGS,
+    *cases.DOUBLE,
+    *(case for case in cases.AXES if case.format in (*FEW, "q4_0", "q4_k")),
+]
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_codes_and_packed(case):
+    q, emulator = case.expected(), Emulator()
+    run = OnEmulator(emulator)
+    copy = run.copy(q)
+    assert bits_equal(run.codes(copy), q.codes())
+    if q.format.is_blocks or q.format.row_packing.bits < 16:
+        assert bits_equal(run.packed(copy).view(q.packed.dtype), q.packed)
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_effective_scales(case):
+    q, emulator = case.expected(), Emulator()
+    run = OnEmulator(emulator)
+    copy = run.copy(q)
+    scale, minimum = scales_of(q)
+    for name, wanted in (("scale", scale), ("minimum", minimum)):
+        found = run.effective(copy, name)
+        assert (found is None) == (wanted is None)
+        assert wanted is None or same_values(found, np.asarray(wanted, F32))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_arrays_launch_nothing(name, shape):
+    q, recorder = cq.quantize(np.zeros(shape, F32), name), Recorder()
+    run = OnEmulator(recorder)
+    assert run.dequantize(q).shape == run.codes(q).shape == shape
+    run.effective(q, "scale"), run.packed(q)
+    launched = {launch.program.entry for launch in recorder.launches}
+    assert launched <= {"effective", "block_scales"}, "rows without elements have scales"

@@ -1,0 +1,234 @@
+"""The kernels that quantize have the reference's bytes, on the CPU under the emulator."""
+
+from functools import cache
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from emulator import ORDERS, Emulator, Recorder, compiler
+from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, differences
+from on_emulator import OnEmulator
+from oracle import DTYPES
+
+import cuquant as cq
+from cuquant.ops.kernels.finite import first_nonfinite
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+F32 = np.float32
+
+
+@cache
+def built() -> None:
+    """All kernels of the matrix, compiled together; those that search, as their own tests do."""
+    recorder = Recorder()
+    for case in cases.ALL:
+        OnEmulator(recorder).case(case)
+    for dtype in DTYPES.values():
+        x = np.zeros((2, 3, 40), dtype)
+        first_nonfinite(recorder, recorder.view(x))
+    found = recorder.programs
+    searching = [program for program in found if program.file == "search.cu"]
+    Emulator().build(program for program in found if program not in searching)
+    Emulator().build(sorted(searching, key=lambda p: (p.facts, p.arguments)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_built():
+    built()
+
+
+def check(case: Case, emulator: Emulator | None = None) -> None:
+    found = OnEmulator(emulator or Emulator()).case(case)
+    assert not differences(found, case.expected())
+
+
+# ---- the matrix ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases.BASICS, ids=str)
+def test_every_format_and_dtype(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.AXES, ids=str)
+def test_blocks_run_along_any_axis(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.SHAPES, ids=str)
+def test_rows_of_any_length(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.VIEWED, ids=str)
+def test_arrays_lie_anywhere(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.BLOCKS, ids=str)
+def test_blocks_of_any_size(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.CLAMPED, ids=str)
+def test_nonfinite_numbers_are_clamped(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.STOCHASTIC, ids=str)
+def test_stochastic_rounding_draws_the_same(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.GIVEN, ids=str)
+def test_scales_that_were_found_beforehand(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.DOUBLE, ids=str)
+def test_scales_are_quantized_themselves(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.LEARNED, ids=str)
+def test_codebooks_of_any_levels(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.PACKINGS, ids=str)
+def test_words_and_planes(case):
+    check(case)
+
+
+# ---- threads and multiprocessors ----------------------------------------------------------------
+
+UNORDERED = [
+    *(Case(name, cases.dtype_of(name)) for name in FEW),
+    *(case for case in cases.BLOCKS if case.format in ("int1", "uint4")),
+    *(case for case in cases.AXES if case.axis == 0 and case.format in FEW),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS[:3])
+@pytest.mark.parametrize("case", UNORDERED, ids=str)
+def test_the_order_of_threads_does_not_matter(case, order):
+    check(case, Emulator(order))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("name", ["nf4", "int4", "uint4", "int1", "nvfp4"])
+def test_the_number_of_multiprocessors_does_not_matter(name, multiprocessors):
+    """Blocks too large for a thread block are looked at in as many parts as fill the GPU."""
+    options = (("block_size", "tensor"),)
+    case = Case(name, cases.dtype_of(name), (37, 131), data="normal", options=options)
+    check(case, Emulator(multiprocessors=multiprocessors))
+
+
+# ---- NaN and infinity ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_the_first_nonfinite_number_is_found(layout, dtype):
+    rng = np.random.default_rng(5)
+    for value, count in ((np.nan, 1), (np.inf, 3), (-np.inf, 40), (0, 1)):
+        values = rng.standard_normal((6, 40)).astype(DTYPES[dtype])
+        values.reshape(-1)[rng.choice(240, count, replace=False)] = value
+        base = cases.placed(values, layout)
+        emulator = Emulator()
+        x = cases.LAYOUTS[layout].view(emulator.array(base), values.shape)
+        wrong = np.flatnonzero(~np.isfinite(np.asarray(x).reshape(-1)))
+        wanted = int(wrong[0]) if len(wrong) else None
+        assert first_nonfinite(emulator, emulator.view(x)) == wanted
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 1), (2, 3, 41), (41, 2, 3)])
+def test_the_first_nonfinite_number_of_any_shape(shape):
+    count = int(np.prod(shape))
+    for at in {0, count // 2, count - 1}:
+        x = np.zeros(shape, F32)
+        x.reshape(-1)[at] = np.nan
+        emulator = Emulator()
+        for order in (shape, shape[::-1]):
+            view = emulator.array(x).reshape(order)
+            assert first_nonfinite(emulator, emulator.view(view)) == at
+
+
+def refused(call, *arguments, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*arguments, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_raise_says_what_the_reference_says(name):
+    """A NaN, an infinity, scales that overflow; and what is fine has its usual bytes."""
+    fmt = FORMATS[name]
+    x = cases.normal((4, 256), DTYPES["float32"])
+    for at, value in ((700, np.nan), (3, np.inf)):
+        bad = x.copy()
+        bad.reshape(-1)[at] = value
+        wanted = refused(cq.quantize, bad, fmt, nonfinite="raise")
+        assert refused(OnEmulator(Emulator()).quantize, bad, fmt, nonfinite="raise") == wanted
+    for large in (x, x * F32(1e10), x * F32(1e37)):
+        try:
+            expected = cq.quantize(large, fmt, nonfinite="raise")
+        except ValueError as error:
+            message = refused(OnEmulator(Emulator()).quantize, large, fmt, nonfinite="raise")
+            assert message == str(error)
+        else:
+            found = OnEmulator(Emulator()).quantize(large, fmt, nonfinite="raise")
+            assert not differences(found, expected)
+
+
+# ---- out= and empty arrays ----------------------------------------------------------------------
+
+
+def _out(q: cq.QuantArray, emulator: Emulator, misplaced: bool) -> cq.QuantArray:
+    """A QuantArray to write to, whose components lie anywhere where `misplaced`."""
+    layout = cases.LAYOUTS["misaligned" if misplaced else "whole"]
+    parts = {}
+    for name, part in q.arrays().items():
+        base = emulator.empty(layout.base(part.shape), part.dtype)
+        parts[name] = layout.view(base, part.shape)
+    return cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "raise"])
+@pytest.mark.parametrize("misplaced", [False, True])
+@pytest.mark.parametrize("name", [*FEW, "fp16", "q4_0", "q4_k"])
+def test_out_is_overwritten_wherever_it_lies(name, misplaced, nonfinite):
+    case = Case(name, cases.dtype_of(name), data="normal", nonfinite=nonfinite)
+    emulator, wanted = Emulator(), case.expected()
+    out = _out(wanted, emulator, misplaced)
+    x = emulator.array(case.base)
+    found = OnEmulator(emulator).quantize(x, case.fmt, out=out, nonfinite=nonfinite)
+    assert not differences(out, wanted)
+    assert all(part is out.arrays()[key] for key, part in found.arrays().items())
+
+
+def test_out_keeps_its_bytes_where_x_is_refused():
+    emulator, case = Emulator(), Case("nf4", data="normal")
+    out = _out(case.expected(), emulator, misplaced=False)
+    before = {key: part.copy() for key, part in out.arrays().items()}
+    x = case.base.copy()
+    x[3, 5] = np.inf
+    refused(OnEmulator(emulator).quantize, x, case.fmt, out=out, nonfinite="raise")
+    assert all((out.arrays()[key] == part).all() for key, part in before.items())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0), (2, 0, 64)])
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_arrays_launch_nothing(name, shape):
+    x, recorder = np.zeros(shape, F32), Recorder()
+    found = OnEmulator(recorder).quantize(x, FORMATS[name])
+    assert not differences(found, cq.quantize(x, name)) and not recorder.launches
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if FORMATS[name].offset])
+def test_empty_arrays_keep_calibrated_numbers(name):
+    x, given = np.zeros((3, 0), F32), {"scale": F32(0.5), "zero_point": 1}
+    fmt = cq.get_format(name, block_size="row")
+    found = OnEmulator(Recorder()).quantize(x, fmt, **given)
+    assert not differences(found, cq.quantize(x, fmt, **given))
