@@ -65,7 +65,10 @@ class Codebook:
         levels = np.asarray(self.levels, F32)
         if self.thresholds is not None:
             return np.asarray(self.thresholds, F32)
-        borders = (levels[1:] + levels[:-1]) * F32(0.5)
+        with np.errstate(over="ignore"):
+            borders = (levels[1:] + levels[:-1]) * F32(0.5)
+        halves = levels[1:] * F32(0.5) + levels[:-1] * F32(0.5)  # where the sum is too large
+        borders = np.where(np.isfinite(borders), borders, halves)
         if self.tie == "even":  # between ranks 1 and 2 a tie goes up: start just below the midpoint
             borders[1::2] = np.nextafter(borders[1::2], F32(-np.inf))
         return borders

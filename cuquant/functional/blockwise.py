@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import reference
+from cuquant import interop, reference
 from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import MAPS, Codebook, get_format
 from cuquant.formats.scales import NESTED_BLOCK
 from cuquant.functional.checks import extents, flat, floats, integer, like, number, typed
+from cuquant.ops.plain import nested_absmax
 from cuquant.ops.quantize import quantize
 
 NESTED_PARTS = ("absmax_q", "nested_absmax", "nested_map", "offset")
@@ -27,7 +28,7 @@ def quantize_nf4(
     Parameters
     ----------
     x
-        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
     block_size_outer
         Elements that share an absmax, a multiple of 8; blocks run on across rows.
     block_size_inner
@@ -76,7 +77,7 @@ def quantize_fp4(
     Parameters
     ----------
     x
-        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
     block_size_outer
         Elements that share an absmax, a multiple of 8; blocks run on across rows.
     block_size_inner
@@ -134,7 +135,7 @@ def dequantize_nf4(
 
     Returns
     -------
-    Array of `shape` and `dtype`, of packed's kind.
+    Array of `shape` and `dtype`, of packed's kind and on its device.
 
     Raises
     ------
@@ -182,7 +183,7 @@ def dequantize_fp4(
 
     Returns
     -------
-    Array of `shape` and `dtype`, of packed's kind.
+    Array of `shape` and `dtype`, of packed's kind and on its device.
 
     Raises
     ------
@@ -228,40 +229,49 @@ def _dequantize(
     name: str, packed: Any, absmax: Absmax, shape: Any, block_size: Any, dtype: object
 ) -> Any:
     fmt = get_format(name, block_size=integer(block_size, "block_size", 1))
-    codes = typed(packed, "packed", np.uint8).reshape(-1)
-    shape = (2 * codes.size,) if shape is None else extents(shape)
+    codes = typed(packed, "packed", np.uint8, near=packed).reshape(-1)
+    shape = (2 * len(codes),) if shape is None else extents(shape)
     count = int(np.prod(shape, dtype=object))
     (size,), (blocks,) = (part.shape for part in fmt.components((count,)))
-    if codes.size != size:
+    if len(codes) != size:
         raise FormatError(
-            f"packed has {codes.size} bytes; {count} elements (shape {shape}) have {size}, "
+            f"packed has {len(codes)} bytes; {count} elements (shape {shape}) have {size}, "
             "two in each"
         )
-    parts = {"packed": codes, "scale": _effective_absmax(absmax, blocks)}
+    parts = {"packed": codes, "scale": _effective_absmax(absmax, blocks, codes)}
     values = QuantArray(fmt, (count,), np.dtype(np.float32), parts, (0,)).dequantize(dtype=dtype)
     return like(values.reshape(shape), packed)
 
 
-def _effective_absmax(absmax: Absmax, blocks: int) -> np.ndarray:
-    """float32 [blocks]."""
+def _effective_absmax(absmax: Absmax, blocks: int, near: Any) -> Any:
+    """float32 [blocks], where `near` is."""
     if not isinstance(absmax, Mapping):
-        return _per_block(floats(absmax, "absmax"), "absmax", blocks).astype(np.float32)
+        return _float32_per_block(absmax, "absmax", blocks, near)
     missing = [part for part in NESTED_PARTS if part not in absmax]
     if missing:
         raise FormatError(f"absmax lacks {', '.join(missing)}; quantize_nf4 tells what it holds")
-    codes = _per_block(typed(absmax["absmax_q"], "absmax_q", np.uint8), "absmax_q", blocks)
-    scale = floats(absmax["nested_absmax"], "nested_absmax")
-    scale = _per_block(scale, "nested_absmax", -(-blocks // NESTED_BLOCK)).astype(np.float32)
-    levels = _per_block(floats(absmax["nested_map"], "nested_map"), "nested_map", 256)
+    codes = typed(absmax["absmax_q"], "absmax_q", np.uint8, near=near)
+    codes = _per_block(codes, "absmax_q", blocks)
+    groups = -(-blocks // NESTED_BLOCK)
+    scale = _float32_per_block(absmax["nested_absmax"], "nested_absmax", groups, near)
     # A file may bring a map that another version of torch computed: it is what its codes mean.
-    codec = Codebook(tuple(levels.astype(np.float32).tolist()))
+    levels = _float32_per_block(absmax["nested_map"], "nested_map", 256, near)
+    offset = number(absmax["offset"], "offset", near)
+    if interop.is_on_gpu(near):
+        return nested_absmax(codes, scale, levels, offset)
+    codec = Codebook(tuple(levels.tolist()))
     nested = replace(get_format("dynamic8", block_size=NESTED_BLOCK), codec=codec)
     centred = reference.dequantize({"packed": codes, "scale": scale}, nested, (blocks,))
     with np.errstate(over="ignore", invalid="ignore"):
-        return centred + number(absmax["offset"], "offset")
+        return centred + offset
 
 
-def _per_block(values: np.ndarray, name: str, count: int) -> np.ndarray:
-    if values.size != count:
-        raise FormatError(f"{name} has {values.size} entries; {count} are needed")
-    return values.reshape(-1)
+def _float32_per_block(values: Any, name: str, count: int, near: Any) -> Any:
+    return interop.astype(_per_block(floats(values, name, near), name, count), np.float32)
+
+
+def _per_block(values: Any, name: str, count: int) -> Any:
+    flat = values.reshape(-1)
+    if len(flat) != count:
+        raise FormatError(f"{name} has {len(flat)} entries; {count} are needed")
+    return flat

@@ -37,13 +37,12 @@ def number(value: Any, name: str, near: Any = None) -> Any:
 
 def numbers(value: Any, name: str, near: Any = None) -> Any:
     """float32 of a number or a numeric array, where `near` is."""
-    found = interop.beside(value, near, name) if interop.kind(value) else np.asarray(value)
-    dtype = interop.dtype_of(found)
+    given = value if interop.kind(value) else np.asarray(value)
+    dtype = interop.dtype_of(given)
     if dtype.kind not in "fiu" and dtype.name != "bfloat16":
         raise TypeError(f"{name} must be a number or a numeric array, got {value!r}")
     with np.errstate(over="ignore"):
-        values = interop.astype(found, F32)
-    return interop.like(values, near) if interop.is_on_gpu(near) and values is not found else values
+        return interop.astype(interop.beside(given, near, name), F32)
 
 
 def extents(shape: int | Sequence[int]) -> tuple[int, ...]:

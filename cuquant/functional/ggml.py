@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from cuquant import interop
 from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.functional.checks import floats, integer, like, typed
+from cuquant.ops.blocks import interleave
 from cuquant.ops.quantize import quantize
 
 F32 = np.float32
@@ -23,11 +25,12 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     Parameters
     ----------
     x
-        NumPy or torch array [..., K] of float32, float16 or bfloat16; K a multiple of {elements}.
+        NumPy, CuPy or torch array [..., K] of float32, float16 or bfloat16; K a multiple of
+        {elements}.
 
     Returns
     -------
-    uint8 [..., K // {elements}, {nbytes}], of x's kind.
+    uint8 [..., K // {elements}, {nbytes}], of x's kind and on its device.
 
     Raises
     ------
@@ -53,13 +56,13 @@ _DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row
     Parameters
     ----------
     q
-        uint8 [..., K // {elements}, {nbytes}], NumPy or torch.
+        uint8 [..., K // {elements}, {nbytes}], NumPy, CuPy or torch.
     K
         Elements of a row, checked against q if given.
 
     Returns
     -------
-    float32 [..., K], of q's kind.
+    float32 [..., K], of q's kind and on its device.
 
     Raises
     ------
@@ -139,7 +142,10 @@ def _options(name: str) -> dict[str, Any]:
 
 def _quantizer(name: str) -> Callable[[Any], Any]:
     def call(x: Any) -> Any:
-        return quantize(x, name, **_options(name)).to_blocks()
+        q = quantize(x, name, **_options(name))
+        if interop.is_on_gpu(x) and not q.format.is_blocks:
+            return interleave(q, BLOCK_LAYOUTS[name])  # its global scale is 1: no need to look
+        return q.to_blocks()
 
     _named(call, f"quantize_{name}", _QUANTIZE, name)
     return call
@@ -167,13 +173,13 @@ def _gemm(name: str) -> Callable[[Any, Any, int, int, int], Any]:
     return call
 
 
-def _values(q: Any, name: str, argument: str, K: int | None) -> np.ndarray:
-    """float32 [..., K] of the blocks `q`."""
+def _values(q: Any, name: str, argument: str, K: int | None) -> Any:
+    """float32 [..., K] of the blocks `q`, where they are."""
     layout = BLOCK_LAYOUTS[name]
-    blocks = typed(q, argument, np.uint8)
+    blocks = typed(q, argument, np.uint8, near=q)
     if blocks.ndim < 2 or blocks.shape[-1] != layout.nbytes:
         raise FormatError(
-            f"{argument} has shape {blocks.shape}; {name} blocks are "
+            f"{argument} has shape {tuple(blocks.shape)}; {name} blocks are "
             f"[..., K // {layout.elements}, {layout.nbytes}]"
         )
     *rows, count, _ = blocks.shape
@@ -252,15 +258,15 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     Parameters
     ----------
     x
-        NumPy or torch array [..., K] of float32, float16 or bfloat16; K a multiple of 32.
+        NumPy, CuPy or torch array [..., K] of float32, float16 or bfloat16; K a multiple of 32.
     sum
         What the sum is of. "quants": scale * sum of the int8 (ggml-quants.c). "values": of the 32
         original values, as llama.cpp's CUDA kernel adds them; its int8 come from a true division
-        by the scale, where the other has a product with its reciprocal.
+        by the scale, where the other has a product with its reciprocal. On the CPU only.
 
     Returns
     -------
-    uint8 [..., K // 32, 36], of x's kind.
+    uint8 [..., K // 32, 36], of x's kind and on its device.
 
     Raises
     ------
@@ -268,6 +274,8 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
         Where x is no array of these dtypes.
     ValueError
         For a 0-d x, another K or another `sum`.
+    BackendUnavailable
+        For sum="values" and an x on a GPU.
 
     Notes
     -----

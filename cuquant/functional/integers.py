@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, reference
+from cuquant import interop
 from cuquant.errors import FormatError
 from cuquant.formats import Packing, Uniform, get_format
-from cuquant.functional.checks import floats, integer, integers, like, numbers, typed
+from cuquant.functional.checks import integer, integers, like, numbers, typed
+from cuquant.ops.plain import pack_codes, scaled, unpack_codes
 from cuquant.ops.quantize import quantize
 
-F32 = np.float32
 INT4 = Packing(4, "low")
 
 
@@ -21,7 +21,7 @@ def quantize_tensor(x: Any, bits: int = 8) -> tuple[Any, Any]:
     Parameters
     ----------
     x
-        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
     bits
         2 to 8: the integers reach from -(2^(bits - 1) - 1) to 2^(bits - 1) - 1.
 
@@ -56,12 +56,9 @@ def quantize_tensor(x: Any, bits: int = 8) -> tuple[Any, Any]:
     fmt = get_format("int8", block_size="tensor")
     codec = Uniform(-top, top)
     scale = replace(fmt.rule, peak=float(top))
-    fmt = replace(fmt, codec=codec, scale=scale)
-    host = floats(x, "x")
-    fmt.check_shape(host.shape)
-    parts = reference.quantize(host, fmt)
-    codes = reference.codes(parts, fmt, host.shape)
-    return like(codec.decode(codes).astype(np.int8), x), like(parts["scale"], x)
+    parts = quantize(x, replace(fmt, codec=codec, scale=scale)).arrays()
+    # A byte holds the code less 128, and the code is the integer and the codec's offset.
+    return parts["packed"] + (128 - codec.offset), parts["scale"]
 
 
 def dequantize_tensor(q: Any, scale: Any) -> Any:
@@ -76,7 +73,7 @@ def dequantize_tensor(q: Any, scale: Any) -> Any:
 
     Returns
     -------
-    float32 of q's shape and kind.
+    float32 of q's shape and kind, on its device.
 
     Raises
     ------
@@ -95,22 +92,19 @@ def dequantize_tensor(q: Any, scale: Any) -> Any:
     >>> cq.functional.dequantize_tensor(np.array([-127, 64], np.int8), 0.5)
     array([-63.5,  32. ], dtype=float32)
     """
-    host = interop.to_numpy(q, "q")
-    if host.dtype.kind == "f":
+    values = interop.beside(q, q, "q")
+    if interop.dtype_of(values).kind == "f":
         raise TypeError(
-            f"q is {host.dtype}, not integers: values that are scaled already, such as those of "
+            f"q is {interop.dtype_of(values)}, not integers: values that are scaled already, such as those of "
             "int8_matmul with scales; scale once"
         )
-    host = integers(q, "q")
-    factor = numbers(scale, "scale")
-    try:
-        factor = np.broadcast_to(factor, host.shape)
-    except ValueError as error:
-        raise ValueError(
-            f"scale has shape {factor.shape}, which does not broadcast to q's {host.shape}"
-        ) from error
+    values = integers(q, "q", near=q)
+    factor = numbers(scale, "scale", near=q)
+    shape, given = tuple(values.shape), tuple(factor.shape)
+    if not _broadcasts(given, shape):
+        raise ValueError(f"scale has shape {given}, which does not broadcast to q's {shape}")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return like(host.astype(F32) * factor, q)
+        return like(scaled(values, factor), q)
 
 
 def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
@@ -119,7 +113,7 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     Parameters
     ----------
     x
-        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d.
 
     Returns
     -------
@@ -173,7 +167,8 @@ def pack_int4(x: Any, axis: int = -1) -> Any:
     TypeError
         Where x holds no integers.
     ValueError
-        For values outside -8..7, a 0-d x or an axis that x has not.
+        For values outside -8..7 (on a GPU, where looking at them would wait, their low four bits
+        count), a 0-d x or an axis that x has not.
 
     Notes
     -----
@@ -185,14 +180,15 @@ def pack_int4(x: Any, axis: int = -1) -> Any:
     >>> [hex(byte) for byte in cq.functional.pack_int4(np.array([1, -1, 7], np.int8))]
     ['0xf1', '0x7']
     """
-    host = integers(x, "x")
-    axis = _axis(host, axis, "x")
-    if host.size and (host.min() < -8 or host.max() > 7):
-        raise ValueError(f"x holds {host.min()}..{host.max()}; int4 holds -8..7")
-    moved = np.moveaxis(host, axis, -1)
-    codes = moved.astype(np.int8).view(np.uint8) & np.uint8(0x0F)
-    packed = INT4.pack(_as_rows(codes), 0)
-    return like(_from_rows(packed, moved.shape[:-1], axis), x)
+    values = integers(x, "x", near=x)
+    axis = _axis(values, axis, "x")
+    if isinstance(values, np.ndarray) and values.size:
+        low, high = values.min(), values.max()
+        if low < -8 or high > 7:
+            raise ValueError(f"x holds {low}..{high}; int4 holds -8..7")
+    codes = interop.viewed(interop.astype(values, np.int8), np.uint8) & 0x0F
+    packed = pack_codes(_moved(codes, axis, -1), INT4, 0)
+    return like(_moved(packed, -1, axis), x)
 
 
 def unpack_int4(packed: Any, n: int | None = None, axis: int = -1) -> Any:
@@ -230,33 +226,35 @@ def unpack_int4(packed: Any, n: int | None = None, axis: int = -1) -> Any:
     >>> cq.functional.unpack_int4(np.array([0xF1, 0x07], np.uint8), 3)
     array([ 1, -1,  7], dtype=int8)
     """
-    host = typed(packed, "packed", np.uint8)
-    axis = _axis(host, axis, "packed")
-    moved = np.moveaxis(host, axis, -1)
+    given = typed(packed, "packed", np.uint8, near=packed)
+    axis = _axis(given, axis, "packed")
+    moved = _moved(given, axis, -1)
     count = 2 * moved.shape[-1] if n is None else integer(n, "n", 0)
     if INT4.words(count) != moved.shape[-1]:
         raise FormatError(
             f"packed has {moved.shape[-1]} bytes along axis {axis}; {count} integers have "
             f"{INT4.words(count)}"
         )
-    codes = INT4.unpack(_as_rows(moved), count)
-    values = (codes ^ np.uint8(8)).view(np.int8) - np.int8(8)  # 8..15 stand for -8..-1
-    return like(_from_rows(values, moved.shape[:-1], axis), packed)
+    codes = unpack_codes(moved, INT4, count)
+    values = interop.viewed(codes ^ 8, np.int8) - 8  # 8..15 stand for -8..-1
+    return like(_moved(values, -1, axis), packed)
 
 
-def _axis(x: np.ndarray, axis: Any, name: str) -> int:
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` broadcasts to the shape `to`."""
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
+def _axis(x: Any, axis: Any, name: str) -> int:
     if x.ndim == 0:
         raise ValueError(f"{name} is 0-d; nibbles need an axis to run along ({name}.reshape(1))")
     axis = integer(axis, "axis", -x.ndim, x.ndim - 1)
     return axis % x.ndim
 
 
-def _as_rows(x: np.ndarray) -> np.ndarray:
-    """[rows, columns] of [rows..., columns]."""
-    *rows, columns = x.shape
-    return np.ascontiguousarray(x).reshape(int(np.prod(rows, dtype=np.int64)), columns)
-
-
-def _from_rows(x: np.ndarray, rows: tuple[int, ...], axis: int) -> np.ndarray:
-    """The inverse of moving `axis` last and `_as_rows`, contiguous."""
-    return np.ascontiguousarray(np.moveaxis(x.reshape(*rows, x.shape[-1]), -1, axis))
+def _moved(x: Any, source: int, target: int) -> Any:
+    """np.moveaxis, in C order."""
+    return interop.contiguous(interop.namespace(x).moveaxis(x, source, target))

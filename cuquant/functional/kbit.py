@@ -10,6 +10,7 @@ from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Codebook, Format, Packing, get_format
 from cuquant.functional.checks import extents, flat, floats, integer, like, typed
+from cuquant.ops.plain import pack_codes, unpack_codes
 from cuquant.ops.quantize import quantize
 
 MAP_ENTRIES = 256
@@ -23,7 +24,8 @@ def quantize_kbit(
     Parameters
     ----------
     x
-        NumPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is
+        flattened.
     k
         Bits of a code, 2 to 8.
     levels
@@ -96,7 +98,7 @@ def dequantize_kbit(
 
     Returns
     -------
-    Array of `shape` and `dtype`, of packed's kind.
+    Array of `shape` and `dtype`, of packed's kind and on its device.
 
     Raises
     ------
@@ -105,7 +107,8 @@ def dequantize_kbit(
     ValueError
         For another k, block size, packing or levels that do not fit k.
     FormatError
-        Where the lengths contradict each other, or a code has no level.
+        Where the lengths contradict each other, or a code has no level (on a GPU, where looking
+        for one would wait, it stands for NaN).
 
     Notes
     -----
@@ -119,17 +122,20 @@ def dequantize_kbit(
     >>> cq.functional.dequantize_kbit(packed, scale, 2, (8, 4), levels=[-1, 0, 1])[0]
     array([-1., -1.,  0.,  1.], dtype=float32)
     """
-    fmt = _format(k, levels, block_size, packing)
+    scale = floats(scale, "scale", near=packed).reshape(-1)
+    if interop.dtype_of(scale) != np.float16:  # what the format stores; other floats as float32
+        scale = interop.astype(scale, np.float32)
+    fmt = _format(k, levels, block_size, packing, interop.dtype_of(scale).name)
     shape = extents(shape)
     count = int(np.prod(shape, dtype=object))
     words = _words(packed, fmt.row_packing, count)
     _, (blocks,) = (part.shape for part in fmt.components((count,)))
-    scale = floats(scale, "scale").reshape(-1)
-    if scale.size != blocks:
-        raise FormatError(f"scale has {scale.size} entries; {count} elements have {blocks} blocks")
-    parts = {"packed": words, "scale": scale.astype(np.float32)}
+    if len(scale) != blocks:
+        raise FormatError(f"scale has {len(scale)} entries; {count} elements have {blocks} blocks")
+    parts = {"packed": words, "scale": scale}
     q = QuantArray(fmt, (count,), np.dtype(np.float32), parts, (0,))
-    _check_codes(q)
+    if not interop.is_on_gpu(words):
+        _check_codes(q)
     return like(q.dequantize(dtype=dtype).reshape(shape), packed)
 
 
@@ -178,8 +184,8 @@ def convert_packing(
     formats = [_format(k, levels, None, packing) for packing in (source, target)]
     before, after = (fmt.row_packing for fmt in formats)
     n = integer(n, "n", 0)
-    codes = before.unpack(_words(packed, before, n)[None], n)
-    return like(after.pack(codes, formats[1].zero_code)[0], packed)
+    codes = unpack_codes(_words(packed, before, n), before, n)
+    return like(pack_codes(codes, after, formats[1].zero_code), packed)
 
 
 def compact_codebook(map256: Any) -> tuple[Any, Any]:
@@ -191,7 +197,7 @@ def compact_codebook(map256: Any) -> tuple[Any, Any]:
     Parameters
     ----------
     map256
-        Floats, one axis of 1 to 256 finite entries in any order.
+        Floats, one axis of 1 to 256 finite entries in any order; on a GPU this waits for them.
 
     Returns
     -------
@@ -221,7 +227,7 @@ def compact_codebook(map256: Any) -> tuple[Any, Any]:
     >>> cq.functional.compact_codebook(map256)[1]
     array([  0,   1,   2,   3, 253, 254, 255])
     """
-    host = interop.to_numpy(map256, "map256")
+    host = interop.to_host(map256, "map256")
     if host.dtype.kind != "f" and host.dtype.name != "bfloat16":
         raise TypeError(f"map256 must hold floats, got {host.dtype}")
     if host.ndim != 1 or not 1 <= host.size <= MAP_ENTRIES:
@@ -248,23 +254,26 @@ def _residue(values: np.ndarray) -> np.ndarray:
     return small if len(small) == 1 else small[:0]
 
 
-def _format(k: Any, levels: Any, block_size: Any, packing: Any) -> Format:
+def _format(
+    k: Any, levels: Any, block_size: Any, packing: Any, scale_dtype: str | None = None
+) -> Format:
     k = integer(k, "k", 2, 8)
     if block_size is not None:
         block_size = integer(block_size, "block_size", 1)
     if interop.kind(levels):
-        levels = interop.to_numpy(levels, "levels")
-    return get_format(f"k{k}", levels=levels, block_size=block_size, packing=packing)
+        levels = interop.to_host(levels, "levels")
+    options = {"block_size": block_size, "packing": packing, "scale_dtype": scale_dtype}
+    return get_format(f"k{k}", levels=levels, **options)
 
 
-def _words(packed: Any, packing: Packing, count: int) -> np.ndarray:
-    words = typed(packed, "packed", np.uint32, np.int32)
-    if words.shape != (packing.words(count),):
+def _words(packed: Any, packing: Packing, count: int) -> Any:
+    words = typed(packed, "packed", np.uint32, np.int32, near=packed)
+    if tuple(words.shape) != (packing.words(count),):
         raise FormatError(
-            f"packed has shape {words.shape}; {count} codes of {packing.bits} bits in packing "
+            f"packed has shape {tuple(words.shape)}; {count} codes of {packing.bits} bits in packing "
             f"{packing.order!r} are {packing.words(count)} words in one axis"
         )
-    return np.ascontiguousarray(words).view(np.uint32)
+    return interop.viewed(interop.contiguous(words), np.uint32)
 
 
 def _check_codes(q: QuantArray) -> None:
