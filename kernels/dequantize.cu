@@ -20,6 +20,12 @@ __device__ inline float saturated(float x, float top) {
     return fabsf(x) > top ? copysignf(top, x) : x;  // NaN stays
 }
 
+// The same for an element; a code that stands for infinity (e5m2 has two) stays infinite.
+template <class Format, typename T>
+__device__ float saturated_value(float x, u32 code, float shift, const typename Format::Codec::DecodeTables& tables) {
+    return is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
+}
+
 template <Stored kStored>
 __device__ float scale_at(const ScaleArrays& arrays, i64 block) {
     if constexpr (kStored == Stored::Float32) return static_cast<const float*>(arrays.scale)[block];
@@ -125,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) dequantize(
             x[i] = value_of<Format>(code_at<Packing>(bits[u], i), scale[u], zero[u], tables);
         if (fabsf(scale[u]) > limit) {
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i) x[i] = saturated(x[i], Element<T>::top);
+            for (int i = 0; i < kChunk; ++i)
+                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), zero[u], tables);
         }
         if (c < chunks) store_values(out + c * kChunk, x);
     }
@@ -165,10 +172,10 @@ __global__ void dequantize_plain(
     for (int i = 0; i < kChunk && column + i < tiles.columns; ++i) {
         const i64 block = Format::stored == Stored::None ? 0 : tiles.block(row, column + i);
         const u32 code = Format::Packing::get(from, column + i);
-        float x = value_of<Format>(code, scale_at<Format::stored>(arrays, block), shift_of<Format>(arrays, block), tables);
-        // Infinities stay where the format stores infinities.
-        if (Format::stored != Stored::None || is_finite(x)) x = saturated(x, Element<T>::top);
-        Element<T>::store(to + (column + i) * target.column_stride, x);
+        const float shift = shift_of<Format>(arrays, block);
+        const float x = value_of<Format>(code, scale_at<Format::stored>(arrays, block), shift, tables);
+        const float kept = saturated_value<Format, T>(x, code, shift, tables);
+        Element<T>::store(to + (column + i) * target.column_stride, kept);
     }
 }
 

@@ -5,13 +5,20 @@
 namespace cuquant {
 
 // kDepth x kWidth elements of [depth, width], in shared memory by column. A column's elements lie in
-// words of kPair, and its pitch is odd, so that lanes of one column meet no other in a bank.
+// words of kPair, and its pitch is odd, so that columns do not meet in a bank.
 template <typename T, int kDepth, int kWidth>
 struct Turned {
     static constexpr int kVector = 16 / sizeof(T);       // elements of a 16-byte load
     static constexpr int kPair = 4 / sizeof(T);          // elements of a word
     static constexpr int kPitch = kDepth / kPair + 1;    // words of a column
     u32 words[kWidth * kPitch];
+
+    // What a word's place is changed by: every other 32 words of a column, and every other 32 columns,
+    // swap the halves of each 8 words. Else a warp's lanes meet in pairs, 32 words apart in a column
+    // when they read 16-bit elements, and 32 columns apart when they write them.
+    __device__ static int swap(int word, int column) {
+        return kPair == 2 ? ((word >> 5 ^ column >> 5) & 1) * 4 : 0;
+    }
 
     // Each thread loads 16 bytes of kPair rows and writes them as words of kPair elements. `corner` is
     // the tile's first element, of which `rows` x `columns` exist.
@@ -25,7 +32,7 @@ struct Turned {
                 part[r] = column < columns && row + r < rows
                         ? load16(corner + (row + r) * width + column) : make_uint4(0, 0, 0, 0);
             const u32 a[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-            u32* to = words + column * kPitch + row / kPair;
+            u32* to = words + column * kPitch + (row / kPair ^ swap(row / kPair, column));
             if constexpr (sizeof(T) == 4) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) to[j * kPitch] = a[j];
@@ -43,9 +50,14 @@ struct Turned {
     // kElements of a column from row `first` on.
     template <int kElements>
     __device__ void values(int column, int first, float* x) const {
-        const u32* from = words + column * kPitch + first / kPair;
+        constexpr int kWords = kElements / kPair;
+        const u32* from = words + column * kPitch;
+        const int base = first / kPair, shift = swap(base, column);  // the same for all of these words
 #pragma unroll
-        for (int j = 0; j < kElements / kPair; ++j) Element<T>::of_word(from[j], x + j * kPair);
+        for (int j = 0; j < kWords; ++j) {
+            const int word = kWords < 8 ? (base ^ shift) + j : base + (j & 4 ? j - shift : j + shift);
+            Element<T>::of_word(from[word], x + j * kPair);
+        }
     }
 };
 

@@ -71,6 +71,8 @@ def every_code() -> list[cq.QuantArray]:
     for name in OWN:
         fmt = FORMATS[name]
         codes = cases.all_codes(fmt)
+        if name.endswith("e5m2"):  # see test_infinite_codes_decode_alike
+            codes[(codes & 0x7F) == 0x7C] = 0x7F
         rows = 8 if len(codes) < 64 else 1
         codes = np.tile(codes, (rows, 1))
         packing, stored = fmt.row_packing, codes.shape
@@ -95,15 +97,23 @@ def _any(component, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("q", every_code(), ids=lambda q: q.format.name)
 def test_every_code_with_scales_of_every_kind(q):
-    with np.errstate(all="ignore"):
-        check(q)
+    check(q)
 
 
 def test_every_code_is_there():
     for q in every_code():
         codec = q.format.codec
         count = len(codec.levels) if isinstance(codec, Codebook) else 1 << q.format.bits
-        assert len(np.unique(q.codes())) == count
+        assert len(np.unique(q.codes())) == count - 2 * q.format.name.endswith("e5m2")
+
+
+@pytest.mark.xfail(strict=True, reason="the reference looks at the scales of other blocks")
+def test_infinite_codes_decode_alike():
+    """quantize makes none, but a file may hold them: 0x7C beside a scale that overflows."""
+    packed = np.full((2, 64), 0x7C, np.uint8)
+    for scales in ([1, 2], [1, 3e38]):
+        parts = {"packed": packed, "scale": F32(scales)[:, None]}
+        check(cq.QuantArray(FORMATS["fp8_e5m2"], (2, 64), DTYPES["float32"], parts, (0, 1)))
 
 
 def random_blocks(name: str) -> cq.QuantArray:
@@ -115,8 +125,7 @@ def random_blocks(name: str) -> cq.QuantArray:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_random_bytes_of_ggml_blocks(name):
-    with np.errstate(all="ignore"):
-        check(random_blocks(name))
+    check(random_blocks(name))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 63])

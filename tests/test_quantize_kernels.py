@@ -11,7 +11,9 @@ from on_emulator import OnEmulator
 from oracle import DTYPES
 
 import cuquant as cq
+from cuquant.formats.search import SEARCHES
 from cuquant.ops.kernels.finite import first_nonfinite
+from cuquant.ops.kernels.search import Search
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
@@ -20,17 +22,16 @@ F32 = np.float32
 
 @cache
 def built() -> None:
-    """All kernels of the matrix, compiled together; those that search, as their own tests do."""
+    """All kernels of the matrix, compiled together."""
     recorder = Recorder()
     for case in cases.ALL:
         OnEmulator(recorder).case(case)
     for dtype in DTYPES.values():
         x = np.zeros((2, 3, 40), dtype)
         first_nonfinite(recorder, recorder.view(x))
-    found = recorder.programs
-    searching = [program for program in found if program.file == "search.cu"]
-    Emulator().build(program for program in found if program not in searching)
-    Emulator().build(sorted(searching, key=lambda p: (p.facts, p.arguments)))
+    Emulator().build(p for p in recorder.programs if p.file != "search.cu")
+    searches = [Search(FORMATS[name]) for name in sorted(SEARCHES)]  # as their own tests do
+    Emulator().build(s.launch(dtype, 1).program for s in searches for dtype in DTYPES.values())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,7 +28,8 @@ def quantize_nf4(
     Parameters
     ----------
     x
-        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is
+        flattened.
     block_size_outer
         Elements that share an absmax, a multiple of 8; blocks run on across rows.
     block_size_inner
@@ -77,7 +78,8 @@ def quantize_fp4(
     Parameters
     ----------
     x
-        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is flattened.
+        NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d; it is
+        flattened.
     block_size_outer
         Elements that share an absmax, a multiple of 8; blocks run on across rows.
     block_size_inner

@@ -92,10 +92,10 @@ def dequantize_tensor(q: Any, scale: Any) -> Any:
     >>> cq.functional.dequantize_tensor(np.array([-127, 64], np.int8), 0.5)
     array([-63.5,  32. ], dtype=float32)
     """
-    values = interop.beside(q, q, "q")
-    if interop.dtype_of(values).kind == "f":
+    dtype = interop.dtype_of(interop.beside(q, q, "q"))
+    if dtype.kind == "f":
         raise TypeError(
-            f"q is {interop.dtype_of(values)}, not integers: values that are scaled already, such as those of "
+            f"q is {dtype}, not integers: values that are scaled already, such as those of "
             "int8_matmul with scales; scale once"
         )
     values = integers(q, "q", near=q)

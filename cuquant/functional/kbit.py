@@ -268,9 +268,10 @@ def _format(
 
 def _words(packed: Any, packing: Packing, count: int) -> Any:
     words = typed(packed, "packed", np.uint32, np.int32, near=packed)
-    if tuple(words.shape) != (packing.words(count),):
+    shape = tuple(words.shape)
+    if shape != (packing.words(count),):
         raise FormatError(
-            f"packed has shape {tuple(words.shape)}; {count} codes of {packing.bits} bits in packing "
+            f"packed has shape {shape}; {count} codes of {packing.bits} bits in packing "
             f"{packing.order!r} are {packing.words(count)} words in one axis"
         )
     return interop.viewed(interop.contiguous(words), np.uint32)

@@ -10,7 +10,10 @@ from cuquant.jit import Launch
 class Backend(Protocol):
     """An array library on one device and one stream; tests run the same kernels on the CPU."""
 
-    multiprocessors: int
+    @property
+    def multiprocessors(self) -> int:
+        """Of the device; launch rules ask."""
+        ...
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A C-contiguous array on 256 bytes, uninitialised."""

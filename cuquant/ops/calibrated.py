@@ -21,12 +21,13 @@ def calibration(
         global_scale = _global_scale(global_scale)
     if scale is None:
         return reference.Calibration(global_scale=global_scale)
-    values = _broadcast(scale, fmt.scale.shape(stored), "scale").astype(np.float32)
+    rule = fmt.rule
+    values = _broadcast(scale, rule.shape(stored), "scale").astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError("scale= must be finite")
-    if fmt.scale.dtype in ("e8m0", "e4m3") and (values < 0).any():
+    if rule.dtype in ("e8m0", "e4m3") and (values < 0).any():
         raise ValueError(f"the scales of {fmt} have no sign; scale= must not be negative")
-    if fmt.scale.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
+    if rule.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
         raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
     if zero_point is None:
         points = np.zeros(values.shape, np.uint8)

@@ -30,7 +30,8 @@ def stream_handle(stream: object) -> int:
             return handle
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
+        version_and_handle: Any = protocol() if callable(protocol) else protocol
+        return int(version_and_handle[1])
     raise TypeError(
         f"stream must be a CuPy or torch stream or have __cuda_stream__, got {stream!r}"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from cuquant.formats import Format, Uniform, get_format
+from cuquant.formats import Format, Minifloat, Uniform, get_format
 from cuquant.formats.blocks import Fields
 from cuquant.reference.memory import empty
 from cuquant.reference.tiles import Piece, Tiles
@@ -94,7 +94,9 @@ def dequantize(
             else:
                 near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
                 values = _decode(part, fmt, *near)
-            matrices[piece.index] = _saturate(values, fmt, top) if may_overflow else values
+            if may_overflow:
+                values = _saturate(values, part, fmt, top)
+            matrices[piece.index] = values
     if out is not None and not np.shares_memory(matrices, out):  # reshape had to copy
         out[...] = matrices.reshape(out.shape)
     return result
@@ -111,11 +113,13 @@ def _reach(fmt: Format, scale: np.ndarray | None) -> float:
     return largest * float(np.fmax.reduce(scale, initial=0))
 
 
-def _saturate(values: np.ndarray, fmt: Format, top: np.float32) -> np.ndarray:
-    """Finite values within +-top. An infinity stays where the format stores infinities."""
+def _saturate(values: np.ndarray, part: np.ndarray, fmt: Format, top: np.float32) -> np.ndarray:
+    """Finite values within +-top. Infinities stay where codes or ggml's scales stand for them."""
     clipped = np.clip(values, -top, top)
     if fmt.is_blocks or fmt.scale is None:
         return np.where(np.isinf(values), values, clipped)
+    if isinstance(fmt.codec, Minifloat):  # e5m2 has codes of infinity
+        return np.where(np.isinf(fmt.codec.decode(part)), values, clipped)
     return clipped
 
 

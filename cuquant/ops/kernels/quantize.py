@@ -29,7 +29,7 @@ E4M3_PEAK = 448.0
 
 # By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
 # instructions, and share those of a scale), threads, and units of each. Measured on an H100.
-TILE = {2: (256, 32), 4: (128, 32)}  # of quantize_axis
+TILE = {2: (128, 64), 4: (128, 32)}  # of quantize_axis
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
 
 Parts = dict[str, Any]
