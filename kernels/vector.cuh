@@ -10,11 +10,19 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+constexpr int kChunk = 8;
+
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
+constexpr float kFloatMax = 3.4028234663852886e38f, kHalfMax = 65504.0f;
+
 struct Half { u16 bits; };      // IEEE binary16
 struct Bfloat16 { u16 bits; };  // the upper half of a float32
 
 __device__ inline float float_of(u32 bits) { return __uint_as_float(bits); }
 __device__ inline u32 bits_of(float x) { return __float_as_uint(x); }
+
+__device__ inline bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < 0x7F800000u; }
 
 #ifndef CUQUANT_EMULATOR
 

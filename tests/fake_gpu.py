@@ -10,7 +10,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Emulator
@@ -24,14 +23,12 @@ try:
 except ImportError:
     torch = None
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-OPERATORS = """add sub mul truediv floordiv mod and_ or_ xor lshift rshift matmul
-    eq ne lt le gt ge""".split()
-UNARY = "neg abs invert".split()
-METHODS = """reshape transpose view astype copy ravel squeeze sum min max any all""".split()
-FUNCTIONS = """abs arange ascontiguousarray broadcast_to concatenate isfinite moveaxis rint
-    signbit stack where""".split()
-PLAIN = "shape dtype ndim size nbytes itemsize strides flags".split()
+OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
+SWAPPED = "add sub mul and_ or_ xor"
+UNARY = "neg abs invert"
+METHODS = "reshape transpose view astype copy sum min max any all"
+FUNCTIONS = "abs ascontiguousarray broadcast_to concatenate moveaxis rint signbit where"
+PLAIN = "shape dtype ndim size nbytes itemsize strides flags"
 
 
 class CupyArray:
@@ -98,6 +95,11 @@ def _binary(name: str) -> Any:
     return lambda a, b: CupyArray(compute(a.host, _operand(b)))
 
 
+def _swapped(name: str) -> Any:
+    compute = getattr(operator, name)
+    return lambda a, b: CupyArray(compute(_operand(b), a.host))
+
+
 def _method(name: str) -> Any:
     def call(self: CupyArray, *args: Any, **kwargs: Any) -> CupyArray:
         return CupyArray(getattr(self.host, name)(*args, **kwargs))
@@ -113,21 +115,16 @@ def _function(name: str) -> Any:
     return call
 
 
-for _name in OPERATORS:
+for _name in OPERATORS.split():
     setattr(CupyArray, f"__{_name.strip('_')}__", _binary(_name))
-for _name in ("add", "sub", "mul", "and_", "or_", "xor"):
-    _swapped = getattr(operator, _name)
-    setattr(
-        CupyArray,
-        f"__r{_name.strip('_')}__",
-        lambda a, b, compute=_swapped: CupyArray(compute(_operand(b), a.host)),
-    )
-for _name in UNARY:
+for _name in SWAPPED.split():
+    setattr(CupyArray, f"__r{_name.strip('_')}__", _swapped(_name))
+for _name in UNARY.split():
     setattr(CupyArray, f"__{_name}__", _method(f"__{_name}__"))
-for _name in METHODS:
+for _name in METHODS.split():
     setattr(CupyArray, _name, _method(_name))
-for _name in PLAIN:
-    setattr(CupyArray, _name, property(lambda self, name=_name: getattr(self.host, name)))
+for _name in PLAIN.split():
+    setattr(CupyArray, _name, property(operator.attrgetter(f"host.{_name}")))
 CupyArray.__hash__ = None  # type: ignore[assignment]
 
 
@@ -158,7 +155,7 @@ def cupy_module(memory: Any) -> ModuleType:
     module.empty = lambda shape, dtype: CupyArray(memory.empty(shape, np.dtype(dtype)))
     module.zeros = lambda shape, dtype: asarray(np.zeros(shape, dtype))
     module.asarray = module.array = asarray
-    for name in FUNCTIONS:
+    for name in FUNCTIONS.split():
         setattr(module, name, _function(name))
     runtime = SimpleNamespace(
         getDevice=lambda: 0,
@@ -266,7 +263,7 @@ def mover(kind: str) -> Any:
 
     def to(x: Any) -> Any:
         if kind == "torch" and isinstance(x, np.ndarray):
-            return interop.from_numpy(np.ascontiguousarray(x), "torch").to("cuda")
+            return interop.from_numpy(x.copy(), "torch").to("cuda")
         return sys.modules["cupy"].asarray(x) if isinstance(x, np.ndarray) else x
 
     return to
@@ -275,11 +272,9 @@ def mover(kind: str) -> Any:
 def real(kind: str) -> Any:
     """The same for a real GPU; skips where there is none."""
     try:
-        cupy = interop.load_cupy()
+        interop.load_cupy()
     except BackendUnavailable as error:
         pytest.skip(str(error))
     if kind == "torch" and (torch is None or not torch.cuda.is_available()):
         pytest.skip("torch has no GPU")
-    return mover(kind) if kind == "torch" else (
-        lambda x: cupy.asarray(x) if isinstance(x, np.ndarray) else x
-    )
+    return mover(kind)

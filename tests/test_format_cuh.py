@@ -1,11 +1,12 @@
 """kernels/format.cuh means what cuquant.formats means: its words one by one, under the emulator."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Emulator, compiler
 
 import cuquant as cq
-from cuquant.formats import Codebook, Minifloat, Packing, Uniform
+from cuquant.formats import Codebook, Packing, Uniform
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels import facts
 
@@ -20,7 +21,8 @@ constexpr int kThreads = 64;
 
 template <class Codec>
 __global__ void codec(
-    const float* x, const u32* codes, u32* encoded, float* decoded, Lookup lookup, int zero_point, i64 n, i64 m) {
+    const float* x, const u32* codes, u32* encoded, float* decoded, Lookup lookup, int zero_point,
+    i64 n, i64 m) {
     __shared__ typename Codec::EncodeTables encode_tables;
     __shared__ typename Codec::DecodeTables decode_tables;
     Codec::fill(encode_tables, lookup, threadIdx.x, kThreads);
@@ -43,14 +45,17 @@ __global__ void stochastic(const float* x, const float* draws, u32* encoded, Loo
     Codec::fill(tables, lookup, threadIdx.x, kThreads);
     __syncthreads();
     const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < n) encoded[i] = Codec::encode_stochastic(x[i], draws[i], 0, tables, lookup) - Codec::bias;
+    if (i >= n) return;
+    encoded[i] = Codec::encode_stochastic(x[i], draws[i], 0, tables, lookup) - Codec::bias;
 }
 
 template <class Packing, typename Word>
-__global__ void packing(const u32* codes, const Word* row, u32* got, Word* made, u32 pad, i64 n, i64 words) {
+__global__ void packing(
+    const u32* codes, const Word* row, u32* got, Word* made, u32 pad, i64 n, i64 words) {
     const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < n) got[i] = Packing::get(row, i);
-    if (i < words) made[i] = static_cast<Word>(Packing::word(i, [&](i64 j) { return j < n ? codes[j] : pad; }));
+    const auto code = [&](i64 j) { return j < n ? codes[j] : pad; };
+    if (i < words) made[i] = static_cast<Word>(Packing::word(i, code));
 }
 
 // A row of x by one thread, halves of it merged in either order.
@@ -72,7 +77,8 @@ __global__ void means(const float* x, double* sums, u8* exact, i64 rows, i64 col
     const i64 row = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (row >= rows) return;
     auto found = MeanAbs::none();
-    for (i64 i = columns - 1; i >= 0; --i) found = MeanAbs::merge(MeanAbs::of(x[row * columns + i], i), found);
+    for (i64 i = columns - 1; i >= 0; --i)
+        found = MeanAbs::merge(MeanAbs::of(x[row * columns + i], i), found);
     sums[row] = found.sum;
     exact[row] = found.any_order();
 }
@@ -130,13 +136,8 @@ PACKINGS = [
     Packing(8, "low", True),
     *(Packing(bits, order) for bits in range(2, 9) for order in ("dense", "word", "planes")),
 ]
-PEAKS = sorted(
-    {
-        7.5,
-        *(f.scale.peak for n in CODECS if n in cq.list_formats() if (f := cq.get_format(n)).scale),
-    }
-    | {28, 6, 448, 57344, 127, 15, 31, 63, 255, 3, 7}
-)
+SCALES = [fmt.scale for name in cq.list_formats() if (fmt := cq.get_format(name)).scale]
+PEAKS = sorted({scale.peak for scale in SCALES} | {7.5, 28.0})
 
 
 def words(entry: str, *arguments: str | int) -> Program:
@@ -201,16 +202,16 @@ def run(folder):
 def probes(codec, rng) -> np.ndarray:
     """Random numbers in and around the codec's range, and every border with its neighbours."""
     if isinstance(codec, Codebook):
-        edges = np.concatenate([codec.borders, codec.values])
+        edges = np.concatenate([codec.borders, codec.numbers])
     elif isinstance(codec, Uniform):
         edges = np.arange(codec.low - 2, codec.high + 3, 0.5, dtype=np.float32)
     else:
-        known = np.unique(codec.values[np.isfinite(codec.values)])
+        known = np.unique(codec.numbers[np.isfinite(codec.numbers)])
         edges = np.concatenate([known, known[1:] / 2 + known[:-1] / 2])
     reach = np.abs(edges).max() * np.float32(1.5 if codec.bits < 16 else 0.9)
     near = [edges, *(np.nextafter(edges, np.float32(s * np.inf)) for s in (-1, 1))]
     tiny = np.float32([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-30, 3e38, -3e38])
-    spread = rng.uniform(-1, 1, 4000).astype(np.float32) * reach
+    spread = rng.uniform(-1, 1, 4000).astype(np.float32) * reach  # fp16, bf16: within its range
     small = spread * np.exp2(rng.uniform(-20, 0, 4000)).astype(np.float32)
     return np.concatenate([*near, tiny, spread, small]).astype(np.float32)
 
@@ -223,7 +224,7 @@ def test_codecs(name, run, rng):
     count = len(codec.levels) if isinstance(codec, Codebook) else 1 << codec.bits
     every = np.arange(count, dtype=codec.code_dtype)
     encoded, decoded = run.made(len(x), U32), run.made(count, F32)
-    for zero_point in (0, codec.high, 1) if isinstance(codec, Uniform) and not codec.low else (0,):
+    for zero_point in (0, codec.high, 1) if name.startswith("uint") else (0,):
         extra = {"zero_point": np.full(len(x), zero_point, np.float32)} if zero_point else {}
         run.run(
             words("codec", facts.codec_type(codec)),
@@ -237,9 +238,9 @@ def test_codecs(name, run, rng):
             len(x),
             count,
         )
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             assert (encoded == codec.encode(x, **extra)).all()
-        wanted = codec.decode(every) - np.float32(zero_point)
+            wanted = codec.decode(every) - np.float32(zero_point)
         nan = np.isnan(wanted)
         assert (np.isnan(decoded) == nan).all()
         assert decoded[~nan].tobytes() == wanted[~nan].tobytes()
@@ -333,15 +334,13 @@ def test_sums_that_are_exact_in_any_order_are_known(run, rng):
 
 
 @pytest.mark.parametrize("peak", PEAKS)
-def test_division_by_a_peak_is_a_division(peak, run, rng):
-    """Every 97th mantissa of one exponent, and all exponents; a GPU looks at all mantissas."""
+def test_division_by_a_peak_is_a_division(peak, run):
+    """Every mantissa of one exponent, and numbers of every exponent."""
     wrong = run.emulator.zeros((1,), U32)
+    grid = Launch(dividing(peak), (4, 1, 1), THREADS)
+    mantissas = 1 << (23 if np.frexp(peak)[0] not in (0.5, -0.5) else 10)
     one = int(np.float32(1).view(np.uint32))
-    for first, step, count in (
-        (one + int(rng.integers(97)), 97, (1 << 23) // 97),
-        (0, 4099, 1 << 19),
-    ):
-        grid = Launch(dividing(peak), (4, 1, 1), THREADS)
+    for first, step, count in ((one, 1, mantissas), (0, 4099, 1 << 19)):
         run.emulator.launch(grid, first, step, count, wrong.ctypes.data)
     assert wrong[0] == 0
 
@@ -367,8 +366,6 @@ def test_powers_and_usable_inverses(emax, run, rng):
 @pytest.mark.parametrize("kind", ["Float32", "Float16", "E8M0", "E4M3"])
 def test_stored_scales(kind, run, rng):
     """Rounded once, saturating; NaN is the canonical one."""
-    import ml_dtypes
-
     x = rng.integers(0, 0x7F800000, 20000, np.uint32).view(np.float32)
     near = np.float32(
         [65504, 65519.99, 65520, 448, 464, 464.00003, 6e-8, 2.9e-8, 0, np.inf, np.nan]
