@@ -16,6 +16,11 @@ struct ScaleSum {
         size = OrderedSum::merge(size, OrderedSum::of(scale));
         ++count;
     }
+    __device__ void merge(const ScaleSum& other) {  // of other scales; the sums are exact, or not used
+        sum += other.sum;
+        size = OrderedSum::merge(size, other.size);
+        count += other.count;
+    }
 };
 
 // One thread sums every `parts`-th scale.
@@ -28,22 +33,21 @@ __global__ void __launch_bounds__(kThreads) offset_parts(const float* __restrict
     found[part] = mine;
 }
 
-// One thread puts the parts together, or goes through all scales where their order matters.
+// A warp puts the parts together, or goes through all scales where their order matters.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) offset(
     const float* __restrict__ scales, const ScaleSum* __restrict__ found, float* __restrict__ mean, i64 blocks, int parts) {
+    static_assert(kThreads == 32, "one warp");
     ScaleSum all = {0.0, OrderedSum::none(), 0};
-    for (int part = 0; part < parts; ++part) {
-        all.sum += found[part].sum;
-        all.size = OrderedSum::merge(all.size, found[part].size);
-        all.count += found[part].count;
+    for (int part = threadIdx.x; part < parts; part += kThreads) all.merge(found[part]);
+    for (int distance = 1; distance < 32; distance *= 2) {
+        all.merge({__shfl_xor_sync(~0u, all.sum, distance),
+                   {__shfl_xor_sync(~0u, all.size.sum, distance), __shfl_xor_sync(~0u, all.size.lowest, distance)},
+                   __shfl_xor_sync(~0u, all.count, distance)});
     }
-    if (!all.size.any_order()) {
-        all.sum = 0.0;
-        for (i64 i = 0; i < blocks; ++i)
-            if (is_finite(scales[i])) all.sum += static_cast<double>(scales[i]);
-    }
-    *mean = all.count ? static_cast<float>(all.sum / static_cast<double>(all.count)) : 0.0f;
+    if (!all.size.any_order())  // for all lanes alike
+        all.sum = ordered_sum(blocks, [&](i64 i) { return is_finite(scales[i]) ? scales[i] : 0.0f; });
+    if (threadIdx.x == 0) *mean = all.count ? static_cast<float>(all.sum / static_cast<double>(all.count)) : 0.0f;
 }
 
 template <int kThreads>

@@ -86,7 +86,7 @@ __global__ void scales(
             found.sum = ordered_sum(tile.tall * tile.wide, [&](i64 e) {
                 const i64 r = tile.tall == 1 ? 0 : e / tile.wide, c = tile.column + e - r * tile.wide;
                 const float value = Element<T>::load(x + source.row(tile.row + r, source.strides) + c * source.column_stride);
-                return kFlags & kClamp ? clamped<T>(value) : value;
+                return fabsf(kFlags & kClamp ? clamped<T>(value) : value);
             });
         }
     }

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
                 const double sum = ordered_sum(static_cast<i64>(tall) * wide, [&](i64 e) {
                     const i64 r = tall == 1 ? 0 : e / wide;
                     const float value = Element<T>::load(corner + r * tiles.columns + (e - r * wide));
-                    return kFlags & kClamp ? clamped<T>(value) : value;
+                    return fabsf(kFlags & kClamp ? clamped<T>(value) : value);
                 });
                 if (threadIdx.x == 0) in_order = sum;
             }

@@ -53,15 +53,15 @@ __device__ void load_chunk(const T* row, i64 column, int count, const Strided& x
     }
 }
 
-// The sum of |value(e)| over e below `count`, one by one in float64, by a whole warp: its lanes fetch 32
+// The sum of value(e) over e below `count`, one by one in float64, by a whole warp: its lanes fetch 32
 // elements at a time.
 template <class Value>
 __device__ double ordered_sum(i64 count, Value value) {
     const int lane = threadIdx.x % 32;
     double sum = 0.0;
-    float mine = lane < count ? fabsf(value(lane)) : 0.0f;
+    float mine = lane < count ? value(lane) : 0.0f;
     for (i64 e = 0; e < count; e += 32) {
-        const float next = e + 32 + lane < count ? fabsf(value(e + 32 + lane)) : 0.0f;
+        const float next = e + 32 + lane < count ? value(e + 32 + lane) : 0.0f;
         for (int l = 0; l < 32; ++l) sum += static_cast<double>(__shfl_sync(~0u, mine, l));  // + 0.0 at the end
         mine = next;
     }

@@ -1,7 +1,11 @@
-"""Hypothesis without deadlines and without luck; one seed for all random arrays; small kernels."""
+"""Hypothesis without deadlines and without luck; one seed for all random arrays; small kernels;
+GPUs and the record of what ran on them."""
 
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
+import gpu_record
 import numpy as np
 import planted
 import pytest
@@ -12,6 +16,81 @@ from cuquant import cubins, jit
 
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("cuquant")
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("cuquant")
+    group.addoption(
+        "--gpu-record",
+        nargs="?",
+        const=str(gpu_record.RECORD),
+        metavar="FILE",
+        help="with -m gpu: add this run to tests/gpu_record.json, or to FILE",
+    )
+    group.addoption(
+        "--gpu-tree",
+        metavar="SHA256",
+        help="of the kernels that run (tests/gpu_record.py), where the files do not tell",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "sanitize: a sample of all kernels for compute-sanitizer")
+    if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
+        raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config):
+    path = config.getoption("--gpu-record")
+    if path:
+        counts = {name: len(terminalreporter.stats.get(name, [])) for name in gpu_record.COUNTS}
+        counts["failed"] += len(terminalreporter.stats.get("error", []))
+        tree = config.getoption("--gpu-tree") or gpu_record.tree()
+        gpu_record.add({**gpu_record.here(), **counts}, tree, Path(path))
+        terminalreporter.write_line(f"{counts} written to {path}")
+    elif complaint := _unproven():
+        terminalreporter.write_line(complaint, yellow=True)
+
+
+def _unproven() -> str:
+    """What is to be said where no GPU has run the kernels that are here."""
+    remedy = "run pytest -m gpu --gpu-record on one"
+    if not gpu_record.RECORD.exists():
+        return f"WARNING: no GPU is recorded to have run these kernels; {remedy}"
+    if gpu_record.read()["tree"] != gpu_record.tree():
+        return f"WARNING: tests/gpu_record.json is of other kernels than these; {remedy}"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """CuPy, on a machine where it finds a GPU; skips elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            pytest.skip(f"no GPU: {error}")
+    return cupy
+
+
+@pytest.fixture(scope="session")
+def torch(gpu):
+    """torch, on a machine where it finds a GPU; skips elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pytest.importorskip("torch", reason="torch is optional")
+        if not found.cuda.is_available():
+            pytest.skip("torch finds no GPU")
+    return found
+
+
+# ---- kernels of a test's own --------------------------------------------------------------------
 
 
 @pytest.fixture

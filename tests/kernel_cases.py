@@ -399,6 +399,9 @@ GROUPS = {
     "levels": LEARNED,
     "packings": PACKINGS,
 }
+# What the GPU's own tests add: kernels that nothing else in a process has loaded before.
+UNSEEN = _one("uint5", options=_options(block_size=48))
+ONLY_ON_GPU = [UNSEEN]
 ALL = list(dict.fromkeys(case for group in GROUPS.values() for case in group))
 
 # What is decoded beyond the results of the cases above, each to every dtype.

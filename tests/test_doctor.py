@@ -189,6 +189,19 @@ def test_without_a_gpu_nothing_is_a_problem(wheels):
     assert check("gpu", **NO_GPU).status == check("driver", **NO_GPU).status == "missing"
 
 
+def test_what_computes():
+    healthy = check("backend")
+    assert healthy.status == "ok" and healthy.found.startswith("cuda: quantize and dequantize")
+    alone = check("backend", cupy_wheels={}, nvrtc=None, **NO_GPU)
+    assert (alone.status, alone.found) == ("ok", "cpu: NumPy computes")
+    for case, (changes, name, status, _, _) in CASES.items():
+        found, needed = check("backend", **changes), name not in ("torch", "cache")
+        assert found.found.startswith("cpu: " if needed else "cuda: "), case
+        assert found.status == ("missing" if needed else "ok"), case
+        assert not needed or name in found.found, case
+        assert status != "problem" or "backend" not in problems(**changes)
+
+
 def test_a_compiler_that_is_not_there_is_not_tried():
     for nvrtc in (None, (12, 4)):
         assert check("compiler", nvrtc=nvrtc).status == "missing"
@@ -215,7 +228,7 @@ def test_torch_without_cuda_fits_everything():
 
 def test_ok_and_the_text():
     good, bad = Diagnosis(examine(HEALTHY)), Diagnosis(examine(replace(HEALTHY, headers=())))
-    assert (good.ok, bad.ok, good.backend) == (True, False, "cpu")
+    assert (good.ok, bad.ok, good.backend, bad.backend) == (True, False, "cuda", "cpu")
     lines = str(bad).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("cuda headers"))
     assert lines[at].split("  ") == ["cuda headers", "problem", "no cuda_fp16.h"]
@@ -228,7 +241,7 @@ def test_doctor_examines_this_machine():
     found = {check.name: check for check in cq.doctor().checks}
     assert found["cuquant"].found == cq.__version__
     assert found["python"].found.startswith(sys.version.split()[0])
-    assert found["backend"].found.startswith("cpu")
+    assert found["backend"].found.startswith(f"{cq.doctor().backend}: ")
 
 
 def test_doctor_imports_no_torch():

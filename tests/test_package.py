@@ -10,12 +10,14 @@ import subprocess
 import sys
 import venv
 import zipfile
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cuquant as cq
+from cuquant.devices import gpu_available
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuquant"
@@ -184,11 +186,28 @@ def test_the_readme_holds_the_generated_table():
 
 
 def test_the_readme_examples_run(tmp_path):
-    """Every Python block of the README, one after the other."""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    """Every Python block of the README that needs no GPU, one after the other."""
+    blocks = re.findall(r"```python\n(.*?)```", README.replace(between("gpu"), ""), re.DOTALL)
     assert blocks
     code = "\n".join(blocks)
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.gpu
+def test_the_readme_gpu_example_runs(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not (gpu_available() and torch.cuda.is_available()):
+        pytest.skip("no GPU that CuPy and torch can use")
+    (code,) = re.findall(r"```python\n(.*?)```", between("gpu"), re.DOTALL)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_the_readme_gpu_example_names_what_exists():
+    """Where it does not run: it parses, and what it takes from cuquant is there."""
+    (code,) = re.findall(r"```python\n(.*?)```", between("gpu"), re.DOTALL)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("cq."):
+            assert attrgetter(ast.unparse(node).removeprefix("cq."))(cq)
 
 
 def test_the_readme_names_only_commands_that_exist():

@@ -1,5 +1,6 @@
 """What the facts about an installation mean, and the command that mends what is wrong."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cuquant.cubins import VARIABLE
@@ -8,6 +9,7 @@ from cuquant.jit import NEEDED_NVRTC
 
 OLDEST_ARCH_OF_13 = (7, 5)  # NVRTC 13 dropped everything before Turing
 TORCH_CUDA12 = "https://download.pytorch.org/whl/cu126"
+NEEDED_BY_GPU = ("driver", "gpu", "cupy", "nvrtc", "cuda headers", "compiler", "kernels")
 DRIVERS = {12: "525", 13: "580"}  # the first release that runs a CUDA major version
 
 
@@ -35,7 +37,7 @@ class Check:
 
 def examine(facts: Facts) -> tuple[Check, ...]:
     """A check for each thing, in the order in which they build on each other."""
-    return (
+    checks = (
         Check("python", "ok", f"{facts.python} on {facts.platform}"),
         Check("cuquant", "ok", facts.cuquant),
         Check("numpy", "ok", facts.numpy),
@@ -49,8 +51,8 @@ def examine(facts: Facts) -> tuple[Check, ...]:
         check_torch(facts),
         check_cache(facts),
         check_kernels(facts),
-        Check("backend", "ok", "cpu: this version has no CUDA kernels yet, NumPy computes"),
     )
+    return (*checks, check_backend(checks))
 
 
 def fitting_major(facts: Facts) -> int:
@@ -222,8 +224,21 @@ def check_cache(facts: Facts) -> Check:
 
 def check_kernels(facts: Facts) -> Check:
     if facts.kernels is None:
-        return Check("kernels", "missing", "no CUDA sources: this version runs on the CPU only")
+        return Check("kernels", "missing", "no CUDA sources; everything runs on the CPU")
     return Check("kernels", "ok", str(facts.kernels))
+
+
+def check_backend(checks: Iterable[Check]) -> Check:
+    """What computes, from the checks of all that a GPU needs."""
+    status = {check.name: check.status for check in checks}
+    lacking = [name for name in NEEDED_BY_GPU if status[name] != "ok"]
+    if not lacking:
+        found = "cuda: quantize and dequantize run where the array is, products on the CPU"
+        return Check("backend", "ok", found)
+    if status["gpu"] == "missing":
+        return Check("backend", "ok", "cpu: NumPy computes")
+    found = f"cpu: NumPy computes; arrays on the GPU need what is said of {', '.join(lacking)}"
+    return Check("backend", "missing", found)
 
 
 def _nvrtc_wheel(major: int) -> str:

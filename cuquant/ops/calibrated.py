@@ -9,7 +9,7 @@ from cuquant import interop, reference
 from cuquant.formats import Format
 from cuquant.formats.codecs import Uniform
 from cuquant.ops.gpu import GpuBackend
-from cuquant.ops.kernels.quantize import Known
+from cuquant.ops.kernels.task import Known
 
 
 def calibration(

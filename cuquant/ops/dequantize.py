@@ -24,7 +24,7 @@ def dequantize(
     out
         An array of q's shape, kind and device to write to; it must not overlap q's arrays.
     stream
-        For arrays on a GPU.
+        For a q on a GPU, as in `quantize`.
 
     Returns
     -------

@@ -14,7 +14,8 @@ from cuquant.ops.calibrated import on_device
 from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.finite import first_nonfinite
-from cuquant.ops.kernels.quantize import Known, Parts, Task, quantizer
+from cuquant.ops.kernels.quantize import quantizer
+from cuquant.ops.kernels.task import Known, Parts, Task
 from cuquant.reference.encode import refuse_count, refuse_value
 
 U32, F32 = np.dtype(np.uint32), np.dtype(np.float32)

@@ -16,7 +16,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels.dequantize import THREADS, decoder
 from cuquant.ops.kernels.pack import pack_launch
-from cuquant.ops.kernels.quantize import scale_arrays
+from cuquant.ops.kernels.task import scale_arrays
 
 F32 = np.dtype(np.float32)
 SMALLEST_NORMAL, STEPS = 2.0**-126, 2.0**149  # float32's; its subnormals are whole 1 / STEPS

@@ -38,6 +38,7 @@ def quantize(
     ----------
     x
         NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d, any strides.
+        One on a GPU is quantized there, to the bytes that the CPU would make, without waiting.
     format
         A name of `list_formats()` or a Format from `get_format`.
     block_size
@@ -47,7 +48,8 @@ def quantize(
         Blocks run along this axis and never leave it.
     scale
         Effective scales found beforehand (static quantization), broadcastable to the shape of the
-        scales. None: from the data (dynamic).
+        scales. None: from the data (dynamic). Values on a GPU, like those of `zero_point` and
+        `global_scale`, are not checked, which would wait for them.
     zero_point
         With `scale`, for uint formats: the integer code of 0. None: 0, for data without negatives.
     global_scale
@@ -63,11 +65,13 @@ def quantize(
         index in x as counter. None: a fresh one.
     nonfinite
         "propagate": a block with NaN or infinity becomes NaN. "raise": ValueError, also where a
-        scale overflows its dtype. "clamp": infinities saturate and NaN becomes 0.
+        scale overflows its dtype; this waits for a GPU. "clamp": infinities saturate and NaN
+        becomes 0.
     out
         A QuantArray of the same format, shape, dtype and device, whose arrays are overwritten.
     stream
-        For arrays on a GPU.
+        For an x on a GPU, where the kernels run: a CuPy or torch stream, or any object with
+        `__cuda_stream__`. None: the current one of x's library.
 
     Returns
     -------
@@ -80,6 +84,10 @@ def quantize(
         For another dtype or a value that is not an array.
     ValueError
         For arguments that do not fit, before anything is written.
+    BackendUnavailable, CompileError
+        For an x on a GPU without CuPy or NVRTC, or where NVRTC rejects a kernel.
+    RuntimeError
+        For a kernel's first use while a CUDA graph is captured; `precompile` it.
 
     Examples
     --------

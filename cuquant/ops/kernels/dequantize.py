@@ -17,7 +17,7 @@ from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.geometry import CHUNK, View
 from cuquant.ops.kernels.pack import unpack
-from cuquant.ops.kernels.quantize import scale_arrays
+from cuquant.ops.kernels.task import scale_arrays
 
 THREADS, CHUNKS = 256, 4
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -87,8 +87,6 @@ class Dequantize:
             )
             return
         source = geometry.strided(target, len(stored) - 1, with_flat=False)
-        if source is None:
-            raise ValueError("out has too many axes that cannot be merged; pass a contiguous one")
         backend.launch(
             self.plain_launch(target.dtype, chunks),
             packed,

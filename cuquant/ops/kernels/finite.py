@@ -23,10 +23,6 @@ def first_nonfinite(backend: Backend, view: View) -> int | None:
     """The lowest flat index of a NaN or an infinity, or None; waits for the device."""
     axis = len(view.shape) - 1
     source = geometry.strided(view, axis, with_flat=True)
-    if source is None:
-        raise ValueError(
-            f"x has more than {geometry.MOST_DIMS} axes that cannot be merged; pass a contiguous x"
-        )
     rows, columns = math.prod(view.shape[:-1]), view.shape[-1]
     found = backend.zeros((1,), np.dtype(np.uint64))
     launch = first_launch(view.dtype, rows * -(-columns // CHUNK))

@@ -61,11 +61,16 @@ def axis_last(ndim: int, axis: int) -> tuple[int, ...]:
     return (*(i for i in range(ndim) if i != axis), axis)
 
 
-def strided(view: View, axis: int, *, with_flat: bool) -> bytes | None:
-    """The Strided struct of an array whose rows run along `axis`; None where it has too many dims.
+def strided(view: View, axis: int, *, with_flat: bool) -> bytes:
+    """The Strided struct of an array whose rows run along `axis`.
 
     `with_flat`: also the strides in the array's own C order, which stochastic rounding and the
     search for NaN count by; without it more dims can be merged.
+
+    Raises
+    ------
+    ValueError
+        Where it has more axes than kernels take.
     """
     order = axis_last(len(view.shape), axis)
     flat = c_strides(view.shape)
@@ -79,7 +84,10 @@ def strided(view: View, axis: int, *, with_flat: bool) -> bytes | None:
         else:
             rows.append((size, step, own))
     if len(rows) > MOST_DIMS:
-        return None
+        raise ValueError(
+            f"the array has more than {MOST_DIMS} axes that cannot be merged in memory; "
+            "pass a contiguous one"
+        )
     rows += [(1, 0, 0)] * (MOST_DIMS - len(rows))
     used = sum(size > 1 for size, _, _ in rows)
     columns = zip(*rows, strict=True)

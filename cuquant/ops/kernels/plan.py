@@ -11,7 +11,8 @@ from cuquant.formats import Format
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
-from cuquant.ops.kernels.quantize import Known, Task, quantizer
+from cuquant.ops.kernels.quantize import quantizer
+from cuquant.ops.kernels.task import Known, Task
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132

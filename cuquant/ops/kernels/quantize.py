@@ -1,7 +1,6 @@
 """Quantization by the CUDA kernels: which of them, on what, in which order."""
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,36 +15,20 @@ from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.blocks import QuantizeBlocks
-from cuquant.ops.kernels.geometry import CHUNK, View
+from cuquant.ops.kernels.geometry import CHUNK
+from cuquant.ops.kernels.nested import nest, nested_encoding, set_global_scale
 from cuquant.ops.kernels.pack import pack
+from cuquant.ops.kernels.plain import Plain
 from cuquant.ops.kernels.search import Search
+from cuquant.ops.kernels.task import Task
 from cuquant.reference.tiles import Tiles
 
-F32 = np.dtype(np.float32)
-CLAMP, STOCHASTIC, GIVEN = 1, 2, 4
 WARP = 32
-STATE_BYTES = {"AbsMax": 4, "PowerOfTwo": 4, "SignedMax": 8, "Range": 8, "MeanAbs": 16}
-E4M3_PEAK = 448.0
 
 # By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
 # instructions, and share those of a scale), threads, and units of each. Measured on an H100.
 TILE = {2: (128, 64), 4: (128, 32)}  # of quantize_axis
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
-
-Parts = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Known:
-    """Numbers that were found beforehand, on the device, or None.
-
-    `scale` float32 and `zero_point` uint8 have the shape of the format's scales; `global_scale`
-    is nvfp4's, a number of the host or one on the device.
-    """
-
-    scale: Any = None
-    zero_point: Any = None
-    global_scale: Any = None
 
 
 class Unit(NamedTuple):
@@ -53,30 +36,6 @@ class Unit(NamedTuple):
 
     per: int
     lanes: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """One call: the array, how to treat it and where its components go."""
-
-    view: View
-    axis: int
-    known: Known
-    parts: Parts
-    clamp: bool
-    stochastic: bool
-    seed: int
-    overflow: int = 0  # address of a counter, or 0
-
-    @cached_property
-    def stored(self) -> tuple[int, ...]:
-        order = geometry.axis_last(len(self.view.shape), self.axis)
-        return tuple(self.view.shape[a] for a in order)
-
-    @property
-    def flags(self) -> int:
-        given = GIVEN if self.known.scale is not None else 0
-        return (CLAMP if self.clamp else 0) | (STOCHASTIC if self.stochastic else 0) | given
 
 
 @dataclass(frozen=True)
@@ -98,8 +57,8 @@ class Quantize:
             self._double(backend, x, task)
             return
         if fmt.scale is not None and fmt.scale.nested == "global":
-            self._set_global(backend, task)
-        self._quantize(backend, x, task)
+            set_global_scale(backend, fmt, task)
+        self._quantize(backend, task)
 
     def _blocks(self, backend: Backend, x: Any, task: Task) -> None:
         """ggml's types: contiguous rows, blocks along another axis, or a copy of anything else."""
@@ -137,94 +96,28 @@ class Quantize:
 
     def _double(self, backend: Backend, x: Any, task: Task) -> None:
         """QLoRA: float32 scales first; less their mean they are quantized themselves."""
-        single = Quantize(_single(self.fmt))
-        scales = backend.empty(task.parts["scale"].shape, F32)
+        assert self.fmt.scale is not None
+        single = replace(self.fmt, scale=replace(self.fmt.scale, nested=None))
+        inner = quantizer(get_format("dynamic8", block_size=NESTED_BLOCK))
+        scales = backend.empty(task.parts["scale"].shape, np.dtype(np.float32))
         if self.fmt.rule.encode_with == "exact":
-            single._quantize(backend, x, replace(task, parts={**task.parts, "scale": scales}))
-            self._nest(backend, scales, task.parts)
+            quantizer(single)(backend, x, replace(task, parts={**task.parts, "scale": scales}))
+            nest(backend, scales, task.parts, inner)
             return
         # Codes are made with the scale that decoding will see.
-        tiles = Tiles.of(self.fmt, task.stored)
-        source = _source(backend, x, task)
-        single._scales(backend, source, tiles, replace(task, parts={"scale": scales}), None)
-        self._nest(backend, scales, task.parts)
-        count = math.prod(tiles.grid)
-        encoding = backend.empty((count, 2), F32)
-        arrays = scale_arrays(backend, self.fmt, task.parts)
-        launch = _elementwise("nested.cu", "encoding", count)
-        backend.launch(launch, arrays, backend.pointer(encoding), count)
-        single._encode(backend, source, tiles, task, encoding)
-
-    def _nest(self, backend: Backend, scales: Any, parts: Parts) -> None:
-        """The components of nested scales, from float32 ones."""
-        count = math.prod(scales.shape)
-        threads, sums = 256, min(256 * 64, -(-count // 256) * 256)
-        found = backend.empty((sums, 4), np.dtype(np.float64))
-        mean = backend.pointer(parts["nested_offset"])
-        program = Program("nested.cu", "offset_parts", (threads,))
-        grid = (-(-sums // threads), 1, 1)
-        at = backend.pointer(found), backend.pointer(scales)
-        backend.launch(Launch(program, grid, threads), at[1], at[0], count, sums)
-        program = Program("nested.cu", "offset", (WARP,))
-        backend.launch(Launch(program, (1, 1, 1), WARP), at[1], at[0], mean, count, sums)
-        shifted = backend.empty((count,), F32)
-        launch = _elementwise("nested.cu", "shift", count)
-        backend.launch(launch, at[1], mean, backend.pointer(shifted), count)
-        inner = {"packed": parts["scale"], "scale": parts["nested_scale"]}
-        view = View(backend.pointer(shifted), (count,), (1,), F32)
-        nested = Quantize(get_format("dynamic8", block_size=NESTED_BLOCK))
-        nested(backend, shifted, Task(view, 0, Known(), inner, False, False, 0))
-
-    def _set_global(self, backend: Backend, task: Task) -> None:
-        """nvfp4's global scale: the given number, or from the largest finite element."""
-        at = backend.pointer(task.parts["global_scale"])
-        given = task.known.global_scale
-        if given is not None and not isinstance(given, float):
-            backend.copy_into(task.parts["global_scale"], backend.broadcast(given, (), F32))
-            return
-        if given is not None:
-            program = Program("finite.cu", "set", (1,))
-            backend.launch(Launch(program, (1, 1, 1), 1), at, given)
-            return
-        top = backend.zeros((1,), np.dtype(np.uint32))
-        source = geometry.strided(task.view, len(task.view.shape) - 1, with_flat=False)
-        *rows, columns = task.view.shape  # in any order: the largest is the largest
-        threads = 256
-        items = math.prod(rows) * -(-columns // CHUNK)
-        grid = min(-(-items // threads), 16 * backend.multiprocessors)
-        element = words.ELEMENTS[task.view.dtype.name]
-        program = Program("finite.cu", "largest_finite", (element, task.flags & CLAMP))
-        launch = Launch(program, (grid, 1, 1), threads)
-        step = grid * threads
-        backend.launch(
-            launch,
-            task.view.pointer,
-            backend.pointer(top),
-            _strides(source),
-            math.prod(rows),
-            columns,
-            step,
-        )
-        peak = float(np.float32(self.fmt.rule.peak * E4M3_PEAK))
-        program = Program("finite.cu", "global_scale_of", (1,))
-        backend.launch(Launch(program, (1, 1, 1), 1), backend.pointer(top), at, peak)
+        Plain(single).scales(backend, replace(task, parts={"scale": scales}))
+        nest(backend, scales, task.parts, inner)
+        encoding = nested_encoding(backend, self.fmt, task.parts)
+        Plain(single).encode(backend, task, encoding)
 
     # ---- the fast kernels -------------------------------------------------------------------
 
-    def _quantize(self, backend: Backend, x: Any, task: Task) -> None:
-        if self.fmt.scale is None:
-            tiles = Tiles.of(self.fmt, task.stored)
-            self._encode(backend, _source(backend, x, task), tiles, task, None)
-            return
-        fast = self._fast(backend, task)
-        if fast is not None:
-            fast(self._scales_struct(backend, task, None), self._given(backend, task))
-            return
-        tiles = Tiles.of(self.fmt, task.stored)
-        source = _source(backend, x, task)
-        encoding = backend.empty((math.prod(tiles.grid), 2), F32)
-        self._scales(backend, source, tiles, task, encoding)
-        self._encode(backend, source, tiles, task, encoding)
+    def _quantize(self, backend: Backend, task: Task) -> None:
+        fast = self._fast(backend, task) if self.fmt.scale is not None else None
+        if fast is None:
+            Plain(self.fmt)(backend, task)
+        else:
+            fast(task.scales(backend), task.given(backend))
 
     def _fast(self, backend: Backend, task: Task) -> Callable[[bytes, bytes], None] | None:
         """The call of the fastest kernel that takes this array; None where none does."""
@@ -334,132 +227,10 @@ class Quantize:
         program = Program("quantize_tiles.cu", "quantize_tiles", arguments, self.facts.text)
         return Launch(program, (math.prod(tiles.grid), 1, 1), threads)
 
-    # ---- the plain kernels ------------------------------------------------------------------
-
-    def _scales(
-        self, backend: Backend, source: tuple[int, bytes], tiles: Tiles, task: Task, encoding: Any
-    ) -> None:
-        """Statistics of every block, then its numbers."""
-        blocks = math.prod(tiles.grid)
-        splits, per_split = self.splits(tiles, backend.multiprocessors)
-        state = STATE_BYTES[words.RULES[self.fmt.rule.rule]]
-        found = backend.empty((blocks * splits * state,), np.dtype(np.uint8))
-        pointer, strides = source
-        struct_ = geometry.tiles_struct(tiles)
-        arguments = (self.facts.type, words.ELEMENTS[task.view.dtype.name], task.flags)
-        launch = self._warps("statistics", arguments, blocks * splits)
-        at = backend.pointer(found)
-        backend.launch(launch, pointer, at, strides, struct_, blocks, splits, per_split)
-        launch = self._warps("scales", arguments, blocks)
-        scales, given = self._scales_struct(backend, task, encoding), self._given(backend, task)
-        backend.launch(launch, pointer, at, strides, struct_, scales, given, blocks, splits)
-
-    def splits(self, tiles: Tiles, multiprocessors: int) -> tuple[int, int]:
-        """Parts that a block is looked at in, and the chunks of each: enough to fill the GPU."""
-        tall, wide = min(tiles.tall, tiles.rows), min(tiles.wide, tiles.columns)
-        chunks = max(tall * -(-wide // CHUNK), 1)
-        wanted = max(1, multiprocessors * 64 // math.prod(tiles.grid))
-        splits = min(wanted, -(-chunks // (4 * WARP)))
-        per_split = -(-chunks // splits)
-        return -(-chunks // per_split), per_split
-
-    def _warps(self, entry: str, arguments: tuple, warps: int) -> Launch:
-        threads = 256
-        program = Program("plain.cu", entry, arguments, self.facts.text)
-        return Launch(program, (-(-warps * WARP // threads), 1, 1), threads)
-
-    def _encode(
-        self, backend: Backend, source: tuple[int, bytes], tiles: Tiles, task: Task, encoding: Any
-    ) -> None:
-        """Codes of every element, packed, made with the numbers of its block."""
-        packing = self.fmt.row_packing
-        row_bytes = packing.words(tiles.columns) * packing.dtype.itemsize
-        rows = tiles.batch * tiles.rows
-        per_row = -(-row_bytes // packing.bits) if packing.bits < 16 else -(-tiles.columns // CHUNK)
-        packed = backend.pointer(task.parts["packed"])
-        step = {16: tiles.columns * 2, 8: row_bytes, 4: row_bytes}.get(packing.bits, 1)
-        aligned = packed % 16 == 0 and step % {16: 16, 8: 8, 4: 4}.get(packing.bits, 2) == 0
-        threads = 256
-        flags = task.flags & ~GIVEN
-        arguments = (self.facts.type, words.ELEMENTS[task.view.dtype.name], flags)
-        program = Program("plain.cu", "encode", arguments, self.facts.text)
-        grid = (-(-rows * per_row // threads), 1, 1)
-        pointer, strides = source
-        backend.launch(
-            Launch(program, grid, threads),
-            pointer,
-            0 if encoding is None else backend.pointer(encoding),
-            packed,
-            strides,
-            geometry.tiles_struct(tiles),
-            words.lookup(self.fmt.codec, backend),
-            task.seed,
-            rows,
-            per_row,
-            row_bytes,
-            int(aligned),
-        )
-
-    # ---- structs ----------------------------------------------------------------------------
-
-    def _scales_struct(self, backend: Backend, task: Task, encoding: Any) -> bytes:
-        zero_point = task.parts.get("zero_point")
-        return struct.pack(
-            "<4Q",
-            backend.pointer(task.parts["scale"]),
-            0 if zero_point is None else backend.pointer(zero_point),
-            0 if encoding is None else backend.pointer(encoding),
-            task.overflow,
-        )
-
-    def _given(self, backend: Backend, task: Task) -> bytes:
-        arrays = (task.known.scale, task.known.zero_point, task.parts.get("global_scale"))
-        pointers = [0 if array is None else backend.pointer(array) for array in arrays]
-        from_data = task.known.global_scale is None and pointers[2] != 0
-        return struct.pack("<4Q", *pointers, from_data)
-
 
 def _power(least: float) -> int:
     """The smallest power of two that is not below."""
     return 1 << math.ceil(math.log2(max(least, 1)))
-
-
-def _single(fmt: Format) -> Format:
-    """A double-quantized format with its float32 scales plain."""
-    assert fmt.scale is not None
-    return replace(fmt, scale=replace(fmt.scale, nested=None))
-
-
-def _source(backend: Backend, x: Any, task: Task) -> tuple[int, bytes]:
-    """The address and the Strided struct of the input."""
-    source = geometry.strided(task.view, task.axis, with_flat=task.stochastic)
-    return task.view.pointer, _strides(source)
-
-
-def _strides(source: bytes | None) -> bytes:
-    if source is None:
-        raise ValueError(
-            f"x has more than {geometry.MOST_DIMS} axes that cannot be merged; pass a contiguous x"
-        )
-    return source
-
-
-def _elementwise(file: str, entry: str, count: int) -> Launch:
-    threads = 256
-    program = Program(file, entry, (threads,))
-    return Launch(program, (-(-count // threads), 1, 1), threads)
-
-
-def scale_arrays(backend: Backend, fmt: Format, parts: Parts) -> bytes:
-    """The ScaleArrays struct of dequantize.cu."""
-    names = ("scale", "zero_point", "global_scale", "nested_scale", "nested_offset")
-    pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
-    nested = fmt.scale is not None and fmt.scale.nested == "double"
-    table = 0
-    if nested:
-        values = get_format("dynamic8").codec.values  # type: ignore[union-attr]
-        table = backend.pointer(backend.upload(values))
-    return struct.pack("<6Q", *pointers, table)
 
 
 @lru_cache(maxsize=256)
