@@ -35,8 +35,9 @@ def nest(
     """
     count = math.prod(scales.shape)
     sums = min(MOST_SUMS, -(-count // THREADS) * THREADS)
-    found = backend.pointer(backend.empty((sums, 4), np.dtype(np.float64)))
-    source, mean = backend.pointer(scales), backend.pointer(parts["nested_offset"])
+    parts_of_sum = backend.empty((sums, 4), np.dtype(np.float64))
+    found, source = backend.pointer(parts_of_sum), backend.pointer(scales)
+    mean = backend.pointer(parts["nested_offset"])
     backend.launch(elementwise("offset_parts", sums), source, found, count, sums)
     program = Program("nested.cu", "offset", (WARP,))
     backend.launch(Launch(program, (1, 1, 1), WARP), source, found, mean, count, sums)
