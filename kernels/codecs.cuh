@@ -41,21 +41,22 @@ __device__ inline void copy_image(void* to, const void* from, int vectors, int t
     for (int i = thread; i < vectors; i += threads) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
 }
 
-template <int kCount, Grid kGrid, bool kSorted>
-struct Codebook {  // the nearest of kCount levels; kSorted: the code is the rank
+// kCodes: how many a packing can hold; kSorted: the code is the rank.
+template <int kCount, Grid kGrid, bool kSorted, int kCodes>
+struct Codebook {  // the nearest of kCount levels
     static constexpr bool is_codebook = true;
     static constexpr u32 bias = 0;
     static constexpr int count = kCount;
     static constexpr int float_bits = 17;  // dropped: cells have 6 bits of mantissa
 
     using EncodeTables = EncodeImage<kGrid, kCount>;
-    struct alignas(16) DecodeTables { float values[kCount <= 16 ? 16 : 256]; };
+    struct alignas(16) DecodeTables { float values[kCodes <= 16 ? 16 : 256]; };
 
     __device__ static void fill(EncodeTables& tables, const Lookup& lookup, int thread, int threads) {
         copy_image(&tables, lookup.image, lookup.vectors, thread, threads);
     }
     __device__ static void fill(DecodeTables& tables, const Lookup& lookup, int thread, int threads) {
-        // Codes above the count stand for nothing; packings of few bits cannot hold them.
+        // Codes above the count stand for nothing, and for NaN.
         copy_image(&tables, lookup.values, sizeof(DecodeTables) / 16, thread, threads);
     }
 

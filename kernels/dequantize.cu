@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(
             for (int i = 0; i < kChunk; ++i)
                 x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), zero[u], tables);
         }
-        if (c < chunks) store_values(out + c * kChunk, x);
+        store_values(out + c * kChunk, x, c < chunks);
     }
 }
 
@@ -142,8 +142,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(
 template <class Format, typename T>
 __global__ void dequantize_values(const u8* __restrict__ packed, T* __restrict__ out, i64 chunks) {
     const i64 c = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (c >= chunks) return;
-    const uint4 part = load16(packed + c * 16);
+    const uint4 part = load16(packed + min(c, chunks - 1) * 16);
     const u32 words[4] = {part.x, part.y, part.z, part.w};
     float x[kChunk];
 #pragma unroll
@@ -151,7 +150,7 @@ __global__ void dequantize_values(const u8* __restrict__ packed, T* __restrict__
         x[i] = Format::Codec::decode(words[i / 2] >> 16 * (i % 2) & 0xFFFFu);
         if (is_finite(x[i])) x[i] = saturated(x[i], Element<T>::top);
     }
-    store_values(out + c * kChunk, x);
+    store_values(out + c * kChunk, x, c < chunks);
 }
 
 template <class Format, typename T, typename Word>

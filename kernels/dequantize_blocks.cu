@@ -28,11 +28,12 @@ __global__ void __launch_bounds__(kThreads) dequantize_blocks(
     const int in_group = lane * kChunk / Layout::elements, first = lane * kChunk % Layout::elements;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-        const i64 element = (warp * kGroups + g) * kGroup + lane * kChunk;
-        if (element >= count * Layout::elements) break;
+        const i64 group = (warp * kGroups + g) * kGroup, element = group + lane * kChunk;
+        if (group >= count * Layout::elements) break;  // for the whole warp
+        const bool valid = element < count * Layout::elements;
         const ChunkFields fields = read_chunk<Layout>(mine + g * kGroupBytes + in_group * Layout::bytes, first);
         if constexpr (sizeof(T) == 1) {
-            *reinterpret_cast<u64*>(out + element) = fields.codes;
+            if (valid) *reinterpret_cast<u64*>(out + element) = fields.codes;
         } else {
             float x[kChunk];
 #pragma unroll
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_blocks(
                 for (int i = 0; i < kChunk; ++i)
                     if (is_finite(x[i]) && fabsf(x[i]) > Element<T>::top) x[i] = copysignf(Element<T>::top, x[i]);
             }
-            store_values(out + element, x);
+            store_values(out + element, x, valid);
         }
     }
 }

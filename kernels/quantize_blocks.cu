@@ -87,16 +87,15 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(
 // words: whether rows start on 4 bytes, and take a multiple of 4.
 template <class Format, typename T, int kThreads, int kDepth, int kWidth, int kFlags>
 __global__ void __launch_bounds__(kThreads) quantize_blocks_axis(
-    const T* __restrict__ x, u8* __restrict__ blocks, Lookup lookup, i64 depth, i64 width, int tiles_down,
-    int tiles_across, int words, int saturate, u32* __restrict__ overflow) {
+    const T* __restrict__ x, u8* __restrict__ blocks, Lookup lookup, i64 depth, i64 width, u32 tiles_down,
+    u32 tiles_across, int words, int saturate, u32* __restrict__ overflow) {
     using Layout = typename Format::Layout;
     using Tile = Turned<T, kDepth, kWidth>;
     constexpr int kAlong = kDepth / kElements, kBytes = kDepth / Layout::elements * Layout::bytes;
     __shared__ Tile turned;
     __shared__ __align__(16) u8 staged[kWidth][kBytes];
-    const i64 tile = blockIdx.x;
-    const i64 across = tile % tiles_across, down = tile / tiles_across % tiles_down;
-    const i64 batch = tile / tiles_across / tiles_down;
+    const u32 tile = blockIdx.x, line = tile / tiles_across;
+    const i64 across = tile % tiles_across, down = line % tiles_down, batch = line / tiles_down;
     const i64 top = down * kDepth, left = across * kWidth;
     turned.load(x + (batch * depth + top) * width + left, width, depth - top, width - left, threadIdx.x, kThreads);
     __syncthreads();

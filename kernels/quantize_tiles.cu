@@ -11,9 +11,9 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
     Tiles tiles, i64 row_bytes) {
     using Rule = typename Format::Rule;
     __shared__ typename Format::Codec::EncodeTables tables;
-    const i64 block = blockIdx.x;
-    const i64 across = block % tiles.across, down = block / tiles.across % tiles.down;
-    const i64 batch = block / tiles.across / tiles.down;
+    const u32 block = blockIdx.x, line = block / static_cast<u32>(tiles.across);
+    const i64 across = block % static_cast<u32>(tiles.across);
+    const i64 down = line % static_cast<u32>(tiles.down), batch = line / static_cast<u32>(tiles.down);
     const int tall = static_cast<int>(min(tiles.tall, tiles.rows - down * tiles.tall));
     const int wide = static_cast<int>(min(tiles.wide, tiles.columns - across * tiles.wide));
     const int along = wide / kChunk, chunks = tall * along;

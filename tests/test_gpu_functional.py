@@ -17,7 +17,7 @@ from oracle import bits_equal
 
 import cuquant as cq
 import cuquant.functional as F
-from cuquant import interop
+from cuquant import devices, interop
 
 HOST_ONLY = {  # computed on the CPU alone: their arithmetic has no kernel yet
     "quantize_q8_1 values", "gemm", "int8_matmul", "int8_matmul scaled", "int4_matmul",
@@ -195,6 +195,25 @@ def test_kinds_and_places_are_not_mixed(to):
         F.quantize_nf4(to(np.array(1, F32)))
 
 
+@needs_compiler
+@needs_torch
+def test_libraries_are_not_mixed_on_a_gpu(monkeypatch):
+    to_torch = fake_gpu.install("torch", monkeypatch)
+    packed, absmax = F.quantize_nf4(to_torch(X))
+    with pytest.raises(ValueError, match=r"absmax is a cupy array on cuda:0, .* a torch one"):
+        F.dequantize_nf4(packed, fake_gpu.mover("cupy")(host(absmax)))
+
+
+def test_cupy_that_finds_no_gpu(monkeypatch):
+    fake_gpu.install("cupy", monkeypatch, Recorder())
+    runtime = interop.load_cupy().cuda.runtime
+    monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)
+    for call in (interop.load_cupy, lambda: cq.quantize(X, "nf4").to("cuda")):
+        with pytest.raises(cq.BackendUnavailable, match="finds no GPU"):
+            call()
+    assert not devices.gpu_available() and devices.resolve() == "cpu"
+
+
 # ---- QuantArrays --------------------------------------------------------------------------------
 
 
@@ -335,7 +354,7 @@ def test_nonfinite_is_raised_or_clamped(to):
         found, wanted = (cq.quantize(to(bad), "k3", nonfinite=policy) for to in (to, lambda x: x))
         assert_same(found, wanted, to)
     with pytest.raises(ValueError, match="scale"):
-        cq.quantize(to(WIDE * F32(1e38)), "int4", nonfinite="raise")
+        cq.quantize(to(WIDE * F32(1e30)), "int4", nonfinite="raise")
 
 
 @pytest.mark.parametrize("numbers", ["host", "gpu"])

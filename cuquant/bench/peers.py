@@ -101,6 +101,8 @@ class Bitsandbytes:
         if fmt.name in ("nf4", "fp4"):
             options = {"blocksize": block, "quant_type": fmt.name}
             forward, backward = functional.quantize_4bit, functional.dequantize_4bit
+        elif fmt.name == "dynamic8" and operation == "quantize":
+            return None  # it launches on the default stream, which no graph records
         elif fmt.name == "dynamic8":
             options = {"blocksize": block}
             forward, backward = functional.quantize_blockwise, functional.dequantize_blockwise

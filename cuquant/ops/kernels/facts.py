@@ -47,11 +47,12 @@ class Facts:
         return f"formats::{self.name}"
 
 
-def codec_type(codec: Codec) -> str:
-    """The C++ type of a codec."""
+def codec_type(codec: Codec, bits: int | None = None) -> str:
+    """The C++ type of a codec whose codes are stored in `bits`; None: as few as it needs."""
     if isinstance(codec, Codebook):
         ranked = "true" if codec.code_of_rank is None else "false"
-        return f"Codebook<{len(codec.levels)}, Grid::{cells_of(codec).grid}, {ranked}>"
+        codes = 1 << (codec.bits if bits is None else bits)
+        return f"Codebook<{len(codec.levels)}, Grid::{cells_of(codec).grid}, {ranked}, {codes}>"
     if isinstance(codec, Uniform):
         return f"Uniform<{codec.low}, {codec.high}, Rounding::{ROUNDINGS[codec.rounding]}>"
     kind = SPECIALS.get((codec.exponent, codec.mantissa), "None")
@@ -107,7 +108,9 @@ def facts(fmt: Format, *, decoding: bool = False) -> Facts:
     )
     rule = RULES.get(scale.rule, "AbsMax") if scale is not None else "AbsMax"
     layout = _layout(fmt.layout) if fmt.is_blocks else ""
-    return _facts(codec_type(fmt.codec), packing_type(fmt.row_packing), values, rule, layout)
+    return _facts(
+        codec_type(fmt.codec, fmt.bits), packing_type(fmt.row_packing), values, rule, layout
+    )
 
 
 def _layout(layout: BlockLayout) -> str:

@@ -27,7 +27,7 @@ WARP = 32
 
 # By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
 # instructions, and share those of a scale), threads, and units of each. Measured on an H100.
-TILE = {2: (128, 64), 4: (128, 32)}  # of quantize_axis
+TILE, TILE_BYTES = {2: (128, 64), 4: (128, 32)}, 1 << 15  # of quantize_axis
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
 
 
@@ -203,8 +203,11 @@ class Quantize:
         self, dtype: np.dtype, unit: Unit, batch: int, depth: int, width: int, flags: int
     ) -> tuple[Launch, int, int]:
         """Of quantize_axis, with its tiles down and across."""
-        tile = TILE[dtype.itemsize]
-        tile = max(tile[0], unit.per * unit.lanes * CHUNK), tile[1]
+        high, wide = TILE[dtype.itemsize]
+        high = max(high, unit.per * unit.lanes * CHUNK)
+        while high * wide * dtype.itemsize > TILE_BYTES:
+            wide //= 2
+        tile = (high, wide)
         threads = min(256, tile[0] * tile[1] // (unit.per * CHUNK))
         down, across = -(-depth // tile[0]), -(-width // tile[1])
         element = words.ELEMENTS[dtype.name]

@@ -1,0 +1,81 @@
+"""A sample of cases that starts every kernel, for compute-sanitizer: each array is an allocation
+of its own, so that nothing lies beside it.
+
+    compute-sanitizer --tool memcheck python -m pytest -m "gpu and sanitize"
+"""
+
+import gc
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from emulator import Recorder
+from kernel_cases import Case, differences, same_values
+from on_emulator import OnEmulator
+
+import cuquant as cq
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+
+
+def started(case: Case) -> set[tuple]:
+    """Of each kernel a case starts: its entry, and of the format what matters to it."""
+    recorder = Recorder()
+    run = OnEmulator(recorder)
+    q = run.case(case)
+    run.dequantize(q), run.codes(q), run.effective(q, "scale")
+    rule = case.fmt.scale.rule if case.fmt.scale else ""
+    codec = type(case.fmt.codec).__name__
+    return {(p.file, p.entry, codec, rule, case.fmt.row_packing.order) for p in recorder.programs}
+
+
+def sample() -> list[Case]:
+    """Small cases that together start each kernel with each codec, scale rule and packing."""
+    seen: set[tuple] = set()
+    picked = []
+    small = [case for case in cases.ALL if np.prod(case.shape) <= 8192]
+    for case in sorted(small, key=lambda case: -len(started(case) - seen)):
+        if new := started(case) - seen:
+            seen |= new
+            picked.append(case)
+    return picked
+
+
+SAMPLE = sample()
+
+
+@pytest.fixture(autouse=True)
+def unpooled(gpu):
+    """Memory from the driver, given back at once."""
+    gpu.cuda.set_allocator(None)
+    yield
+    gc.collect()
+    gpu.cuda.set_allocator(gpu.get_default_memory_pool().malloc)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_each_kernel(case, gpu):
+    x, wanted = case.view(gpu.asarray(case.base)), case.expected()
+    q = cq.quantize(x, case.fmt, **case.arguments)
+    assert not differences(q.numpy(), wanted)
+    assert same_values(q.dequantize().get(), wanted.dequantize())
+    assert (q.codes().get() == wanted.codes()).all()
+    if wanted.scale is not None:
+        assert same_values(q.scale.get(), np.asarray(wanted.scale))
+
+
+@pytest.mark.parametrize("layout", ["whole", "crooked rows", "reversed"])
+def test_the_search_for_nan(layout, gpu):
+    case = Case("nf4", shape=(5, 131), layout=layout, nonfinite="raise")
+    with pytest.raises(ValueError, match="flat index"):
+        cq.quantize(case.view(gpu.asarray(case.base)), "nf4", nonfinite="raise")
+
+
+@pytest.mark.parametrize("layout", cases.WRITABLE)
+def test_values_that_go_anywhere(layout, gpu):
+    wanted = Case("nf4", shape=(24, 256), data="normal").expected()
+    where = cases.LAYOUTS[layout]
+    base = gpu.asarray(np.zeros(where.base(wanted.shape), np.float16))
+    out = where.view(base, wanted.shape)
+    wanted.to("cuda").dequantize(out=out)
+    assert same_values(where.view(base.get(), wanted.shape), wanted.dequantize())
