@@ -87,8 +87,6 @@ def test_random_bytes_of_ggml_blocks(name, gpu):
 def test_every_code(name, gpu):
     fmt = FORMATS[name]
     codes = cases.all_codes(fmt)
-    if name.endswith("e5m2"):  # infinities; see test_dequantize_kernels.py
-        codes[(codes & 0x7F) == 0x7C] = 0x7F
     packed = fmt.row_packing.pack(codes, 0).view(fmt.components(codes.shape)[0].dtype)
     parts = {"packed": packed}
     for part in fmt.components(codes.shape)[1:]:
@@ -118,7 +116,7 @@ def test_raise_says_what_the_reference_says(name, gpu):
             assert not differences(found.numpy(), wanted)
 
 
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("layout", ["whole", *cases.WRITABLE])
 def test_the_first_nonfinite_number_is_named_wherever_it_lies(layout, gpu):
     values = np.ones((24, 256), np.float16)
     values[3, 100:] = np.inf

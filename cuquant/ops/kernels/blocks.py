@@ -16,7 +16,7 @@ from cuquant.ops.kernels.facts import ELEMENTS
 
 GROUP = 256  # elements that a warp works on together
 WARP, THREADS = 32, 256
-TILE = {2: (128, 64), 4: (128, 32)}  # of quantize_blocks_axis, by the size of an element
+TILE = {2: (256, 32), 4: (128, 64)}  # of quantize_blocks_axis, by the size of an element
 LANES = 2  # that hold a block of 32 when it is quantized
 CLAMP = 1
 

@@ -25,10 +25,11 @@ from cuquant.reference.tiles import Tiles
 
 WARP = 32
 
-# By the size of an element: neighbouring chunks of a thread (16-bit kernels are bound by
-# instructions, and share those of a scale), threads, and units of each. Measured on an H100.
-TILE, TILE_BYTES = {2: (128, 64), 4: (128, 32)}, 1 << 15  # of quantize_axis
+# By the size of an element, as measured on an H100: neighbouring chunks of a thread (16-bit kernels
+# are bound by instructions, and share those of a scale); threads, and units of each.
 PER, FLAT = {2: 2, 4: 1}, {2: (256, 2), 4: (256, 1)}
+# Elements down and across of quantize_axis' tiles; dense codes of a column want longer runs.
+TILE, DENSE_TILE, TILE_BYTES = {2: (64, 64), 4: (128, 64)}, (128, 64), 1 << 15
 
 
 class Unit(NamedTuple):
@@ -203,7 +204,8 @@ class Quantize:
         self, dtype: np.dtype, unit: Unit, batch: int, depth: int, width: int, flags: int
     ) -> tuple[Launch, int, int]:
         """Of quantize_axis, with its tiles down and across."""
-        high, wide = TILE[dtype.itemsize]
+        dense = self.fmt.row_packing.order == "dense"
+        high, wide = DENSE_TILE if dense else TILE[dtype.itemsize]
         high = max(high, unit.per * unit.lanes * CHUNK)
         while high * wide * dtype.itemsize > TILE_BYTES:
             wide //= 2
