@@ -9,10 +9,12 @@ import cuquant as cq
 from cuquant.formats import Codebook, Packing, Uniform
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels import facts
+from cuquant.reference.philox import uniform
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 WORDS = """
+#include "random.cuh"
 #include "scaling.cuh"
 
 namespace cuquant {
@@ -112,6 +114,11 @@ __global__ void storing(const float* x, u32* stored, float* effective, u8* overf
     overflow[i] = over;
 }
 
+__global__ void draws(const u64* index, float* found, u64 seed, i64 n) {
+    const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < n) found[i] = uniform_draw(seed, index[i]);
+}
+
 __global__ void odd(const double* x, u32* halves, i64 n) {
     const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < n) halves[i] = halves_of(to_odd(x[i]), 0.0f) & 0xFFFFu;
@@ -168,7 +175,7 @@ def folder(tmp_path_factory):
                 words("storing", f"Stored::{kind}")
                 for kind in ("Float32", "Float16", "E8M0", "E4M3")
             ),
-            *map(words, ("means", "powers", "odd")),
+            *map(words, ("means", "powers", "draws", "odd")),
         ]
     )
     return made
@@ -405,3 +412,13 @@ def test_float64_is_rounded_to_float16_once(run, rng):
     run.run(words("odd"), len(x), run.given(x), found, len(x))
     with np.errstate(over="ignore"):
         assert (found == x.astype(np.float16).view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64 - 1])
+def test_draws_are_the_references(seed, run, rng):
+    """For any index: arrays of more than 2^32 elements draw numbers of their own, too."""
+    edges = np.array([0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 7, 2**63], np.uint64)
+    index = np.concatenate([edges, rng.integers(0, 2**63, 1000, np.uint64)])
+    found = run.made(len(index), F32)
+    run.run(words("draws"), len(index), run.given(index), found, seed, len(index))
+    assert (found == uniform(seed, index)).all()
