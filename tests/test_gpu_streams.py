@@ -54,6 +54,16 @@ def warm(x, names=DIRECT) -> None:
         cq.quantize(x, name).dequantize()
 
 
+class Handle:
+    """A stream of which only the handle is known."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
 class Protocol:
     """A stream of another library."""
 
@@ -108,7 +118,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        with gpu.cuda.ExternalStream(side.cuda_stream):
+        with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
             delay(0.1)
         q = cq.quantize(ready + 0, name)  # a temporary of this stream
         y = q.dequantize()
@@ -119,7 +129,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
 
     x = ready.clone()
     side.wait_stream(torch.cuda.current_stream())
-    with gpu.cuda.ExternalStream(side.cuda_stream):
+    with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
         delay(0.1)
     q = cq.quantize(x, name, stream=side)
     del x

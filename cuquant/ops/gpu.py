@@ -192,6 +192,24 @@ def _torch_dtype(name: str) -> Any:
     return getattr(sys.modules["torch"], name)
 
 
+class _Handle:
+    """A stream's handle, as CUDA's stream protocol hands it over."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _external(cupy: Any, handle: int, device: int) -> Any:
+    """CuPy's stream of a handle; the way of CuPy 14, or the one before."""
+    from_external = getattr(cupy.cuda.Stream, "from_external", None)
+    if from_external is not None:
+        return from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle, device)
+
+
 GpuBackend = CupyBackend | TorchBackend
 
 
@@ -221,7 +239,7 @@ def backend_of(x: Any, stream: object = None) -> Iterator[GpuBackend]:
         if stream is None:
             yield CupyBackend(index, cupy.cuda.get_current_stream().ptr)
             return
-        own = cupy.cuda.ExternalStream(stream_handle(stream), index)
+        own = _external(cupy, stream_handle(stream), index)
         with own:
             yield CupyBackend(index, own.ptr)
     finally:

@@ -5,7 +5,6 @@ Arrays are NumPy's or on a GPU, and the results are where they are.
 
 import math
 import struct
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from cuquant.ops.kernels.pack import pack_launch
 from cuquant.ops.kernels.task import scale_arrays
 
 F32 = np.dtype(np.float32)
-SMALLEST_NORMAL, STEPS = 2.0**-126, 2.0**149  # float32's; its subnormals are whole 1 / STEPS
 
 
 def pack_codes(codes: Any, packing: Packing, pad: int) -> Any:
@@ -79,21 +77,17 @@ def nested_absmax(codes: Any, absmax: Any, levels: Any, offset: Any) -> Any:
 
 
 def scaled(q: Any, factor: Any) -> Any:
-    """q * factor in float32, of integers and a float32 array that broadcasts to them.
-
-    CuPy's own kernels take float32 subnormals for 0: there products are exact float64 ones, and
-    are rounded by hand where the result is subnormal.
-    """
+    """q * factor in float32, of integers and a float32 array that broadcasts to them."""
     if interop.kind(q) != "cupy":
         return interop.astype(q, F32) * factor
-    xp = sys.modules["cupy"]
-    bits = factor.view(np.int32)
-    size = (bits & 0x7FFFFF).astype(np.float64) / STEPS
-    subnormal = xp.where(bits < 0, -size, size)
-    wide = xp.where((bits >> 23 & 0xFF) == 0, subnormal, factor.astype(np.float64))
-    product = q.astype(F32).astype(np.float64) * wide
-    normal = product.astype(F32)
-    small = abs(product) < SMALLEST_NORMAL
-    steps = xp.rint(abs(xp.where(small, product, 0.0)) * STEPS).astype(np.uint32)
-    signed = steps | xp.signbit(product).astype(np.uint32) << 31
-    return xp.where(small, signed, normal.view(np.uint32)).view(F32)
+    with backend_of(q) as backend:  # CuPy's own kernels take float32 subnormals for 0
+        shape, count = tuple(q.shape), math.prod(q.shape)
+        values = backend.broadcast(q, shape, np.dtype(np.int32))
+        factors = backend.broadcast(factor, shape, F32)
+        out = backend.empty(shape, F32)
+        if count:
+            program = Program("scaled.cu", "scaled", (THREADS,))
+            pointers = [backend.pointer(array) for array in (values, factors, out)]
+            launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
+            backend.launch(launch, *pointers, count)
+        return out
