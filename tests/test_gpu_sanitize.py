@@ -31,12 +31,13 @@ def started(case: Case) -> set[tuple]:
 
 def sample() -> list[Case]:
     """Small cases that together start each kernel with each codec, scale rule and packing."""
+    small = [case for case in cases.ALL if np.prod(case.shape) <= 8192]
+    starts = {case: started(case) for case in small}
     seen: set[tuple] = set()
     picked = []
-    small = [case for case in cases.ALL if np.prod(case.shape) <= 8192]
-    for case in sorted(small, key=lambda case: -len(started(case) - seen)):
-        if new := started(case) - seen:
-            seen |= new
+    for case in sorted(small, key=lambda case: -len(starts[case])):
+        if not starts[case] <= seen:
+            seen |= starts[case]
             picked.append(case)
     return picked
 

@@ -114,7 +114,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
     values, _ = data
     ready = torch.from_numpy(values).cuda()
     wanted = cq.quantize(values, name)
-    cq.quantize(ready, name)
+    cq.quantize(ready, name).dequantize()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

@@ -42,7 +42,9 @@ def numbers(value: Any, name: str, near: Any = None) -> Any:
     if dtype.kind not in "fiu" and dtype.name != "bfloat16":
         raise TypeError(f"{name} must be a number or a numeric array, got {value!r}")
     with np.errstate(over="ignore"):
-        return interop.astype(interop.beside(given, near, name), F32)
+        if interop.is_on_gpu(given):
+            return interop.astype(interop.beside(given, near, name), F32)
+        return interop.beside(interop.astype(given, F32), near, name)  # CuPy flushes subnormals
 
 
 def extents(shape: int | Sequence[int]) -> tuple[int, ...]:
