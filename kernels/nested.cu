@@ -23,14 +23,25 @@ struct ScaleSum {
     }
 };
 
-// One thread sums every `parts`-th scale.
+// The sums of a warp's lanes, for all of them.
+__device__ inline ScaleSum warp_merged(ScaleSum all) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        all.merge({__shfl_xor_sync(~0u, all.sum, distance),
+                   {__shfl_xor_sync(~0u, all.size.sum, distance), __shfl_xor_sync(~0u, all.size.lowest, distance)},
+                   __shfl_xor_sync(~0u, all.count, distance)});
+    }
+    return all;
+}
+
+// Each of `warps` warps sums its share of the scales.
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) offset_parts(const float* __restrict__ scales, ScaleSum* __restrict__ found, i64 blocks, int parts) {
-    const int part = blockIdx.x * blockDim.x + threadIdx.x;
-    if (part >= parts) return;
+__global__ void __launch_bounds__(kThreads) offset_parts(const float* __restrict__ scales, ScaleSum* __restrict__ found, i64 blocks, int warps) {
+    const int thread = blockIdx.x * kThreads + threadIdx.x;
+    if (thread >= 32 * warps) return;  // whole warps
     ScaleSum mine = {0.0, OrderedSum::none(), 0};
-    for (i64 i = part; i < blocks; i += parts) mine.add(scales[i]);
-    found[part] = mine;
+    for (i64 i = thread; i < blocks; i += 32 * warps) mine.add(scales[i]);
+    mine = warp_merged(mine);
+    if (thread % 32 == 0) found[thread / 32] = mine;
 }
 
 // A warp puts the parts together, or goes through all scales where their order matters.
@@ -40,11 +51,7 @@ __global__ void __launch_bounds__(kThreads) offset(
     static_assert(kThreads == 32, "one warp");
     ScaleSum all = {0.0, OrderedSum::none(), 0};
     for (int part = threadIdx.x; part < parts; part += kThreads) all.merge(found[part]);
-    for (int distance = 1; distance < 32; distance *= 2) {
-        all.merge({__shfl_xor_sync(~0u, all.sum, distance),
-                   {__shfl_xor_sync(~0u, all.size.sum, distance), __shfl_xor_sync(~0u, all.size.lowest, distance)},
-                   __shfl_xor_sync(~0u, all.count, distance)});
-    }
+    all = warp_merged(all);
     if (!all.size.any_order())  // for all lanes alike
         all.sum = ordered_sum(blocks, [&](i64 i) { return is_finite(scales[i]) ? scales[i] : 0.0f; });
     if (threadIdx.x == 0) *mean = all.count ? static_cast<float>(all.sum / static_cast<double>(all.count)) : 0.0f;

@@ -16,7 +16,7 @@ from cuquant.ops.kernels.task import CLAMP, Known, Parts, Task, scale_arrays
 
 F32 = np.dtype(np.float32)
 THREADS, WARP = 256, 32
-MOST_SUMS = 4096  # that the mean of the scales is put together from
+MOST_SUMS = 1024  # of warps, that the mean of the scales is put together from
 E4M3_PEAK = 448.0
 
 
@@ -34,11 +34,11 @@ def nest(
     `quantize` is dynamic8's, in blocks of 256.
     """
     count = math.prod(scales.shape)
-    sums = min(MOST_SUMS, -(-count // THREADS) * THREADS)
+    sums = min(MOST_SUMS, -(-count // WARP))
     parts_of_sum = backend.empty((sums, 4), np.dtype(np.float64))
     found, source = backend.pointer(parts_of_sum), backend.pointer(scales)
     mean = backend.pointer(parts["nested_offset"])
-    backend.launch(elementwise("offset_parts", sums), source, found, count, sums)
+    backend.launch(elementwise("offset_parts", WARP * sums), source, found, count, sums)
     program = Program("nested.cu", "offset", (WARP,))
     backend.launch(Launch(program, (1, 1, 1), WARP), source, found, mean, count, sums)
     shifted = backend.empty((count,), F32)
