@@ -295,7 +295,7 @@ def is_writeable(x: Any) -> bool:
 
 
 def may_share_memory(a: Any, b: Any) -> bool:
-    """Whether the memory that two arrays span overlaps; addresses are of one space on all devices."""
+    """Whether the memory that two arrays span overlaps; all devices share one address space."""
     (first, end), (other, other_end) = _span(a), _span(b)
     return first < other_end and other < end
 

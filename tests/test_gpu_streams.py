@@ -119,7 +119,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
-            delay(0.1)
+            delay(0.5)
         q = cq.quantize(ready + 0, name)  # a temporary of this stream
         y = q.dequantize()
         assert not side.query(), "the call waited"
@@ -130,7 +130,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
     x = ready.clone()
     side.wait_stream(torch.cuda.current_stream())
     with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
-        delay(0.1)
+        delay(0.5)
     q = cq.quantize(x, name, stream=side)
     del x
     again = [torch.full_like(ready, float("nan")) for _ in range(4)]  # takes memory that is free
