@@ -109,7 +109,9 @@ __global__ void __launch_bounds__(kThreads) dequantize(
         const i64 c = min(first + u * kThreads, chunks - 1);
         i64 block = c >> shift;
         if constexpr (!kFlat) {
-            const i64 row = quotient(c, chunks_per_row);
+            // Arrays of less than 2^32 chunks divide by 32 bits, which is several times quicker.
+            const i64 row = chunks >> 32 ? c / chunks_per_row
+                                         : static_cast<i64>(static_cast<u32>(c) / static_cast<u32>(chunks_per_row));
             block = tiles.block(row, (c - row * chunks_per_row) * kChunk);
         }
         bits[u] = load_packed<Packing>(packed, c, last_word);
@@ -163,7 +165,7 @@ __global__ void dequantize_plain(
     }
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= rows * chunks_per_row) return;
-    const i64 row = quotient(item, chunks_per_row), column = (item - row * chunks_per_row) * kChunk;
+    const i64 row = item / chunks_per_row, column = item % chunks_per_row * kChunk;
     T* to = out + target.row(row, target.strides);
     const Word* from = packed + row * row_words;
     for (int i = 0; i < kChunk && column + i < tiles.columns; ++i) {

@@ -10,7 +10,7 @@ __global__ void first_nonfinite(const T* __restrict__ x, u64* __restrict__ first
     const i64 along = (columns + kChunk - 1) / kChunk;
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= rows * along) return;
-    const i64 row = quotient(item, along), column = (item - row * along) * kChunk;
+    const i64 row = item / along, column = item % along * kChunk;
     const int count = static_cast<int>(min(static_cast<i64>(kChunk), columns - column));
     float values[kChunk];
     load_chunk<T, 0>(x + source.row(row, source.strides), column, count, source, values);
@@ -28,7 +28,7 @@ __global__ void largest_finite(const T* __restrict__ x, u32* __restrict__ top, S
     const i64 along = (columns + kChunk - 1) / kChunk;
     u32 largest = 0;
     for (i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; item < rows * along; item += step) {
-        const i64 row = quotient(item, along), column = (item - row * along) * kChunk;
+        const i64 row = item / along, column = item % along * kChunk;
         const int count = static_cast<int>(min(static_cast<i64>(kChunk), columns - column));
         float values[kChunk];
         load_chunk<T, kFlags>(x + source.row(row, source.strides), column, count, source, values);

@@ -29,9 +29,8 @@ __device__ typename Rule::State warp_reduce(typename Rule::State state) {
 struct Tile {
     i64 row, column, tall, wide;
     __device__ Tile(const Tiles& tiles, i64 block) {
-        const i64 line = quotient(block, tiles.across), across = block - line * tiles.across;
-        const i64 batch = quotient(line, tiles.down), down = line - batch * tiles.down;
-        row = batch * tiles.rows + down * tiles.tall;
+        const i64 across = block % tiles.across, down = block / tiles.across % tiles.down;
+        row = block / tiles.across / tiles.down * tiles.rows + down * tiles.tall;
         column = across * tiles.wide;
         tall = min(tiles.tall, tiles.rows - down * tiles.tall);
         wide = min(tiles.wide, tiles.columns - column);
@@ -44,7 +43,7 @@ __device__ typename Rule::State look(const T* x, const Strided& source, const Ti
     auto found = Rule::none();
     const i64 along = (tile.wide + kChunk - 1) / kChunk;
     for (i64 c = from; c < to; c += step) {
-        const i64 r = tile.tall == 1 ? 0 : quotient(c, along), column = (c - r * along) * kChunk;
+        const i64 r = tile.tall == 1 ? 0 : c / along, column = (c - r * along) * kChunk;
         const int count = static_cast<int>(min(static_cast<i64>(kChunk), tile.wide - column));
         float values[kChunk];
         load_chunk<T, kFlags>(x + source.row(tile.row + r, source.strides), tile.column + column, count, source, values);
@@ -62,10 +61,9 @@ __global__ void statistics(
     using Rule = typename Format::Rule;
     const i64 item = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
     if (item >= blocks * splits) return;  // whole warps
-    const i64 block = quotient(item, splits);
-    const Tile tile(tiles, block);
+    const Tile tile(tiles, item / splits);
     const i64 chunks = tile.tall * ((tile.wide + kChunk - 1) / kChunk);
-    const i64 from = (item - block * splits) * chunks_per_split, to = min(from + chunks_per_split, chunks);
+    const i64 from = item % splits * chunks_per_split, to = min(from + chunks_per_split, chunks);
     const int lane = threadIdx.x % kWarp;
     const auto found = warp_reduce<Rule>(look<Rule, T, kFlags>(x, source, tile, from + lane, to, kWarp));
     if (lane == 0) parts[item] = found;
@@ -116,7 +114,7 @@ __global__ void encode(
     }
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= rows * chunks_per_row) return;
-    const i64 row = quotient(item, chunks_per_row), c = item - row * chunks_per_row, column = c * kChunk;
+    const i64 row = item / chunks_per_row, c = item % chunks_per_row, column = c * kChunk;
     const int count = static_cast<int>(max(min(static_cast<i64>(kChunk), tiles.columns - column), static_cast<i64>(0)));
     float z[kChunk];
     load_chunk<T, kFlags>(x + source.row(row, source.strides), column, count, source, z);

@@ -4,11 +4,6 @@
 
 namespace cuquant {
 
-// a / b of numbers that are not negative; by 32 bits, several times quicker, where they fit.
-__device__ inline i64 quotient(i64 a, i64 b) {
-    return (a | b) >> 32 ? a / b : static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b));
-}
-
 // Row r is made of digits of these sizes, the last one fastest. Strides are in elements, in memory
 // and (`flat`) in the array's own C order.
 struct Strided {
@@ -21,9 +16,9 @@ struct Strided {
     __device__ i64 row(i64 r, const i64* steps) const {
         i64 offset = 0;
         for (int d = static_cast<int>(dims) - 1; d > 0; --d) {
-            const i64 next = quotient(r, sizes[d]);
-            offset += (r - next * sizes[d]) * steps[d];
-            r = next;
+            const i64 digit = r % sizes[d];
+            r /= sizes[d];
+            offset += digit * steps[d];
         }
         return dims ? offset + r * steps[0] : 0;
     }
@@ -34,12 +29,9 @@ struct Tiles {
     i64 rows, columns, tall, wide, down, across;
 
     __device__ i64 block(i64 row, i64 column) const {
-        i64 line = row;
-        if (tall > 1) {
-            const i64 batch = quotient(row, rows);
-            line = batch * down + (down == 1 ? 0 : quotient(row - batch * rows, tall));
-        }
-        return across == 1 ? line : line * across + quotient(column, wide);
+        if (down == 1 && tall > 1) return (row / rows) * across + column / wide;
+        const i64 line = tall == 1 ? row : row / rows * down + row % rows / tall;
+        return across == 1 ? line : line * across + column / wide;
     }
 };
 
