@@ -24,10 +24,7 @@ MAIN_ARCH = 90
 SAMPLE = 12  # kernels for each of the other architectures
 
 # Entry of a kernel -> why it may have local memory.
-LOCAL_MEMORY: dict[str, str] = {
-    "quantize_axis": "8 bytes on sm_80 to 89 with signed maxima of 16-bit numbers (none on sm_90): "
-    "the search for the sign of a tie, which seldom runs",
-}
+LOCAL_MEMORY: dict[str, str] = {}
 
 # The kernels at the memory roof: what they read or write by 16 bytes.
 WIDE = {"quantize": "LDG", "dequantize": "STG"}

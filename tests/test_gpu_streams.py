@@ -114,12 +114,13 @@ def test_torch_streams(name, torch, gpu, delay, data):
     values, _ = data
     ready = torch.from_numpy(values).cuda()
     wanted = cq.quantize(values, name)
-    cq.quantize(ready, name).dequantize()
-    torch.cuda.synchronize()
     side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # kernels, and memory of this stream: torch's malloc may wait
+        cq.quantize(ready + 0, name).dequantize()
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):
         with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
-            delay(0.5)
+            delay(0.1)
         q = cq.quantize(ready + 0, name)  # a temporary of this stream
         y = q.dequantize()
         assert not side.query(), "the call waited"
@@ -130,7 +131,7 @@ def test_torch_streams(name, torch, gpu, delay, data):
     x = ready.clone()
     side.wait_stream(torch.cuda.current_stream())
     with gpu.cuda.Stream.from_external(Handle(side.cuda_stream)):
-        delay(0.5)
+        delay(0.1)
     q = cq.quantize(x, name, stream=side)
     del x
     again = [torch.full_like(ready, float("nan")) for _ in range(4)]  # takes memory that is free
