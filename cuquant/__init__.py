@@ -18,6 +18,7 @@ from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.io.quantized import load, save
 from cuquant.metrics import Error, error
+from cuquant.ops import prepack as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import grouped_linear, linear, matmul, swiglu
 from cuquant.ops.quantize import quantize

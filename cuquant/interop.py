@@ -296,11 +296,11 @@ def is_writeable(x: Any) -> bool:
 
 def may_share_memory(a: Any, b: Any) -> bool:
     """Whether the memory that two arrays span overlaps; all devices share one address space."""
-    (first, end), (other, other_end) = _span(a), _span(b)
+    (first, end), (other, other_end) = span(a), span(b)
     return first < other_end and other < end
 
 
-def _span(x: Any) -> tuple[int, int]:
+def span(x: Any) -> tuple[int, int]:
     """Addresses of an array's first byte and of the one behind its last."""
     torch_tensor = kind(x) == "torch"
     if torch_tensor and x.is_contiguous():

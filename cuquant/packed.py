@@ -1,31 +1,65 @@
 """PackedWeight: a weight matrix laid out for a matmul kernel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray
+from cuquant import interop
+from cuquant.array import OPERATIONS, QuantArray
+from cuquant.errors import FormatError
 from cuquant.formats import Format
+from cuquant.formats.format import Component
+from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
 
 
+def layout_for(fmt: Format, shape: tuple[int, ...]) -> str:
+    """Name and version of the layout that `prepack` gives a weight [N, K] or [E, N, K]."""
+    return FRAGMENTS_LAYOUT if takes(fmt, shape) else ROWS_LAYOUT
+
+
+def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:
+    """The arrays that hold a weight in a layout: names, dtypes, shapes.
+
+    Raises
+    ------
+    FormatError
+        For a layout that this version does not know, or that is not one for this weight.
+    """
+    if layout not in (ROWS_LAYOUT, FRAGMENTS_LAYOUT) or len(shape) not in (2, 3):
+        raise FormatError(f"layout {layout!r} of {fmt} {shape} is unknown to this version")
+    if layout == ROWS_LAYOUT:
+        return fmt.components(shape)
+    if not takes(fmt, shape):
+        raise FormatError(f"layout {layout!r} does not take {fmt} of shape {shape}")
+    return Fragments(fmt, shape).components
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight:
-    """A quantized weight [N, K], laid out once for matmul; made by `prepack`.
+    """A quantized weight [N, K] or [E, N, K], laid out once for matmul; made by `prepack`.
 
     Attributes
     ----------
     format
         The Format.
     layout
-        Name and version of the layout; "rows/1" is that of the QuantArray.
+        Name and version of the layout: "fragments/1" (cuquant/fragments.py) is that of the
+        tensor cores, "rows/1" that of the QuantArray.
     components
-        The arrays that hold it, by name.
+        The arrays that hold it, by name: NumPy, CuPy or torch ones, all on one device.
     shape, dtype
         Of the array it stands for.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> p = cq.prepack(cq.quantize(np.ones((8, 128), np.float32), "int4"))
+    >>> {name: part.shape for name, part in p.arrays().items()}
+    {'codes': (1, 2, 128), 'scale': (1, 1, 16)}
     """
 
     format: Format
@@ -34,8 +68,91 @@ class PackedWeight:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    __array_ufunc__ = None
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the array it stands for."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all components."""
+        wanted = layout_components(self.format, self.shape, self.layout)
+        return sum(c.dtype.itemsize * int(np.prod(c.shape, dtype=object)) for c in wanted)
+
+    @property
+    def kind(self) -> str:
+        """ "numpy", "cupy" or "torch": the library of the components."""
+        return interop.kind(next(iter(self.components.values()))) or "numpy"
+
+    @property
+    def device(self) -> str:
+        """ "cpu", "cuda:0", ..."""
+        return interop.device(next(iter(self.components.values())))
+
     def __repr__(self) -> str:
-        return f"PackedWeight({self.format}, layout={self.layout}, shape={self.shape})"
+        return (
+            f"PackedWeight({self.format}, layout={self.layout}, shape={self.shape}, "
+            f"dtype={self.dtype}, device={self.device})"
+        )
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def arrays(self) -> dict[str, Any]:
+        """The component arrays by name; they are what is stored, not copies."""
+        return dict(self.components)
+
+    def to(self, device: object) -> "PackedWeight":
+        """The same weight on "cpu", "cuda" or "cuda:N": NumPy becomes CuPy and back.
+
+        Raises
+        ------
+        BackendUnavailable
+            Where there is no GPU or no CuPy.
+        """
+        name = interop.device_name(device)
+        return self._with({k: interop.to_device(v, name) for k, v in self.components.items()})
+
+    def numpy(self) -> "PackedWeight":
+        """The same weight with NumPy components (torch's memory is shared)."""
+        parts = self.to("cpu").components
+        return self._with({name: interop.to_numpy(part, name) for name, part in parts.items()})
+
+    def save(self, path: Any) -> None:
+        """Write a safetensors file that `cuquant.load` reads back as {"array": p}."""
+        OPERATIONS["save"](path, {"array": self})
+
+    def _with(self, components: Mapping[str, Any]) -> "PackedWeight":
+        return PackedWeight(self.format, self.layout, components, self.shape, self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""
+        parts = {name: interop.to_pickle(part) for name, part in self.components.items()}
+        return {**self.__dict__, "components": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        wanted = layout_components(self.format, self.shape, self.layout)
+        dtypes = {part.name: part.dtype for part in wanted}
+        parts = {n: interop.from_pickle(p, dtypes[n]) for n, p in self.components.items()}
+        self.__dict__["components"] = parts
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """torch.nn.functional.linear(x, p); torch's own layers then see that p is no tensor."""
+        if getattr(func, "__name__", "") == "linear":
+            return OPERATIONS["linear"](*args, **(kwargs or {}))
+        return NotImplemented
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError(
+            f"a PackedWeight ({self.format}) does not turn into an array by itself; "
+            "call cuquant.unpack(p).dequantize() for the values"
+        )
 
 
 def prepack(q: QuantArray) -> PackedWeight:
@@ -49,6 +166,8 @@ def prepack(q: QuantArray) -> PackedWeight:
     Returns
     -------
     PackedWeight
+        Of the layout "fragments/1"; fp16, bf16 and blocks that do not go with its units of 64
+        columns keep "rows/1".
 
     Raises
     ------
@@ -60,7 +179,7 @@ def prepack(q: QuantArray) -> PackedWeight:
     >>> import numpy as np, cuquant as cq
     >>> p = cq.prepack(cq.quantize(np.ones((8, 64), np.float32), "int4"))
     >>> p
-    PackedWeight(int4, layout=rows/1, shape=(8, 64))
+    PackedWeight(int4, layout=fragments/1, shape=(8, 64), dtype=float32, device=cpu)
     >>> cq.unpack(p).dequantize()[0, 0]
     np.float32(1.0)
     """
@@ -70,11 +189,22 @@ def prepack(q: QuantArray) -> PackedWeight:
         raise ValueError(
             f"prepack takes [N, K] or [E, N, K] quantized along K; got {q.shape}, axis {q.axis}"
         )
-    return PackedWeight(q.format, ROWS_LAYOUT, q.arrays(), q.shape, q.dtype)
+    layout = layout_for(q.format, q.shape)
+    parts = q.arrays()
+    if layout == FRAGMENTS_LAYOUT:
+        parts = _converted(Fragments(q.format, q.shape), "lay_out", parts, q.device)
+    return PackedWeight(q.format, layout, parts, q.shape, q.dtype)
 
 
 def unpack(p: PackedWeight) -> QuantArray:
     """The QuantArray that was prepacked, bit for bit.
+
+    Raises
+    ------
+    TypeError
+        For anything but a PackedWeight.
+    FormatError
+        Where it has another layout or other arrays than `prepack` makes.
 
     Examples
     --------
@@ -85,4 +215,27 @@ def unpack(p: PackedWeight) -> QuantArray:
     """
     if not isinstance(p, PackedWeight):
         raise TypeError(f"unpack takes a PackedWeight, got {type(p).__name__}")
-    return QuantArray(p.format, p.shape, p.dtype, dict(p.components), tuple(range(len(p.shape))))
+    parts = p.arrays()
+    _check_parts(parts, layout_components(p.format, p.shape, p.layout), p)
+    if p.layout == FRAGMENTS_LAYOUT:
+        parts = _converted(Fragments(p.format, p.shape), "rows", parts, p.device)
+    return QuantArray(p.format, p.shape, p.dtype, parts, tuple(range(p.ndim)))
+
+
+def _converted(
+    layout: Fragments, way: str, parts: Mapping[str, Any], device: str
+) -> dict[str, Any]:
+    """`layout.lay_out(parts)` or `layout.rows(parts)`, in the parts' library and where they are."""
+    if device != "cpu":
+        return OPERATIONS[way](layout, parts)
+    kind = interop.kind(next(iter(parts.values()))) or "numpy"
+    host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
+    made = layout.lay_out(host) if way == "lay_out" else layout.rows(host)
+    return {name: interop.from_numpy(part, kind) for name, part in made.items()}
+
+
+def _check_parts(parts: Mapping[str, Any], wanted: tuple[Component, ...], p: PackedWeight) -> None:
+    """FormatError unless the arrays have these names, dtypes and shapes."""
+    found = {name: (interop.dtype_of(v), tuple(v.shape)) for name, v in parts.items()}
+    if found != {part.name: (part.dtype, part.shape) for part in wanted}:
+        raise FormatError(f"{p!r} holds {found}; its layout is {list(wanted)}")

@@ -1,6 +1,7 @@
 """Hypothesis without deadlines and without luck; one seed for all random arrays; small kernels;
 GPUs and the record of what ran on them."""
 
+import importlib.util
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: a sample of all kernels for compute-sanitizer")
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
+    if importlib.util.find_spec("torch") is None:  # the doctests of cuquant.torch import it
+        config.option.ignore = [
+            *(config.option.ignore or ()),
+            str(Path(cq.__file__).parent / "torch"),
+        ]
 
 
 @pytest.hookimpl(trylast=True)

@@ -253,6 +253,7 @@ def install(kind: str, monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> 
     monkeypatch.setattr(gpu.Gpu, "launch", launch)
     monkeypatch.setattr(gpu.Gpu, "upload", lambda self, array: CupyArray(backend.upload(array)))
     monkeypatch.setattr(gpu, "_multiprocessors", lambda device: backend.multiprocessors)
+    monkeypatch.setattr(gpu, "_arch", lambda device: backend.arch)
     if kind == "torch":
         _install_torch(monkeypatch)
     return mover(kind)

@@ -12,6 +12,7 @@ import pytest
 from emulator import Recorder
 from kernel_cases import Case, differences, same_values
 from on_emulator import OnEmulator
+from products import CASES, exact, is_close, normal, weight
 
 import cuquant as cq
 
@@ -80,3 +81,29 @@ def test_values_that_go_anywhere(layout, gpu):
     out = where.view(base, wanted.shape)
     wanted.to("cuda").dequantize(out=out)
     assert same_values(where.view(base.get(), wanted.shape), wanted.dequantize())
+
+
+# Each operand of products that kernels read, ragged and strided; both kernels.
+PRODUCTS = [case for case in CASES if case.shape[1] <= 200][::3] + CASES[:66:4]
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products(case, gpu):
+    shape = (*case.lead, case.shape[1])
+    x = cases.LAYOUTS[case.layout].view(gpu.asarray(case.base), shape)
+    wanted, size = exact(case.x, case.weight)
+    found = cq.linear(x, case.weight.to("cuda")).get()
+    assert is_close(found, wanted, size, case.shape[1])
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_gated_units_experts_and_batches(rows, gpu):
+    x, stacked = gpu.asarray(normal((rows, 64))), cq.quantize(normal((4, 9, 64)), "int4").to("cuda")
+    gate, up = (weight(name, (70, 64)).to("cuda") for name in ("nf4", "int4"))
+    assert cq.swiglu(x, gate, up).shape == (rows, 70)
+    experts = gpu.asarray(np.arange(rows) % 5)  # one of them does not exist
+    lost = gpu.isnan(cq.grouped_linear(x, stacked, experts)).any(1)
+    assert bool((lost == (experts == 4)).all())
+    batch = gpu.asarray(normal((3, 1, rows, 64)))
+    columns = cq.quantize(normal((4, 64, 9)), "int4", axis=1).to("cuda")
+    assert cq.matmul(batch, columns).shape == (3, 4, rows, 9)

@@ -1,9 +1,9 @@
 """Plain arrays in, plain arrays out: the names of the field, on the machinery of the formats.
 
 A result has the kind (NumPy, CuPy, torch) and the device of the first array argument. Everything
-that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU; products,
-`rmsnorm_quantize` and its like, and `quantize_q8_1(sum="values")` compute on the CPU only and
-raise `BackendUnavailable` for arrays on a GPU.
+that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU, and so do the
+products of ggml's blocks with q8_1; the other products and `rmsnorm_quantize` and its like compute
+on the CPU only and raise `BackendUnavailable` for arrays on a GPU.
 """
 
 from cuquant.functional.blockwise import dequantize_fp4, dequantize_nf4, quantize_fp4, quantize_nf4

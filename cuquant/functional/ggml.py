@@ -14,6 +14,7 @@ from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.functional.checks import floats, integer, like, typed
+from cuquant.ops import q8_1
 from cuquant.ops.blocks import interleave
 from cuquant.ops.quantize import quantize
 
@@ -86,7 +87,7 @@ _DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row
     ((2, 512), True)
     """
 
-_GEMM = """W @ A.T of {name} weights and q8_1 activations, from the values both decode to.
+_GEMM = """W @ A.T of {name} weights and q8_1 activations: the values that both decode to.
 
     Parameters
     ----------
@@ -99,7 +100,7 @@ _GEMM = """W @ A.T of {name} weights and q8_1 activations, from the values both 
 
     Returns
     -------
-    float32 [M, N], of weight_q's kind.
+    float32 [M, N], of weight_q's kind and on its device.
 
     Raises
     ------
@@ -110,7 +111,10 @@ _GEMM = """W @ A.T of {name} weights and q8_1 activations, from the values both 
 
     Notes
     -----
-    Layouts: block_{name} and block_q8_1 in ggml-common.h. Sums are float32.
+    Layouts: block_{name} and block_q8_1 in ggml-common.h. Sums are float32: of the decoded values
+    on the CPU; on a GPU of exact integer dot products of {sub_block} columns times their
+    scales{offset}. The sum that activations store is not read. On one GPU a result is the same
+    every time, whatever the other rows of both operands are.
 
     Examples
     --------
@@ -130,6 +134,8 @@ def _named(function: Callable[..., Any], name: str, doc: str, type_name: str) ->
         name=type_name,
         elements=layout.elements,
         nbytes=layout.nbytes,
+        sub_block=layout.sub_block,
+        offset=", and minimums" if layout.has_min else "",
         blocks=512 // layout.elements,
         options="".join(f", {k}={v}" for k, v in _options(type_name).items()),
     )
@@ -162,8 +168,10 @@ def _dequantizer(name: str) -> Callable[..., Any]:
 def _gemm(name: str) -> Callable[[Any, Any, int, int, int], Any]:
     def call(weight_q: Any, activation_q: Any, M: int, N: int, K: int) -> Any:
         M, N, K = (integer(v, n, 0) for v, n in ((M, "M"), (N, "N"), (K, "K")))
-        _check_blocks(weight_q, name, "weight_q", (M, K))
-        _check_blocks(activation_q, "q8_1", "activation_q", (N, K))
+        blocks = _check_blocks(weight_q, name, "weight_q", (M, K), weight_q)
+        active = _check_blocks(activation_q, "q8_1", "activation_q", (N, K), weight_q)
+        if interop.is_on_gpu(weight_q):
+            return q8_1.gemm(name, blocks, active, (M, N, K))
         weight = _values(weight_q, name, "weight_q", K)
         activation = _values(activation_q, "q8_1", "activation_q", K)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -191,18 +199,19 @@ def _values(q: Any, name: str, argument: str, K: int | None) -> Any:
     return QuantArray.from_blocks(blocks, name, (*rows, columns)).dequantize()
 
 
-def _check_blocks(q: Any, name: str, argument: str, shape: tuple[int, int]) -> None:
-    """ValueError unless `q` holds a matrix of `shape`."""
+def _check_blocks(q: Any, name: str, argument: str, shape: tuple[int, int], near: Any) -> Any:
+    """The blocks where `near` is; ValueError unless they hold a matrix of `shape`."""
     layout = BLOCK_LAYOUTS[name]
     if shape[1] % layout.elements:
         raise ValueError(f"K is {shape[1]}; {name} needs a multiple of {layout.elements}")
-    blocks = typed(q, argument, np.uint8)
+    blocks = typed(q, argument, np.uint8, near=near)
     wanted = (shape[0], shape[1] // layout.elements, layout.nbytes)
-    if blocks.shape != wanted:
+    if tuple(blocks.shape) != wanted:
         raise ValueError(
-            f"{argument} has shape {blocks.shape}; {shape[0]} rows of {shape[1]} {name} elements "
-            f"are {wanted}"
+            f"{argument} has shape {tuple(blocks.shape)}; {shape[0]} rows of {shape[1]} {name} "
+            f"elements are {wanted}"
         )
+    return blocks
 
 
 quantize_q4_0 = _quantizer("q4_0")
@@ -262,7 +271,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     sum
         What the sum is of. "quants": scale * sum of the int8 (ggml-quants.c). "values": of the 32
         original values, as llama.cpp's CUDA kernel adds them; its int8 come from a true division
-        by the scale, where the other has a product with its reciprocal. On the CPU only.
+        by the scale, where the other has a product with its reciprocal.
 
     Returns
     -------
@@ -274,8 +283,6 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
         Where x is no array of these dtypes.
     ValueError
         For a 0-d x, another K or another `sum`.
-    BackendUnavailable
-        For sum="values" and an x on a GPU.
 
     Notes
     -----
@@ -295,8 +302,10 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     if sum == "quants":
         return quantize(x, "q8_1").to_blocks()
     fmt = get_format("q8_1")
-    host = floats(x, "x")
-    fmt.check_shape(host.shape)
+    host = floats(x, "x", near=x)
+    fmt.check_shape(tuple(host.shape))
+    if interop.is_on_gpu(host):
+        return q8_1.quantize_values(host)
     layout = BLOCK_LAYOUTS["q8_1"]
     *rows, columns = host.shape
     blocks = _q8_1_of_values(host.astype(F32).reshape(-1, layout.elements))

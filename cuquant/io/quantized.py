@@ -2,7 +2,8 @@
 
 The metadata key "cuquant" holds JSON: {"version": 1, "arrays": {name: {"format", "options",
 "shape", "dtype", "axes", "components": {component: {"dtype", "shape"}}}}}. The tensor of a
-component is called "name.component". Everything else in a file is a plain array.
+component is called "name.component". The entry of a PackedWeight also names its "layout", with a
+version, whose components these are. Everything else in a file is a plain array.
 """
 
 import json
@@ -17,7 +18,7 @@ from cuquant.array import OPERATIONS, QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
-from cuquant.packed import ROWS_LAYOUT, PackedWeight, prepack, unpack
+from cuquant.packed import PackedWeight, layout_components, unpack
 
 KEY, VERSION = "cuquant", 1
 MAX_AXES = 64  # NumPy's own limit
@@ -61,13 +62,11 @@ def save(
     for name, value in arrays.items():
         if not isinstance(name, str):
             raise TypeError(f"names are strings, got {name!r}")
-        layout = value.layout if isinstance(value, PackedWeight) else None
-        value = unpack(value) if isinstance(value, PackedWeight) else value
-        if isinstance(value, QuantArray):
+        if isinstance(value, (QuantArray, PackedWeight)):
             host = value.numpy()
             if nonfinite == "raise":
-                refuse_nonfinite(name, host)
-            entries[name] = entry(value.format, value.shape, value.dtype, value.axes, layout)
+                refuse_nonfinite(name, unpack(host) if isinstance(host, PackedWeight) else host)
+            entries[name] = _described(value)
             found = {f"{name}.{key}": part for key, part in host.arrays().items()}
         else:
             found = {name: interop.to_host(value, name)}
@@ -125,6 +124,14 @@ def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
     return {KEY: json.dumps({"version": VERSION, "arrays": entries}, allow_nan=False)}
 
 
+def _described(value: QuantArray | PackedWeight) -> dict[str, Any]:
+    """`entry` of an array, whichever it is."""
+    if isinstance(value, QuantArray):
+        return entry(value.format, value.shape, value.dtype, value.axes)
+    axes = tuple(range(value.ndim))
+    return entry(value.format, value.shape, value.dtype, axes, value.layout)
+
+
 def entry(
     fmt: Format,
     shape: tuple[int, ...],
@@ -132,9 +139,10 @@ def entry(
     axes: tuple[int, ...],
     layout: str | None = None,
 ) -> dict[str, Any]:
-    """What the header says of one quantized array."""
+    """What the header says of one quantized array, of a layout where it is a PackedWeight."""
     stored = stored_shape(shape, axes)
-    parts = {c.name: {"dtype": str(c.dtype), "shape": c.shape} for c in fmt.components(stored)}
+    held = fmt.components(stored) if layout is None else layout_components(fmt, stored, layout)
+    parts = {c.name: {"dtype": str(c.dtype), "shape": c.shape} for c in held}
     described = {
         "format": fmt.name,
         "options": dict(fmt.options),
@@ -207,11 +215,16 @@ def _no_constant(text: str) -> Any:
 def _read_array(reader: SafetensorsReader, name: str, described: dict[str, Any]) -> Any:
     where = f"{reader.path}: {name!r}"
     fmt, shape, dtype, axes = parse_entry(where, described)
+    layout, stored = described.get("layout"), stored_shape(shape, axes)
     try:
-        fmt.check_shape(stored_shape(shape, axes))
-        wanted = fmt.components(stored_shape(shape, axes))
+        fmt.check_shape(stored)
+        wanted = fmt.components(stored) if layout is None else layout_components(fmt, shape, layout)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"{where}: {error}") from error
+    if layout is not None and axes != tuple(range(len(shape))):
+        raise FormatError(
+            f"{where}: layout {layout!r} is of weights [..., N, K], not of axes {axes}"
+        )
     if {c.name for c in wanted} != set(described["components"]):
         raise FormatError(f"{where}: {fmt} has the components {[c.name for c in wanted]}")
     parts = {}
@@ -225,13 +238,9 @@ def _read_array(reader: SafetensorsReader, name: str, described: dict[str, Any])
                 f"{fmt} of shape {shape} needs {part.dtype}{list(part.shape)}"
             )
         parts[part.name] = reference.aligned(reader.read(f"{name}.{part.name}"))
-    q = QuantArray(fmt, shape, dtype, parts, axes)
-    layout = described.get("layout")
-    if layout is None:
-        return q
-    if layout != ROWS_LAYOUT or q.ndim not in (2, 3) or axes != tuple(range(q.ndim)):
-        raise FormatError(f"{where}: layout {layout!r} is unknown to this version")
-    return prepack(q)
+    if layout is not None:
+        return PackedWeight(fmt, layout, parts, shape, dtype)
+    return QuantArray(fmt, shape, dtype, parts, axes)
 
 
 def parse_entry(

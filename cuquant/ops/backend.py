@@ -15,6 +15,11 @@ class Backend(Protocol):
         """Of the device; launch rules ask."""
         ...
 
+    @property
+    def arch(self) -> int:
+        """The device's compute capability, 90 for 9.0; the choice of a kernel asks."""
+        ...
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A C-contiguous array on 256 bytes, uninitialised."""
         ...
@@ -45,6 +50,12 @@ class Backend(Protocol):
 
     def upload(self, array: np.ndarray) -> Any:
         """A constant NumPy array on the device; kept, so that the same table travels once."""
+        ...
+
+    def tensor_map(
+        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+    ) -> bytes:
+        """The tensor map of a matrix: see tensor_map.py."""
         ...
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:

@@ -33,7 +33,7 @@ def values(q: QuantArray, dtype: object, out: Any, stream: object) -> Any:
             wanted = q.dtype if dtype is None else interop.float_dtype(dtype)
             stored = backend.empty(q.stored_shape, wanted)
             target = backend.permuted(stored, q.axes)
-        parts = _contiguous(backend, q)
+        parts = contiguous_parts(backend, q)
         view = backend.view(target).moved(_order(q))
         if q.format.is_blocks and (view.pointer % 16 or not view.is_contiguous):
             whole = backend.empty(q.stored_shape, view.dtype)
@@ -44,7 +44,7 @@ def values(q: QuantArray, dtype: object, out: Any, stream: object) -> Any:
         return target
 
 
-def _contiguous(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
+def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
     """The components in C order, which those that a user put in need not have."""
     parts = q.arrays()
     for name, part in parts.items():
@@ -77,7 +77,7 @@ def codes(q: QuantArray) -> Any:
 def stored_codes(backend: GpuBackend, q: QuantArray) -> Any:
     """The codes as the components lie, [rows..., K]."""
     out = backend.empty(q.stored_shape, q.format.codec.code_dtype)
-    decoder(q.format).codes(backend, _contiguous(backend, q), q.stored_shape, out)
+    decoder(q.format).codes(backend, contiguous_parts(backend, q), q.stored_shape, out)
     return out
 
 
@@ -101,5 +101,5 @@ def effective(q: QuantArray, name: str) -> Any:
         scale = backend.empty(shape, F32)
         minimum = backend.empty(shape, F32) if fmt.is_blocks and fmt.offset else None
         if math.prod(shape):
-            decoder(fmt).scales(backend, _contiguous(backend, q), scale, minimum)
+            decoder(fmt).scales(backend, contiguous_parts(backend, q), scale, minimum)
         return scale if name == "scale" else minimum

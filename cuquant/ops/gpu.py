@@ -11,6 +11,7 @@ import numpy as np
 from cuquant import interop, jit
 from cuquant.jit import Launch
 from cuquant.ops.kernels.geometry import View
+from cuquant.ops.tensor_map import tensor_map
 
 # Constant tables by device and identity: the CuPy array, and the NumPy one that it copies.
 _uploaded: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}
@@ -44,6 +45,11 @@ def _multiprocessors(device: int) -> int:
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
+@cache
+def _arch(device: int) -> int:
+    return jit.device_arch(device)
+
+
 class Gpu:
     """A Backend on one device and stream; subclasses say where memory comes from."""
 
@@ -53,6 +59,10 @@ class Gpu:
     @property
     def multiprocessors(self) -> int:
         return _multiprocessors(self.device)
+
+    @property
+    def arch(self) -> int:
+        return _arch(self.device)
 
     def upload(self, array: np.ndarray) -> Any:
         """A CuPy copy that every call on the device shares, on whatever stream.
@@ -70,6 +80,8 @@ class Gpu:
             copy = cupy.asarray(array)
             own.synchronize()
         return _uploaded.setdefault((self.device, id(array)), (copy, array))[0]
+
+    tensor_map = staticmethod(tensor_map)
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         kernel = jit.load(launch.program, self.device, self.stream)
@@ -211,6 +223,19 @@ def _external(cupy: Any, handle: int, device: int) -> Any:
 
 
 GpuBackend = CupyBackend | TorchBackend
+
+
+def current_backend(kind: str, device: int) -> GpuBackend | None:
+    """What `backend_of` gives where no stream is named; None where another device is current.
+
+    For calls that must be quick: nothing is switched, and nothing needs to be put back.
+    """
+    cupy = sys.modules["cupy"]
+    if cupy.cuda.runtime.getDevice() != device:
+        return None
+    if kind == "torch":
+        return TorchBackend(device, sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    return CupyBackend(device, cupy.cuda.get_current_stream().ptr)
 
 
 @contextmanager

@@ -1,51 +1,26 @@
-"""Products with quantized operands: decode to float32, multiply with BLAS, round once."""
+"""Products with quantized operands, in float32 with one rounding at the end."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuquant import interop
+from cuquant import interop, jit
 from cuquant.array import OPERATIONS, QuantArray
-from cuquant.ops.dequantize import writable_out
-from cuquant.packed import PackedWeight, unpack
+from cuquant.ops import multiply
+from cuquant.ops.kernels.plan import matmul_programs
+from cuquant.ops.product import (
+    F32,
+    Finish,
+    Operand,
+    flat_matmul,
+    linear_shape,
+    place_of,
+    product_shape,
+    weight,
+)
+from cuquant.ops.repeated import Call
+from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
-
-F32 = np.float32
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One side of a product: what it came as, and how to get its float32 values."""
-
-    source: Any
-    shape: tuple[int, ...]
-    kind: str
-    dtype: np.dtype | None  # of a plain array; None for a quantized one
-
-    @classmethod
-    def of(cls, value: Any, name: str) -> "Operand":
-        if isinstance(value, PackedWeight):
-            value = unpack(value)
-        if isinstance(value, QuantArray):
-            interop.refuse_gpu(value, name)
-            return cls(value, value.shape, value.kind, None)
-        interop.refuse_gradient(value, name)
-        host = interop.to_numpy(value, name)
-        dtype = interop.float_dtype(host.dtype, name)
-        return cls(value, host.shape, interop.kind(value) or "numpy", dtype)
-
-    def values(self) -> np.ndarray:
-        if self.dtype is None:
-            return self.source.numpy().dequantize(dtype=F32)
-        return interop.to_numpy(self.source).astype(F32, copy=False)
-
-    def memory(self) -> list[np.ndarray]:
-        """The host arrays that an `out` must not overlap."""
-        if self.dtype is None:
-            return list(self.source.numpy().arrays().values())
-        return [interop.to_numpy(self.source)]
 
 
 def matmul(
@@ -74,7 +49,7 @@ def matmul(
     out
         An array to write the result to.
     stream
-        For arrays on a GPU.
+        For arrays on a GPU, as in `quantize`.
 
     Returns
     -------
@@ -83,7 +58,8 @@ def matmul(
     Raises
     ------
     TypeError, ValueError
-        For operands that do not fit.
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
 
     Examples
     --------
@@ -93,14 +69,26 @@ def matmul(
     >>> bool(np.allclose(x @ w.T, x)), cq.matmul(x, w.T, activation="relu").shape
     (True, (3, 64))
     """
+    call = Call("matmul", a, (b,), bias, None, out, activation, out_dtype)
+    if stream is None and (known := call.known()) is not None:
+        return call.again(known)
     left, right = Operand.of(a, "a"), Operand.of(b, "b")
     if left.dtype is not None and right.dtype is not None:
         raise TypeError(
             "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
         )
-    shape = _product_shape(left.shape, right.shape)
-    finish = Finish.check([left, right], shape, bias, activation, None, out_dtype, out, stream)
-    return finish(lambda: _flat_matmul(left.values(), right.values()))
+    finish = Finish.check(
+        [left, right],
+        product_shape(left.shape, right.shape),
+        bias=bias,
+        activation=activation,
+        out_dtype=out_dtype,
+        out=out,
+        stream=stream,
+    )
+    if finish.place.is_gpu:
+        return multiply.matmul(left, right, finish, stream, call)
+    return finish(lambda: flat_matmul(left.values(), right.values()))
 
 
 def linear(
@@ -133,7 +121,7 @@ def linear(
     out
         An array [..., N] to write the result to.
     stream
-        For arrays on a GPU.
+        For arrays on a GPU, as in `quantize`.
 
     Returns
     -------
@@ -142,7 +130,8 @@ def linear(
     Raises
     ------
     TypeError, ValueError
-        For operands that do not fit.
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
 
     Examples
     --------
@@ -151,10 +140,23 @@ def linear(
     >>> cq.linear(np.ones((2, 64), np.float32), w, np.zeros(4, np.float32))[0]
     array([64., 64., 64., 64.], dtype=float32)
     """
-    left, right = Operand.of(x, "x"), _weight(w, "w", 2)
-    shape = _linear_shape(left, right)
-    finish = Finish.check([left, right], shape, bias, activation, residual, out_dtype, out, stream)
-    return finish(lambda: _flat_matmul(left.values(), right.values().T))
+    call = Call("linear", x, (w,), bias, residual, out, activation, out_dtype)
+    if stream is None and (known := call.known()) is not None:
+        return call.again(known)
+    left, right = Operand.of(x, "x"), weight(w, "w", 2)
+    finish = Finish.check(
+        [left, right],
+        linear_shape(left, right),
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+        out=out,
+        stream=stream,
+    )
+    if finish.place.is_gpu:
+        return multiply.linear(left, (right,), finish, stream, call)
+    return finish(lambda: flat_matmul(left.values(), right.values().T))
 
 
 def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
@@ -176,7 +178,8 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     Raises
     ------
     TypeError, ValueError
-        For operands that do not fit.
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
 
     Examples
     --------
@@ -185,16 +188,21 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     >>> cq.swiglu(np.ones((1, 64), np.float32), w, w)[0, 0]
     np.float32(4096.0)
     """
-    left, gate, up = Operand.of(x, "x"), _weight(w_gate, "w_gate", 2), _weight(w_up, "w_up", 2)
-    shape = _linear_shape(left, gate)
+    call = Call("linear", x, (w_gate, w_up), out=out)
+    if (known := call.known()) is not None:
+        return call.again(known)
+    left, gate, up = Operand.of(x, "x"), weight(w_gate, "w_gate", 2), weight(w_up, "w_up", 2)
+    shape = linear_shape(left, gate)
     if up.shape != gate.shape:
         raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
-    finish = Finish.check([left, gate, up], shape, None, None, None, None, out, None)
+    finish = Finish.check([left, gate, up], shape, out=out)
+    if finish.place.is_gpu:
+        return multiply.linear(left, (gate, up), finish, None, call)
 
     def product() -> np.ndarray:
         values = left.values()
-        gated = ACTIVATIONS["silu"](_flat_matmul(values, gate.values().T))
-        return gated * _flat_matmul(values, up.values().T)
+        gated = ACTIVATIONS["silu"](flat_matmul(values, gate.values().T))
+        return gated * flat_matmul(values, up.values().T)
 
     return finish(product)
 
@@ -209,7 +217,8 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
     w
         QuantArray or PackedWeight [E, N, K].
     experts
-        T integers in 0..E - 1.
+        T integers in 0..E - 1, of the host or on x's device. On a GPU they are not looked at
+        beforehand, which would mean to wait for it: a row whose expert does not exist becomes NaN.
     out
         An array [T, N] to write the result to.
 
@@ -229,152 +238,51 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
     >>> cq.grouped_linear(np.ones((3, 64), np.float32), w, np.array([0, 1, 0]))[:, 0]
     array([ 0., 64.,  0.], dtype=float32)
     """
-    left, right = Operand.of(x, "x"), _weight(w, "w", 3)
+    left, right = Operand.of(x, "x"), weight(w, "w", 3)
     known, width, depth = right.shape
     if len(left.shape) != 2 or left.shape[1] != depth:
         raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
-    chosen = _experts(experts, left.shape[0], known)
-    finish = Finish.check([left, right], (left.shape[0], width), None, None, None, None, out, None)
+    finish = Finish.check([left, right], (left.shape[0], width), out=out)
+    chosen = _experts(experts, left, known)
+    if finish.place.is_gpu:
+        return multiply.grouped_linear(left, right, chosen, finish)
 
     def product() -> np.ndarray:
         values = left.values()
         result = np.zeros((len(chosen), width), F32)
-        weight = right.source.numpy()
-        stacked = weight.axes == (0, 1, 2)  # else an expert has no components of its own
-        whole = None if stacked else weight.dequantize(dtype=F32)
+        stored = right.quantized.numpy()
+        stacked = stored.axes == (0, 1, 2)  # else an expert has no components of its own
+        whole = None if stacked else stored.dequantize(dtype=F32)
         for expert in np.unique(chosen):
-            part = weight[int(expert)].dequantize(dtype=F32) if whole is None else whole[expert]
+            part = stored[int(expert)].dequantize(dtype=F32) if whole is None else whole[expert]
             result[chosen == expert] = np.matmul(values[chosen == expert], part.T)
         return result
 
     return finish(product)
 
 
-def _experts(experts: Any, count: int, known: int) -> np.ndarray:
+def _experts(experts: Any, x: Operand, known: int) -> Any:
+    """One integer for each row of x: NumPy int64, or as they are on the GPU where x is."""
+    if interop.is_on_gpu(experts):
+        x.place.check(place_of(experts, "experts"), "experts", x.name)
+        _check_experts(interop.dtype_of(experts), tuple(experts.shape), x.shape[0])
+        return experts
     chosen = interop.to_numpy(experts, "experts") if interop.kind(experts) else np.asarray(experts)
     if not chosen.size:
         chosen = chosen.astype(np.int64)
-    if chosen.dtype.kind not in "iu":
-        raise TypeError(f"experts must be integers, got {chosen.dtype}")
-    if chosen.shape != (count,):
-        raise ValueError(f"experts has shape {chosen.shape}; x has {count} rows")
+    _check_experts(chosen.dtype, chosen.shape, x.shape[0])
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < known):
         raise ValueError(f"experts must be in 0..{known - 1}, got {chosen.min()}..{chosen.max()}")
     return chosen.astype(np.int64)
 
 
-def _weight(value: Any, name: str, ndim: int) -> Operand:
-    if not isinstance(value, (QuantArray, PackedWeight)):
-        raise TypeError(f"{name} must be a QuantArray or PackedWeight, got {type(value).__name__}")
-    if len(value.shape) != ndim:
-        wanted = "[N, K]" if ndim == 2 else "[E, N, K]"
-        raise ValueError(f"{name} has shape {value.shape}; it must be {wanted}")
-    return Operand.of(value, name)
-
-
-def _flat_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """np.matmul; leading axes of `a` become rows, or NumPy calls BLAS once for each of them."""
-    if b.ndim != 2 or a.ndim < 3:
-        return np.matmul(a, b)
-    rows = int(np.prod(a.shape[:-1]))
-    return np.matmul(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
-
-
-def _linear_shape(x: Operand, w: Operand) -> tuple[int, ...]:
-    if not x.shape or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"x has shape {x.shape}; with w {w.shape} its last axis must be {w.shape[1]}"
-        )
-    return (*x.shape[:-1], w.shape[0])
-
-
-def _product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a @ b by NumPy's rules."""
-    if not a or not b or a[-1] != b[-2 if len(b) > 1 else 0]:
-        raise ValueError(
-            f"shapes {a} and {b} do not multiply: a's last axis must equal b's last but one"
-        )
-    try:
-        batch = np.broadcast_shapes(a[:-2], b[:-2])
-    except ValueError as error:
-        raise ValueError(f"the leading axes of {a} and {b} do not broadcast") from error
-    return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
-
-
-@dataclass(frozen=True)
-class Finish:
-    """What happens to a product: bias, activation and residual in float32, then one rounding."""
-
-    kind: str
-    dtype: np.dtype
-    bias: np.ndarray | None
-    activation: str | None
-    residual: np.ndarray | None
-    out: Any
-    target: np.ndarray | None
-
-    @classmethod
-    def check(
-        cls,
-        operands: list[Operand],
-        shape: tuple[int, ...],
-        bias: Any,
-        activation: str | None,
-        residual: Any,
-        out_dtype: object,
-        out: Any,
-        stream: object,
-    ) -> "Finish":
-        """Every check of a product's other arguments, before anything is computed."""
-        interop.reject_stream(stream)
-        kind = next((o.kind for o in operands if o.dtype is not None), operands[0].kind)
-        if activation is not None and activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
-        added = _addend(bias, "bias", shape[-1:])
-        carried = _addend(residual, "residual", shape)
-        dtype = _result_dtype(operands, out_dtype)
-        target = None
-        if out is not None:
-            memory = [part for operand in operands for part in operand.memory()]
-            memory += [part for part in (added, carried) if part is not None]
-            target = writable_out(out, shape, interop.kind(out), out_dtype, memory)
-            dtype = target.dtype
-        return cls(kind, dtype, added, activation, carried, out, target)
-
-    def __call__(self, product: Callable[[], np.ndarray]) -> Any:
-        with np.errstate(all="ignore"):  # NaN and infinity go through, as they do in BLAS
-            return self._finish(np.asarray(product()))
-
-    def _finish(self, result: np.ndarray) -> Any:
-        if self.bias is not None:
-            result = result + self.bias.astype(F32)
-        if self.activation is not None:
-            result = ACTIVATIONS[self.activation](result)
-        if self.residual is not None:
-            result = result + self.residual.astype(F32)
-        if self.target is None:
-            return interop.from_numpy(result.astype(self.dtype, copy=False), self.kind)
-        self.target[...] = result
-        return self.out
-
-
-def _addend(value: Any, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    if value is None:
-        return None
-    host = interop.to_numpy(value, name)
-    interop.float_dtype(host.dtype, name)
-    if host.shape != shape:
-        raise ValueError(f"{name} has shape {host.shape}; it must be {shape}")
-    return host
-
-
-def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:
-    if out_dtype is not None:
-        return interop.float_dtype(out_dtype, "out_dtype")
-    plain = [operand.dtype for operand in operands if operand.dtype is not None]
-    return plain[0] if plain else np.dtype(F32)
+def _check_experts(dtype: np.dtype, shape: tuple[int, ...], count: int) -> None:
+    if dtype.kind not in "iu":
+        raise TypeError(f"experts must be integers, got {dtype}")
+    if shape != (count,):
+        raise ValueError(f"experts has shape {shape}; x has {count} rows")
 
 
 OPERATIONS["matmul"] = matmul
 OPERATIONS["linear"] = linear
+jit.PROGRAMS["matmul"] = matmul_programs

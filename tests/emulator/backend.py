@@ -46,6 +46,7 @@ class _OnHost:
     """What both backends do with NumPy arrays, as cuquant.ops.gpu does with a GPU's."""
 
     kind = "numpy"
+    arch = 75  # no mma: tensor cores are not emulated
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         raise NotImplementedError

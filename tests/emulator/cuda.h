@@ -338,6 +338,10 @@ inline void store16(void* to, uint4 value) {
 
 }  // namespace cuquant
 
+// ---- what kernels/dot.cuh writes in asm ---------------------------------------------------------
+
+#include "dot.h"
+
 // ---- what g++ found with -fsanitize=bounds,shift-exponent,alignment -----------------------------
 
 namespace emulator {

@@ -107,13 +107,13 @@ def facts(fmt: Format, *, decoding: bool = False) -> Facts:
         ("bool", "integers", str(isinstance(fmt.codec, Uniform)).lower()),
     )
     rule = RULES.get(scale.rule, "AbsMax") if scale is not None else "AbsMax"
-    layout = _layout(fmt.layout) if fmt.is_blocks else ""
+    layout = layout_struct(fmt.layout) if fmt.is_blocks else ""
     return _facts(
         codec_type(fmt.codec, fmt.bits), packing_type(fmt.row_packing), values, rule, layout
     )
 
 
-def _layout(layout: BlockLayout) -> str:
+def layout_struct(layout: BlockLayout) -> str:
     """The struct of where the bits of ggml's blocks lie, for blocks.cuh."""
     fields = ", ".join(
         f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields

@@ -11,11 +11,15 @@ from cuquant.formats import Format
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
+from cuquant.ops.kernels.matmul_plain import route
+from cuquant.ops.kernels.operands import Dense, Product, Weight
+from cuquant.ops.kernels.product import ORCHESTRATORS
 from cuquant.ops.kernels.quantize import quantizer
 from cuquant.ops.kernels.task import Known, Task
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132
+ARCH = 90
 DTYPES = ("float32", "float16", "bfloat16")
 # Rows of weights and activations; blocks along the first axis; what the fast kernels do not take.
 SHAPES = (((256, 4096), -1), ((256, 14336), -1), ((4096, 256), 0), ((37, 131), -1))
@@ -32,6 +36,7 @@ class Plan:
     """A Backend that launches nothing and notes the programs."""
 
     multiprocessors = MULTIPROCESSORS
+    arch = ARCH
 
     def __init__(self) -> None:
         self.programs: dict[Program, None] = {}
@@ -52,7 +57,10 @@ class Plan:
         pass
 
     def read(self, array: Any) -> np.ndarray:
-        raise NotImplementedError("a plan has no values")
+        return np.ones(array.shape, np.float32)
+
+    def tensor_map(self, *_: object) -> bytes:
+        return bytes(128)
 
     def pointer(self, array: Any) -> int:
         return ADDRESS
@@ -105,4 +113,25 @@ def dequantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Pro
                 scale = _Nothing(fmt.scale.shape(stored))
                 if math.prod(scale.shape):
                     decoder(fmt).scales(plan, parts, scale, scale if fmt.offset == "min" else None)
+    return list(plan.programs)
+
+
+def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+    """The programs that multiply with weights of the usual shapes, and with decoded ones."""
+    plan = Plan()
+    for rows in (1, 1 << 16):  # to be sorted by expert
+        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1)
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for stored, _ in SHAPES:
+            if not _fits(fmt, stored):
+                continue
+            columns, depth = stored
+            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
+            x, decoded = (Dense(ADDRESS, d, depth, 1) for d in (dtype, np.dtype(np.float32)))
+            for weight in (Weight(fmt, parts, stored), decoded):
+                for orchestrator in ORCHESTRATORS.values():
+                    if weight.layout in orchestrator.layouts:
+                        product = Product(orchestrator.height, columns, depth, x, (weight,))
+                        orchestrator.prepare(plan, product)(plan, ADDRESS, bytes(64))
     return list(plan.programs)

@@ -1,0 +1,155 @@
+"""Weights of layout "fragments/1" as kernels read them: the Prepacked struct, groups and tables."""
+
+import math
+import struct
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.formats import Codebook, Format, get_format
+from cuquant.fragments import STRIP, UNIT
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import facts as words
+
+SHARED_MOST = 227 * 1024  # bytes of shared memory of a block, on the GPUs with clusters
+SHARED_OLD = 99 * 1024  # on every GPU from sm_80 on
+ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows
+
+_units: dict[int, float] = {}  # by the identity of a scale array
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How scales divide the units of a row.
+
+    Attributes
+    ----------
+    units
+        Of a group; 0 where a row is one group.
+    fine
+        Groups in a unit where it has several, else 1.
+    """
+
+    units: int
+    fine: int
+
+    @classmethod
+    def of(cls, fmt: Format, depth: int) -> "Groups":
+        """Of rows of `depth` columns; the layout takes no others."""
+        columns = _columns(fmt)
+        if columns is None or columns >= depth:
+            return cls(0, 1)
+        return cls(1, UNIT // columns) if columns < UNIT else cls(columns // UNIT, 1)
+
+    def count(self, fmt: Format, depth: int) -> int:
+        """Groups of a row."""
+        columns = _columns(fmt)
+        return 1 if columns is None else max(-(-depth // columns), 1)
+
+
+def _columns(fmt: Format) -> int | None:
+    """Columns that share a scale; None: all."""
+    if fmt.is_blocks:
+        return fmt.layout.sub_block
+    block = fmt.rule.block
+    if isinstance(block, tuple):
+        return block[1]
+    return block if isinstance(block, int) else None
+
+
+def table_bytes(fmt: Format) -> int:
+    """Shared memory of fragment.cuh's Decoder."""
+    if not isinstance(fmt.codec, Codebook):
+        return 0
+    bits = fmt.bits
+    copies = 32 if bits < 7 else 16 if bits == 7 else 8
+    return (1 << (2 * bits if bits <= 4 else bits)) * copies * 4
+
+
+def element(dtype: str) -> str:
+    """The C++ type of x."""
+    return words.ELEMENTS[dtype]
+
+
+def pack(
+    backend: Backend,
+    fmt: Format,
+    parts: Mapping[str, Any],
+    shape: tuple[int, ...],
+    unit: float = 1.0,
+) -> bytes:
+    """The Prepacked struct of a weight [N, K].
+
+    `unit` is a power of two by which kernels that round scaled weights multiply them before.
+    """
+    rows, depth = shape
+    blocks, groups = 0, Groups.of(fmt, depth).count(fmt, depth)
+    tall, scale_rows, per_block = 0, rows, 1
+    if fmt.is_blocks:
+        per_block = fmt.layout.elements // fmt.layout.sub_block
+        blocks = groups // per_block
+    else:
+        block = fmt.rule.block
+        if block == "tensor":
+            tall, scale_rows = ALL_ROWS, 1
+        elif isinstance(block, tuple):
+            tall, scale_rows = block[0], -(-rows // block[0])
+    names = ("codes", "scale", "zero_point", "minimum", "sub_scale", "sub_minimum", "global_scale")
+    names += ("nested_scale", "nested_offset")
+    pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
+    nested = values = 0
+    if "nested_scale" in parts:
+        table = get_format("dynamic8").codec.values  # type: ignore[union-attr]
+        nested = backend.pointer(backend.upload(table))
+    if isinstance(fmt.codec, Codebook):
+        values = backend.pointer(backend.upload(fmt.codec.values))
+    return struct.pack(
+        "<11Q4q4i2f",
+        *pointers,
+        nested,
+        values,
+        rows,
+        groups,
+        blocks,
+        scale_rows,
+        -(-rows // STRIP),
+        -(-depth // UNIT),
+        tall,
+        per_block,
+        unit,
+        1 / unit,
+    )
+
+
+def is_wide(fmt: Format) -> bool:
+    """Whether scaled weights may lie outside of float16's range: scales are wider than float16."""
+    scale = fmt.scale
+    return not fmt.is_blocks and scale is not None and scale.dtype in ("float32", "e8m0")
+
+
+def unit_of(backend: Backend, fmt: Format, parts: Mapping[str, Any]) -> float:
+    """The power of two that brings the largest weight to 1..2, found once for a weight.
+
+    It reads the scales, and so waits for the device.
+    """
+    name = "nested_scale" if "nested_scale" in parts else "scale"
+    array = parts[name]
+    found = _units.get(id(array))
+    if found is None:
+        values = np.asarray(backend.read(array))
+        if fmt.scale is not None and fmt.scale.dtype == "e8m0" and values.dtype == np.uint8:
+            values = values.view(ml_dtypes.float8_e8m0fnu)
+        sizes = np.abs(values.astype(np.float64))
+        largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
+        if name == "nested_scale":
+            largest += float(np.abs(np.asarray(backend.read(parts["nested_offset"]))).max())
+        largest *= words.largest_value(fmt)
+        exponent = math.frexp(largest)[1] - 1 if largest else 0
+        found = 2.0 ** -min(max(exponent, -120), 120)
+        _units[id(array)] = found
+        weakref.finalize(array, _units.pop, id(array), None)
+    return found

@@ -1,0 +1,59 @@
+"""Which kernel multiplies: `choose` names it for a Problem, and ORCHESTRATORS launches it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import hopper, stream
+from cuquant.ops.kernels.matmul_plain import FEW, TILE, Plain
+from cuquant.ops.kernels.operands import Problem, Product
+
+# Called with the backend, x's address and the bytes of an Epilogue.
+Run = Callable[[Backend, int, bytes], None]
+
+MOST_ROWS = 16  # of x for matmul_rows, which reads the weights anew for each 8
+FEW_ROWS = 16  # of x for which matmul_stream is faster than matmul_hopper
+
+
+def choose(problem: Problem) -> str:
+    """The name in ORCHESTRATORS of the kernel that multiplies."""
+    p = problem
+    is_prepacked = p.layout == FRAGMENTS_LAYOUT and p.dtype in ("float16", "bfloat16")
+    if is_prepacked and p.contiguous and p.batches == 1 and not p.swapped and not p.experts:
+        shape = stream.shape_of(p) if p.arch >= 80 and p.depth else None
+        if p.arch == 90 and p.aligned and not p.gated and p.depth:
+            if p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows:
+                return "hopper"
+        if shape is not None:
+            return "stream"
+    return "plain_rows" if problem.rows <= MOST_ROWS else "plain_tiles"
+
+
+class Orchestrator(Protocol):
+    """What launches a kernel."""
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts of the weights that it takes."""
+        ...
+
+    @property
+    def height(self) -> int:
+        """Rows of x in a segment, where they are routed to experts."""
+        ...
+
+    def prepare(self, backend: Backend, product: Product) -> Run:
+        """What multiplies, for any x that is as aligned as `product`'s.
+
+        It is kept as long as the weights live, so it must not hold their arrays.
+        """
+        ...
+
+
+ORCHESTRATORS: dict[str, Orchestrator] = {
+    "plain_tiles": Plain("matmul_tiles", TILE),
+    "plain_rows": Plain("matmul_rows", FEW),
+    "stream": stream.Stream(),
+    "hopper": hopper.Hopper(),
+}

@@ -1,0 +1,200 @@
+"""Products of ggml's blocks with q8_1 activations, and q8_1 as llama.cpp's CUDA kernel makes it."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.formats import Codebook, Format, Minifloat, get_format
+from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import facts as words
+from cuquant.ops.kernels.blocks import GROUP
+from cuquant.ops.kernels.facts import ELEMENTS
+
+WARP, WARPS, QUANTIZE_THREADS = 32, 8, 256
+ROWS, STEPS = 16, GROUP // 32  # of weights in a thread block; of 32 columns in a group
+FEW, MANY, MOST = 4, 8, 16  # tokens of a thread block of matmul_q8_1
+TILE, TILE_WITH_MINIMUMS = 64, 32  # and of matmul_q8_1_tiles: what registers have room for
+TOKEN_BYTES = 36  # of q8_1's block of 32
+TOKEN_PITCH = 304  # bytes of a token's group in shared memory
+STAGES = 2  # groups that a warp has on their way
+NARROW_WARPS = 4  # where 8 do not find enough shared memory
+# Bytes of shared memory that a thread block may have; other GPUs have what sm_75 has, or more.
+SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED |= {100: 227 << 10, 103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
+Q8_1 = get_format("q8_1")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What matmul_q8_1.cu is told about the weights of a ggml type.
+
+    Integer codes become signed bytes without a subtraction: a code of b bits without a minimum
+    moves to the top of its byte, where flipping the top bit takes off 2^(b - 1); `unit` undoes the
+    factor. Codes that are looked up become their levels as integers, times `unit`.
+    """
+
+    layout: BlockLayout
+    fmt: Format
+
+    @property
+    def lookup(self) -> bool:
+        return isinstance(self.fmt.codec, (Codebook, Minifloat))
+
+    @property
+    def centred(self) -> bool:
+        return not (self.lookup or self.layout.has_min or self.layout.signed)
+
+    @property
+    def unit(self) -> float:
+        if self.lookup:
+            return 0.5 if isinstance(self.fmt.codec, Minifloat) else 1.0
+        return 2.0 ** (self.layout.bits - 8) if self.centred else 1.0
+
+    @cached_property
+    def levels(self) -> bytes:
+        """16 signed bytes: the level of each code over `unit`; -128 where codes are integers."""
+        if not isinstance(self.fmt.codec, (Codebook, Minifloat)):
+            return b"\x80" * 16
+        return (self.fmt.codec.values[:16] / np.float32(self.unit)).astype(np.int8).tobytes()
+
+    @cached_property
+    def facts(self) -> words.Facts:
+        stored = {"half": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}[self.layout.scale_kind]
+        body = "\n".join(
+            [
+                words.layout_struct(self.layout),
+                f"    static constexpr int bits = {self.layout.bits};",
+                f"    static constexpr bool lookup = {str(self.lookup).lower()};",
+                f"    static constexpr bool centred = {str(self.centred).lower()};",
+                f"    static constexpr Stored stored = Stored::{stored};",
+                f"    static constexpr float unit = {self.unit}f;",
+            ]
+        )
+        name = f"blocks_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
+        return words.Facts(name, f"struct {name} {{\n{body}\n}};\n")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of shared memory that a group of one row takes: see Geometry in the kernel."""
+        nbytes = GROUP // self.layout.elements * self.layout.nbytes
+        vectors = (nbytes + (12 if nbytes % 4 == 0 else 14) + 15) // 16
+        return 16 * (vectors | 1)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the scales, and minimums, of a group."""
+        tables = 2 if self.layout.has_min else 1
+        return 4 * tables * ROWS * (GROUP // self.layout.sub_block + 4)
+
+    @property
+    def token_table_bytes(self) -> int:
+        """Of a token's scales and, where weights have minimums, of its sums."""
+        sums = GROUP // self.layout.sub_block + 4 if self.layout.has_min else 0
+        return 4 * (STEPS + 4 + sums)
+
+    def shared(self, tokens: int, warps: int) -> int:
+        """Bytes of dynamic shared memory of a thread block of so many tokens."""
+        ring = STAGES * (ROWS * self.row_bytes + tokens * TOKEN_PITCH)
+        return warps * (ring + self.table_bytes + tokens * self.token_table_bytes)
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a thread block of matmul_q8_1_tiles."""
+        return TILE_WITH_MINIMUMS if self.layout.has_min else TILE
+
+    @property
+    def tile_shared(self) -> int:
+        """The same of matmul_q8_1_tiles."""
+        tokens = self.tile * (2 * TOKEN_PITCH + self.token_table_bytes)
+        return tokens + WARPS * (2 * ROWS * self.row_bytes + self.table_bytes)
+
+    def launch(self, m: int, n: int, arch: int, multiprocessors: int) -> Launch:
+        """How [m, n] results are made on GPUs of a compute capability.
+
+        Tiles of many rows and tokens where these can fill two thirds of the GPU: they take two
+        thirds of the operations, and most of the traffic of shared memory's ring is saved. Else
+        few tokens at a time, whose sums have an order that m and n do not change.
+        """
+        limit = SHARED.get(arch, SHARED[75])
+        blocks = -(-m // (ROWS * WARPS)) * -(-n // self.tile)
+        if 3 * blocks >= 2 * multiprocessors and n > MOST and self.tile_shared <= limit:
+            arguments = (self.facts.type, self.tile, WARPS)
+            program = Program(
+                "matmul_q8_1_tiles.cu", "matmul_q8_1_tiles", arguments, self.facts.text
+            )
+            return Launch(program, (blocks, 1, 1), WARP * WARPS, self.tile_shared)
+        warps = WARPS if self.shared(MANY, WARPS) <= limit else NARROW_WARPS
+        kind = FEW if n <= FEW else MANY
+        if n > MANY and self.shared(MOST, warps) <= limit:
+            kind = MOST
+        grid = -(-m // ROWS) * -(-n // kind)
+        shared = self.shared(kind, warps)
+        arguments = (self.facts.type, kind, warps, STAGES)
+        program = Program("matmul_q8_1.cu", "matmul_q8_1", arguments, self.facts.text)
+        return Launch(program, (grid, 1, 1), WARP * warps, shared)
+
+
+@lru_cache(maxsize=64)
+def operand(name: str) -> Operand:
+    """That of a ggml type."""
+    return Operand(BLOCK_LAYOUTS[name], get_format(name))
+
+
+def gemm(
+    backend: Backend, name: str, weights: Any, activations: Any, shape: tuple[int, int, int]
+) -> Any:
+    """float32 [M, N] of blocks [M, K // elements, bytes] and q8_1's [N, K // 32, 36].
+
+    Both are contiguous and start on 16 bytes; `shape` is M, N, K.
+    """
+    m, n, k = shape
+    out = backend.empty((m, n), np.dtype(np.float32))
+    if m and n:
+        made = operand(name)
+        launch = made.launch(m, n, backend.arch, backend.multiprocessors)
+        pointers = [backend.pointer(array) for array in (weights, activations, out)]
+        backend.launch(launch, *pointers, made.levels, m, n, k)
+    return out
+
+
+# ---- quantize_q8_1(sum="values") -----------------------------------------------------------------
+
+
+def values_launch(dtype: np.dtype, blocks: int) -> Launch:
+    """Of quantize_q8_1."""
+    made = words.facts(Q8_1)
+    arguments = (made.type, ELEMENTS[dtype.name], QUANTIZE_THREADS)
+    program = Program("quantize_q8_1.cu", "quantize_q8_1", arguments, made.text)
+    return Launch(program, (-(-blocks * WARP // QUANTIZE_THREADS), 1, 1), QUANTIZE_THREADS)
+
+
+def quantize_values(backend: Backend, x: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+    """uint8 [..., K // 32, 36] of a contiguous x of this shape."""
+    *rows, columns = shape
+    out = backend.empty((*rows, columns // 32, TOKEN_BYTES), np.dtype(np.uint8))
+    blocks = math.prod(shape) // 32
+    if blocks:
+        launch = values_launch(dtype, blocks)
+        lookup = words.lookup(Q8_1.codec, backend)
+        backend.launch(launch, backend.pointer(x), backend.pointer(out), lookup, blocks)
+    return out
+
+
+def programs(fmt: Format, dtypes: Sequence[str] = ("float32",)) -> list[Program]:
+    """The programs that multiply weights of a ggml type, or that make activations."""
+    if fmt.name == Q8_1.name:
+        return [values_launch(interop.float_dtype(name), 1).program for name in dtypes]
+    if fmt.name not in BLOCK_LAYOUTS:
+        return []
+    made = operand(fmt.name)
+    sizes = [(ROWS, n) for n in (1, MANY, MOST)] + [(ROWS * WARPS, TILE)]
+    found = {made.launch(m, n, arch, 1).program: None for m, n in sizes for arch in SHARED}
+    return list(found)

@@ -1,0 +1,59 @@
+"""Tensor maps: what Hopper's copy engine is told about a matrix, made by the CUDA driver."""
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+from cuquant.errors import BackendUnavailable
+
+MAP_BYTES = 128
+COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles
+# cuTensorMapEncodeTiled's words for 16-bit floats, and for what the copies do.
+DATA_TYPES = {"float16": 6, "bfloat16": 9}
+SWIZZLE_128, PROMOTE_256 = 3, 3
+
+
+@cache
+def _driver() -> Any:
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise BackendUnavailable("the CUDA driver cannot be loaded; `cuquant doctor` tells more")
+
+
+@lru_cache(maxsize=1024)
+def tensor_map(
+    pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+) -> bytes:
+    """The CUtensorMap of rows of 16-bit floats, copied by boxes of `height` x 64.
+
+    `stride` is from row to row, in bytes; it and `pointer` are multiples of 16.
+
+    Raises
+    ------
+    BackendUnavailable
+        Without a CUDA driver.
+    RuntimeError
+        Where the driver refuses the matrix.
+    """
+    room = ctypes.create_string_buffer(MAP_BYTES + 64)
+    aligned = (ctypes.addressof(room) + 63) & ~63
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        DATA_TYPES[dtype],
+        2,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(stride),
+        (ctypes.c_uint32 * 2)(COLUMNS, height),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        SWIZZLE_128,
+        PROMOTE_256,
+        0,
+    )
+    if result:
+        raise RuntimeError(f"the CUDA driver refuses a tensor map of x: error {result}")
+    return ctypes.string_at(aligned, MAP_BYTES)

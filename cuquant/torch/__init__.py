@@ -1,0 +1,26 @@
+"""PyTorch: linear layers with quantized weights, for inference.
+
+`quantize_` swaps the nn.Linear layers of a model for `QuantLinear` in one call. Both need torch,
+which `import cuquant` does not: import this module by its name.
+
+>>> import torch
+>>> import cuquant.torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+>>> model = cuquant.torch.quantize_(model, "nf4")
+>>> model(torch.zeros(2, 64)).shape
+torch.Size([2, 8])
+
+The operator behind them is `torch.ops.cuquant.linear` (cuquant/torch/op.py).
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "cuquant.torch needs PyTorch: pip install 'cuquant[torch]', or torch as pytorch.org says"
+    ) from error
+
+from cuquant.torch.module import QuantLinear
+from cuquant.torch.swap import quantize_
+
+__all__ = ["QuantLinear", "quantize_"]

@@ -1,0 +1,293 @@
+"""QuantLinear: a linear layer whose weight is quantized."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuquant import interop
+from cuquant.formats import Format, get_format
+from cuquant.formats.format import Component
+from cuquant.ops.quantize import quantize
+from cuquant.packed import ROWS_LAYOUT, layout_for
+from cuquant.packed import prepack as prepacked
+from cuquant.reference import ACTIVATIONS
+from cuquant.torch.op import LINEAR, weight_of
+from cuquant.torch.spec import Weight, WeightSpec, as_bytes, bytes_shape, format_text, parse_format
+
+_EXTRA = "_extra_state"  # where nn.Module puts what get_extra_state returns
+
+
+class QuantLinear(nn.Module):
+    """activation(x @ weight.T + bias) with a quantized weight, for inference.
+
+    The weight's components are buffers under their own names ("packed", "scale", ...; those of the
+    layout where it is prepacked), seen as bytes: a float16 scale [24, 2] is uint8 [24, 4]. So
+    `.half()`, `.bfloat16()`, `.to(dtype)`, mixed precision wrappers and loaders that cast floats
+    change x and the bias, never codes or scales. `.to(device)` moves them; `.weight` is the array.
+
+    state_dict holds the buffers, the bias and, as "_extra_state", a small uint8 tensor that names
+    format, layout with its version, shape and dtype: all tensors, so safetensors takes them too.
+    load_state_dict refuses another format or an unknown version of a layout; of the layouts it
+    knows it takes over the one that was saved.
+
+    There is no gradient: the bias is a parameter that requires none, and an x that does is an
+    error unless grad mode is off.
+
+    Parameters
+    ----------
+    weight
+        QuantArray or PackedWeight [N, K] (N = out_features, K = in_features), of NumPy, CuPy or
+        torch arrays. Its memory is shared, not copied.
+    bias
+        Tensor [N] of float32, float16 or bfloat16; or None.
+    activation
+        None, "relu", "gelu" (exact) or "silu".
+
+    Attributes
+    ----------
+    in_features, out_features
+        K and N.
+    activation
+        As given.
+    bias
+        Parameter [N], or None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cuquant as cq
+    >>> import cuquant.torch
+    >>> q = cq.quantize(torch.randn(32, 64), "int4", block_size=32)
+    >>> layer = cuquant.torch.QuantLinear(q, activation="silu")
+    >>> layer
+    QuantLinear(in_features=64, out_features=32, bias=False, format=int4(block_size=32), activation=silu)
+    >>> x = torch.randn(5, 64)
+    >>> torch.equal(layer(x), cq.linear(x, q, activation="silu"))
+    True
+    """  # noqa: E501
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._spec = WeightSpec.of(weight)
+        self.out_features, self.in_features = self._spec.shape
+        if activation is not None and activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+        self.activation = activation
+        self._names: tuple[str, ...] = ()
+        self._words: tuple[Any, ...] = ()
+        parts = {name: _tensor(part) for name, part in weight.components.items()}
+        self._hold(self._spec, lambda c: as_bytes(parts[c.name]))
+        self.register_parameter("bias", None if bias is None else _frozen(bias, self.out_features))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        format: str | Format = "nf4",
+        *,
+        activation: str | None = None,
+        prepack: bool | None = None,
+    ) -> "QuantLinear":
+        """A layer that does what `linear` does, its weight quantized where it lies.
+
+        Parameters
+        ----------
+        linear
+            Its weight is float32, float16 or bfloat16; on the meta device the layer is there too,
+            and waits for `load_state_dict(..., assign=True)`. It is not changed.
+        format
+            A name of `list_formats()` or a Format, such as `get_format("int4", block_size=64)`.
+        activation
+            None, "relu", "gelu" (exact) or "silu", applied to the result.
+        prepack
+            Whether to lay the weight out for the GPU kernels (`cuquant.prepack`), which makes them
+            faster. None: where it is on a GPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For another dtype, or where the format cannot hold the shape.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import cuquant.torch
+        >>> linear = torch.nn.Linear(64, 8)
+        >>> cuquant.torch.QuantLinear.from_linear(linear, "q4_0")
+        QuantLinear(in_features=64, out_features=8, bias=True, format=q4_0)
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        weight = quantized_weight(linear.weight.detach(), get_format(format), prepack)
+        made = cls(weight, linear.bias, activation=activation)
+        return made.train(linear.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
+        kind = x.device.type
+        if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        return LINEAR(x, self._parts(), *self._words, self.bias, self.activation)
+
+    @property
+    def weight(self) -> Weight:
+        """The QuantArray or PackedWeight [N, K], on the buffers' memory."""
+        return weight_of(self._parts(), *self._words)
+
+    @property
+    def format(self) -> Format:
+        """The weight's Format."""
+        return parse_format(self._spec.format)
+
+    @property
+    def layout(self) -> str:
+        """Name and version of the weight's layout; "rows/1" where it is not prepacked."""
+        return self._spec.layout
+
+    def extra_repr(self) -> str:
+        """What repr says of the layer."""
+        said = (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format}"
+        )
+        layout = "" if self.layout == ROWS_LAYOUT else f", layout={self.layout}"
+        return said + layout + (f", activation={self.activation}" if self.activation else "")
+
+    # ---- buffers ----------------------------------------------------------------------------
+
+    def _parts(self) -> list[Any]:
+        return [self._buffers[name] for name in self._names]
+
+    def _hold(self, spec: WeightSpec, part: Callable[[Component], torch.Tensor]) -> None:
+        """Buffers for the components of `spec`, in place of those there are."""
+        made = {component.name: part(component) for component in spec.components()}
+        for name in self._names:
+            delattr(self, name)
+        for name, tensor in made.items():
+            self.register_buffer(name, tensor)
+        self._spec, self._names = spec, tuple(made)
+        self._words = (spec.format, spec.layout, spec.shape, spec.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `.to()` and its like do; `.type(dtype)`, which casts integers too, spares these."""
+
+        def spared(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            if tensor.is_floating_point() or result.dtype == tensor.dtype:
+                return result
+            return tensor.to(result.device)
+
+        return super()._apply(spared, recurse)
+
+    # ---- state_dict -------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Format, layout, shape and dtype, as uint8 [bytes] of JSON."""
+        return self._spec.to_tensor()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over layout and dtype of what was saved; buffers of a new layout hold zeros.
+
+        Raises
+        ------
+        FormatError
+            For a malformed state, or a layout this version does not know.
+        ValueError
+            For another format or shape.
+        """
+        spec = WeightSpec.from_tensor(state)
+        if (spec.format, spec.shape) != (self._spec.format, self._spec.shape):
+            raise ValueError(f"the saved weight is {spec}; this layer's is {self._spec}")
+        if spec.layout == self._spec.layout:
+            self._hold(spec, lambda c: self.get_buffer(c.name))
+            return
+        device = self._parts()[0].device
+        self._hold(spec, lambda c: _zeros(c, device))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """nn.Module's, once it is known that the saved weight is one for this layer."""
+        try:
+            self._expect(state_dict, prefix)
+        except ValueError as error:
+            error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _expect(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Check what is saved under a prefix, then make room for it; ValueError changes nothing."""
+        spec, described = self._spec, state_dict.get(prefix + _EXTRA)
+        if described is not None:
+            spec = WeightSpec.from_tensor(described)
+        for component in spec.components():
+            saved = state_dict.get(prefix + component.name)
+            if saved is None and spec.layout != self.layout:
+                raise ValueError(f"{component.name} is missing, a component of {spec}")
+            # Another dtype would be copied as numbers, and these are bytes.
+            if saved is not None and saved.dtype != torch.uint8:
+                raise ValueError(f"{component.name} is {saved.dtype}; it is stored as uint8 bytes")
+        if described is not None:
+            self.set_extra_state(described)
+
+
+def quantized_weight(weight: torch.Tensor, fmt: Format, prepack: bool | None) -> Weight:
+    """A weight [N, K] quantized where it lies; of a meta tensor one on the meta device."""
+    wanted = weight.is_cuda if prepack is None else prepack
+    if not weight.is_meta:
+        q = quantize(weight, fmt)
+        return prepacked(q) if wanted else q
+    interop.float_dtype(weight.dtype, "weight")
+    shape = (weight.shape[0], weight.shape[1])
+    layout = layout_for(fmt, shape) if wanted else ROWS_LAYOUT
+    spec = WeightSpec(format_text(fmt), layout, shape, weight.dtype)
+    return spec.weight([_zeros(c, weight.device) for c in spec.components()])
+
+
+def _zeros(component: Component, device: torch.device) -> torch.Tensor:
+    return torch.zeros(bytes_shape(component), dtype=torch.uint8, device=device)
+
+
+def _tensor(part: Any) -> torch.Tensor:
+    """A component as a tensor, on the same memory."""
+    kind = interop.kind(part)
+    if kind == "torch":
+        return part.detach()
+    if kind == "cupy":
+        return torch.from_dlpack(part)
+    return interop.from_numpy(part, "torch")
+
+
+def _frozen(bias: torch.Tensor, width: int) -> nn.Parameter:
+    """A copy that requires no gradient."""
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias must be a tensor, got {type(bias).__name__}")
+    interop.float_dtype(bias.dtype, "bias")
+    if tuple(bias.shape) != (width,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(width,)}")
+    return nn.Parameter(bias.detach().clone(), requires_grad=False)

@@ -1,0 +1,134 @@
+"""`cuquant::linear`: a linear layer with a quantized weight, as an operator that torch knows.
+
+    torch.ops.cuquant.linear(x, components, format, layout, shape, dtype,
+                             bias=None, activation=None, residual=None, out_dtype=None)
+
+is `cuquant.linear` of the weight that `components` hold, which the four arguments behind them
+describe (`WeightSpec`). It is registered once, when this module is imported, for CPU and CUDA
+tensors and, as a calculation of the result's shape, for fake and meta ones: torch.compile, export
+and CUDA graphs see one operator and do not look inside. It has no gradient.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from cuquant import interop
+from cuquant.ops.matmul import linear
+from cuquant.torch.spec import Weight, WeightSpec
+
+_SCHEMA = (
+    "linear(Tensor x, Tensor[] components, str format, str layout, int[] shape, ScalarType dtype, "
+    "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None) "
+    "-> Tensor"
+)
+
+
+class _Kept(NamedTuple):
+    """A weight made before, and what it was made of."""
+
+    said: tuple[object, ...]
+    parts: tuple[tuple[weakref.ref[torch.Tensor], int], ...]  # each with its address
+    weight: Weight
+
+    def is_of(self, said: tuple[object, ...], components: Sequence[torch.Tensor]) -> bool:
+        if self.said != said or len(self.parts) != len(components):
+            return False
+        for (ref, address), part in zip(self.parts, components, strict=True):
+            if ref() is not part or part.data_ptr() != address:  # `part.data = ...` moves it
+                return False
+        return True
+
+
+# By the id of the first component. The weights hold aliases of the components, so that these die
+# as if nothing were kept here, and take their entry with them.
+_kept: dict[int, _Kept] = {}
+
+
+def weight_of(
+    components: Sequence[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Weight:
+    """The QuantArray or PackedWeight of these tensors; the same object as long as they live.
+
+    Raises
+    ------
+    ValueError
+        Where the tensors are not what the words describe.
+    """
+    said = (format, layout, tuple(shape), dtype)
+    found = _kept.get(id(components[0])) if components else None
+    if found is not None and found.is_of(said, components):
+        return found.weight
+    if len(shape) != 2:
+        raise ValueError(f"shape must be [N, K], got {list(shape)}")
+    weight = WeightSpec(format, layout, (shape[0], shape[1]), dtype).weight(components)
+    key = id(components[0])
+
+    def forget(_: object) -> None:
+        _kept.pop(key, None)
+
+    parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
+    _kept[key] = _Kept(said, parts, weight)
+    return weight
+
+
+def _linear(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    _refuse_gradients(x, bias, residual)
+    weight = weight_of(components, format, layout, shape, dtype)
+    return linear(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
+
+
+def _fake_linear(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    _refuse_gradients(x, bias, residual)
+    width, depth = shape
+    if x.ndim == 0 or x.shape[-1] != depth:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; with w {(width, depth)} its last axis must be {depth}"
+        )
+    return x.new_empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype)
+
+
+def _refuse_gradients(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
+            if tensor is not None:
+                interop.refuse_gradient(tensor, name)
+
+
+_library = torch.library.Library("cuquant", "FRAGMENT")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("linear", _linear, "CPU")
+_library.impl("linear", _linear, "CUDA")
+torch.library.register_fake("cuquant::linear", _fake_linear, lib=_library)
+
+LINEAR = torch.ops.cuquant.linear.default

@@ -1,0 +1,229 @@
+// x [M, K] times a prepacked weight [N, K], on Hopper's tensor cores. A warpgroup takes 64 rows of the
+// weight: each warp streams the codes of its strip straight to registers and decodes them to the A
+// operand; x comes to shared memory by the copy engine, started by a warp of its own, and is the B
+// operand. The warpgroups of a block share rows or K, the blocks of a cluster K.
+#include "cluster.cuh"
+#include "hopper.cuh"
+#include "prepacked.cuh"
+
+namespace cuquant {
+
+// The operand times the scales of rows g and g + 8, plus their minimums, rounded once.
+template <class Format, class T>
+__device__ void apply(const Group<Format>& own, float unit, u32 (&a)[4]) {
+    using Own = Group<Format>;
+    if constexpr (Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks) {
+        const u32 s0 = __byte_perm(own.scale[0], 0, 0x1010), s1 = __byte_perm(own.scale[0], 0, 0x3232);
+        a[0] = mul_pair<T>(a[0], s0); a[1] = mul_pair<T>(a[1], s1); a[2] = mul_pair<T>(a[2], s0); a[3] = mul_pair<T>(a[3], s1);
+    } else {
+        const float s0 = own.value(0) * unit, s1 = own.value(1) * unit, m0 = own.minimum_of(0) * unit, m1 = own.minimum_of(1) * unit;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float s = r % 2 ? s1 : s0, m = r % 2 ? m1 : m0;
+            if constexpr (Own::Parts::minimums) a[r] = pair_of<T>(__fmaf_rn(low_of<T>(a[r]), s, m), __fmaf_rn(high_of<T>(a[r]), s, m));
+            else a[r] = pair_of<T>(low_of<T>(a[r]) * s, high_of<T>(a[r]) * s);
+        }
+    }
+}
+
+// Where each of a warpgroup's threads puts its sums before they are stored.
+constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
+
+// 64 rows x kTokens of sums to 16-bit results in whole vectors; `staged` belongs to the warpgroup.
+template <class T, int kTokens>
+__device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i64 token, i64 row, i64 M, i64 N, int thread, int barrier) {
+    constexpr int kPitch = 144;  // bytes
+    const int warp = thread / 32, lane = thread % 32, g = lane / 4;
+    const i64 n = row + warp * kStrip + g;
+    const float b0 = e.bias && n < N ? load_typed(e.bias, e.bias_type, n) : 0.0f, b1 = e.bias && n + 8 < N ? load_typed(e.bias, e.bias_type, n + 8) : 0.0f;
+    const u32 to = shared_address(staged) + (lane / 16 * 8 + lane % 8) * kPitch + warp * 32 + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j += 2) {
+        u32 r[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r[i] = pair_of<T>(sum[4 * j + 2 * i] + (i % 2 ? b1 : b0), sum[4 * j + 2 * i + 1] + (i % 2 ? b1 : b0));
+        store_matrices_transposed(to + j * 8 * kPitch, r);
+    }
+    named_barrier(barrier, 128);
+#pragma unroll
+    for (int i = thread; i < kTokens * 8; i += 128) {
+        const i64 m = token + i / 8, first = row + i % 8 * 8;
+        if (m < M && first < N) store16(static_cast<u16*>(e.out) + m * e.out_stride + first, *reinterpret_cast<const uint4*>(staged + i / 8 * kPitch + i % 8 * 16));
+    }
+    named_barrier(barrier, 128);
+}
+
+// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine>
+__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Epilogue epilogue,
+              i64 M, i64 N, int token_tiles, int row_tiles) {
+    constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kRows = 64 * kRowGroups, kThreads = 128 * kGroups;
+    constexpr int kBoxBytes = kTokens * kUnit * 2, kStageBytes = kBoxBytes * kDepthGroups;
+    constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need nobody else's
+    constexpr int kPitch = kRows + 4;                              // of shared sums: lanes of a fragment meet no bank twice
+    constexpr int kDrain = kTokens < 64 ? kTokens : 64;            // tokens that are stored at a time
+    using Decode = Decoder<typename Format::Codec, T, kBits>;
+    using Own = Group<Format>;
+    extern __shared__ __align__(1024) u8 shared[];
+    u8* stages = shared;
+    u8* tables = stages + kStages * kStageBytes;
+    float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
+    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : 0));
+    u64* empty = full + kStages;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kGroups); }
+        barrier_fence();
+    }
+    Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128);
+    __syncthreads();
+
+    const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int cluster = blockIdx.x / kSplit;
+    const int all_steps = (weights.units + kDepthGroups - 1) / kDepthGroups;
+    const int first_step = static_cast<int>(static_cast<i64>(all_steps) * rank / kSplit);
+    const int steps = static_cast<int>(static_cast<i64>(all_steps) * (rank + 1) / kSplit) - first_step;
+    const int tiles = token_tiles * row_tiles;
+    // Where sums take the place of x, a cluster has one tile.
+    const int next_tile = kAlone ? gridDim.x : tiles;
+    constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
+    i64 token, row;
+    const auto locate = [&](int tile) {
+        const int set = tile / (kTogether * row_tiles), in_set = tile - set * kTogether * row_tiles;
+        const int wide = min(kTogether, token_tiles - set * kTogether);
+        token = static_cast<i64>(set * kTogether + in_set % wide) * kTokens;
+        row = static_cast<i64>(in_set / wide) * kRows;
+    };
+
+    if (warp >= 4 * kGroups) {
+        registers_down<24>();
+        if (warp == 4 * kGroups && lane == 0) {
+            prefetch_map(&x);
+            int stage = 0; u32 parity = 1;
+            for (int tile = cluster; tile < tiles; tile += next_tile) {
+                locate(tile);
+                for (int i = 0; i < steps; ++i) {
+                    barrier_wait(empty + stage, parity);
+                    barrier_expect(full + stage, kStageBytes);
+#pragma unroll
+                    for (int d = 0; d < kDepthGroups; ++d)
+                        copy_box(stages + stage * kStageBytes + d * kBoxBytes, &x, full + stage, ((first_step + i) * kDepthGroups + d) * kUnit, static_cast<int>(token));
+                    if (++stage == kStages) { stage = 0; parity ^= 1; }
+                }
+            }
+        }
+        __syncwarp();
+        if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
+        return;
+    }
+    registers_up<kGroups == 1 ? 232 : kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112>();
+
+    const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
+    const u32 table = Decode::lane_table(tables, lane);
+    int stage = 0; u32 parity = 0;
+    for (int tile = cluster; tile < tiles; tile += next_tile) {
+        locate(tile);
+        const i64 strip = min(row / kStrip + row_group * 4 + warp % 4, static_cast<i64>(weights.strips - 1));
+        const u32* codes = weights.codes + strip * weights.units * Words<kBits>::unit_words();
+        Words<kBits> words[kAhead];
+        Own groups[kAhead][kFine];
+        const auto fetch = [&](int d, int i) {
+            const int unit = min((first_step + i) * kDepthGroups + depth, weights.units - 1);
+            words[d].load(codes + unit * Words<kBits>::unit_words(), lane);
+            typename Own::Cursor cursor;
+            const i64 first = kFine > 1 ? static_cast<i64>(unit) * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
+            cursor.set(weights, strip, first, g);
+#pragma unroll
+            for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
+                groups[d][f].load(weights, cursor, kFine > 1 ? static_cast<int>(min(static_cast<i64>(f), weights.groups - 1 - first)) : 0, g);
+        };
+#pragma unroll
+        for (int d = 0; d < kAhead; ++d) fetch(d, d);
+
+        float sum[kTokens / 2];
+#pragma unroll
+        for (int j = 0; j < kTokens / 2; ++j) sum[j] = 0.0f;
+        u32 a[2][4][4];  // the products of one unit read one half while the other is made
+        int last = -1;
+        const auto unit = [&](int d, int i) {
+            u32 (&now)[4][4] = a[d % 2];
+            const u64 b = swizzled(stages + stage * kStageBytes + depth * kBoxBytes);
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                const Own& own = groups[d][s * kFine / 4];
+                const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
+                if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, table, offset, now[0]);
+                if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, table, offset, now[1]);
+                if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, table, offset, now[2]);
+                if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, table, offset, now[3]);
+                apply<Format, T>(own, weights.unit, now[s]);
+            }
+            barrier_wait(full + stage, parity);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sum, now[s], b + 2 * s, 1);
+            wgmma_commit();
+            fetch(d, i + kAhead);
+            wgmma_wait<1>();
+            if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+            last = stage;
+            if (++stage == kStages) { stage = 0; parity ^= 1; }
+        };
+        int i = 0;
+#pragma unroll 1
+        for (; i + kAhead <= steps; i += kAhead) {
+#pragma unroll
+            for (int d = 0; d < kAhead; ++d) unit(d, i + d);
+        }
+#pragma unroll
+        for (int d = 0; d < kAhead - 1; ++d) if (i + d < steps) unit(d, i + d);
+        wgmma_wait<0>();
+        const float factor = weights.per_unit * (weights.global_scale ? *weights.global_scale : 1.0f);
+        if (factor != 1.0f) {
+#pragma unroll
+            for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
+        }
+        if constexpr (kAlone) {
+            if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+            float* sums = drain + row_group * kDrain * kDrainPitch;
+            float* own = sums + warp % 4 * kStrip + g;
+            const int thread = threadIdx.x % 128;
+            const i64 first_row = row + row_group * 64;
+            const bool quick = !epilogue.residual && epilogue.activation == kNone && epilogue.out_column == 1 && N % 8 == 0 &&
+                               epilogue.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
+                               !((reinterpret_cast<u64>(epilogue.out) | static_cast<u64>(epilogue.out_stride) * 2) & 15);
+#pragma unroll
+            for (int part = 0; part < kTokens / kDrain; ++part) {
+                if (quick) {
+                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, M, N, thread, 1 + row_group);
+                    continue;
+                }
+#pragma unroll
+                for (int j = 0; j < kDrain / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        own[(8 * j + 2 * t + e % 2) * kDrainPitch + e / 2 * 8] = sum[part * kDrain / 2 + 4 * j + e];
+                named_barrier(1 + row_group, 128);
+                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, M, N, thread, 128, 0);
+                named_barrier(1 + row_group, 128);
+            }
+        } else {
+            // Every x of this tile has been used: the sums take its place.
+            float* sums = reinterpret_cast<float*>(stages);
+            static_assert(kAlone || kDepthGroups * kTokens * kPitch * 4 <= kStages * kStageBytes, "the sums do not fit");
+            named_barrier(1, kThreads);
+            float* own = sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g;
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) own[(8 * j + 2 * t + e % 2) * kPitch + e / 2 * 8] = sum[4 * j + e];
+            if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+            else named_barrier(1, kThreads);
+            store_sums<kSplit, false>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, kRows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
+        }
+    }
+    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }  // until no other block reads these sums
+}
+
+}  // namespace cuquant

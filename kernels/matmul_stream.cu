@@ -1,0 +1,214 @@
+// x [M, K], M of a tile up to 8 kTiles, times a prepacked weight [N, K]: memory-bound. Each warp streams
+// strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
+// the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
+// the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
+#include "cluster.cuh"
+#include "prepacked.cuh"
+
+namespace cuquant {
+
+// Units first .. first + units - 1 of x to shared memory: [token][unit][8 x 16 bytes], of which part c lies
+// at c ^ (token % 8), so that no bank is met twice. Zeros beyond K.
+template <class T>
+__device__ void stage_x(u8* staged, const T* x, i64 row_stride, int vectors, int M, i64 K, int first, int units, int thread, int threads) {
+    int m = 0, part = thread;
+    for (; m < M; part += threads) {
+        while (part >= units * 8) { part -= units * 8; if (++m == M) return; }
+        const i64 k = static_cast<i64>(first) * kUnit + part * 8;
+        u8* to = staged + (m * units + part / 8) * 128 + (part % 8 ^ (m % 8)) * 16;
+        const int inside = static_cast<int>(max(min(K - k, static_cast<i64>(8)), static_cast<i64>(0)));
+        const T* from = x + (inside ? m * row_stride + k : 0);
+        if (vectors) {
+            copy16_async(to, from, inside * 2);
+        } else {
+            u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (j < inside) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
+            *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1. A
+// block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
+// `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kGated>
+__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
+matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int vectors) {
+    constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
+    constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
+    constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
+    constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
+    static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
+    using Decode = Decoder<typename Format::Codec, T, kBits>;
+    using Own = Group<Format>;
+    constexpr bool kMinimum = Own::Parts::minimums;
+    extern __shared__ __align__(128) u8 shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    // K is shared in whole groups, or in as many units as are loaded ahead.
+    constexpr int kShare = kLong ? kAhead : kGroup;
+    const int shares = (weights.units + kShare - 1) / kShare;
+    const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
+    const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
+    const int depth = warp / kStrips, first = border(rank * kDepth + depth), count = border(rank * kDepth + depth + 1) - first;
+    const int rows = kStrips * rounds * kStrip, passes = rounds * (kGated + 1), pitch = rows * (kGated + 1) + 4;
+    const i64 token = static_cast<i64>(blockIdx.y) * tokens;
+    const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
+    u8* tables = shared;
+    u8* zeros = tables + Decode::table_bytes;  // 128 bytes, which tokens that do not exist read
+    u8* xs = zeros + 128;
+    float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
+    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
+
+    // First of all, or it would wait in line behind the weights.
+    stage_x<T>(xs, x + token * x_stride, x_stride, vectors, M_here, K, block_first, block_units, threadIdx.x, kThreads);
+    if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    Decode::fill(tables, weights.values, threadIdx.x, kThreads);
+
+    // The next units to load: where they are, and how many.
+    const u32* next_codes;
+    typename Own::Cursor next_group;
+    int next_count, next_unit, now_pass = 0, last_group = 0;
+    const auto locate = [&](int pass, int at) {
+        const Prepacked& own = kGated && pass % 2 ? second : weights;
+        const i64 strip = min(first_strip + (kGated ? pass / 2 : pass) * kStrips, weights.strips - 1);
+        now_pass = pass;
+        next_unit = first + at;
+        next_count = pass < passes ? count - at : 0;
+        next_codes = own.codes + (strip * weights.units + next_unit) * Words<kBits>::unit_words();
+        if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
+        next_group.set(own, strip, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+    };
+    Words<kBits> words[kAhead];
+    Own groups[kGroups], coming;  // `coming`: where one group lasts longer than what is loaded ahead
+    const auto load_group = [&](Own& to, int ahead) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g); };
+    const auto load = [&](int d, bool whole) {
+        if (whole || d < next_count) {
+            words[d].load(next_codes + d * Words<kBits>::unit_words(), lane);
+            if constexpr (kFine > 1) {
+#pragma unroll
+                for (int f = 0; f < kFine; ++f)
+                    load_group(groups[d * kFine + f], min(d * kFine + f, last_group));  // beyond the last one x is 0
+            }
+        }
+        if constexpr (kFine == 1 && !kLong) {
+            if ((d + 1) % kGroup == 0 && (whole || d + 1 - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
+        }
+    };
+    locate(0, 0);
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) load(d, false);
+    if constexpr (kFine == 1 && kLong) { if (count > 0) load_group(groups[0], 0); }
+    copies_wait();
+    __syncthreads();
+
+    const u32 table = Decode::lane_table(tables, lane);
+    u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, and how far the next unit is
+    int x_step[kTiles];
+#pragma unroll
+    for (int q = 0; q < kTiles; ++q) {
+        const int m = 8 * q + lane % 8;
+        x_step[q] = m < M_here ? 128 : 0;
+        x_lane[q] = (m < M_here ? shared_address(xs) + (m * block_units + first - block_first) * 128 : shared_address(zeros)) + ((lane / 8) ^ (lane % 8)) * 16;
+    }
+    float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
+#pragma unroll
+    for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[q][e] = sum[q][e] = x_sum[q][e] = 0.0f;
+    const auto scaled = [&](int q, const Own& own) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            total[q][e] = __fmaf_rn(own.value(e / 2), sum[q][e], total[q][e]);
+            sum[q][e] = 0.0f;
+            if constexpr (kMinimum) {
+                total[q][e] = __fmaf_rn(own.minimum_of(e / 2), x_sum[q][e], total[q][e]);
+                x_sum[q][e] = 0.0f;
+            }
+        }
+    };
+    const auto all_scaled = [&](const Own& own) {
+#pragma unroll
+        for (int q = 0; q < kTiles; ++q) scaled(q, own);
+    };
+    constexpr u32 one = constant_pair<T>(1);
+    const u32 ones[4] = {one, one, one, one};
+    const auto multiply = [&](int d, int unit) {
+        u32 a[4][4];
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            const Own& own = kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
+            const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
+            if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, table, offset, a[0]);
+            if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, table, offset, a[1]);
+            if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, table, offset, a[2]);
+            if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, table, offset, a[3]);
+        }
+#pragma unroll
+        for (int s = 0; s < 4; s += 2) {
+#pragma unroll
+            for (int q = 0; q < kTiles; ++q) {
+                const uint4 b = load_matrices((x_lane[q] + unit * x_step[q]) ^ (s * 32));
+                mma<T>(sum[q], a[s], b.x, b.y);
+                if constexpr (kMinimum) mma<T>(x_sum[q], ones, b.x, b.y);
+                if constexpr (kFine == 4) scaled(q, groups[d * kFine + s]);
+                mma<T>(sum[q], a[s + 1], b.z, b.w);
+                if constexpr (kMinimum) mma<T>(x_sum[q], ones, b.z, b.w);
+                if constexpr (kFine == 4) scaled(q, groups[d * kFine + s + 1]);
+                if constexpr (kFine == 2) scaled(q, groups[d * kFine + s / 2]);
+            }
+        }
+    };
+    float* own_sums = sums + depth * kTokens * pitch + 2 * t * pitch + warp % kStrips * kStrip + g;
+    int pass = 0, at = 0;
+#pragma unroll 1
+    while (pass < passes) {
+        const int here = count - at;
+        const bool ends = here <= kAhead;
+        const int now = at, begin = first + at;
+        if (ends) { at = 0; ++pass; } else at += kAhead;
+        locate(pass, at);
+        if constexpr (kFine == 1 && kLong) { if (next_count > 0) load_group(coming, 0); }
+        const auto chunk = [&](bool whole) {
+#pragma unroll
+            for (int d = 0; d < kAhead; ++d) {
+                if (whole || d < here) {
+                    multiply(d, now + d);
+                    if constexpr (kFine == 1 && !kLong) {
+                        if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) all_scaled(groups[d / kGroup]);
+                    }
+                }
+                load(d, whole);
+            }
+        };
+        // Without conditions the compiler mixes neighbouring units.
+        if (here >= kAhead && next_count >= kAhead) chunk(true);
+        else chunk(false);
+        if constexpr (kFine == 1 && kLong) {
+            if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
+            groups[0] = coming;
+        }
+        if (ends) {
+            const float factor = weights.global_scale ? (kGated && pass % 2 == 0 ? *second.global_scale : *weights.global_scale) : 1.0f;
+#pragma unroll
+            for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    own_sums[(8 * q + e % 2) * pitch + e / 2 * 8] = total[q][e] * factor;
+                    total[q][e] = 0.0f;
+                }
+            own_sums += kStrips * kStrip;
+        }
+    }
+
+    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+    else __syncthreads();
+    store_sums<kSplit, kGated>(epilogue, sums, pitch, kDepth, kTokens * pitch, M_here, rows, kStrips * kStrip, token,
+                               static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, threadIdx.x, kThreads, rank);
+    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+}
+
+}  // namespace cuquant

@@ -1,0 +1,144 @@
+// The arrays of a PackedWeight of layout "fragments/1", and what a lane knows of the groups of its rows.
+// cuquant/fragments.py says where everything lies.
+#pragma once
+#include "blocks.cuh"
+#include "fragment.cuh"
+
+namespace cuquant {
+
+struct Prepacked {  // null where the format has none
+    const u32* codes;           // [strips, units, 32 * bits]
+    const void* scale;          // [strips, groups, 16], or by rows: see `tall`; ggml: [strips, blocks, 16]
+    const u8* zero_point;       // [strips, groups, 16]
+    const void* minimum;        // ggml: [strips, blocks, 16]
+    const u8* sub_scale;        // K-quants: [strips, groups, 16]
+    const u8* sub_minimum;
+    const float* global_scale;  // nvfp4
+    const float* nested_scale;  // double quantization
+    const float* nested_offset;
+    const float* nested_map;
+    const float* values;        // [256], a codebook's level of each code
+    i64 rows, groups, blocks;   // N, and groups and ggml's blocks of a row
+    i64 scale_rows;             // where scales are by rows
+    int strips, units;
+    int tall;                   // scales [rows / tall, groups] are not laid out in strips; else 0
+    int per_block;              // groups of ggml's block
+    float unit, per_unit;       // a power of two that brings weights into the range of T, and 1 / that
+};
+
+template <class Format, class = void> struct HasLayout { static constexpr bool value = false; };
+template <class... > using Void = void;
+template <class Format> struct HasLayout<Format, Void<typename Format::Layout>> { static constexpr bool value = true; };
+
+// What ggml's blocks hold beside codes and a scale.
+template <class Format, bool kBlocks> struct Pieces {
+    static constexpr bool sub_scales = false, minimums = false;
+    static constexpr int zero = 0;
+};
+template <class Format> struct Pieces<Format, true> {
+    static constexpr bool sub_scales = Format::Layout::ScaleRuns::any, minimums = Format::Layout::minimum_byte >= 0;
+    static constexpr int zero = Format::Layout::scale_zero;
+};
+
+// Numbers of one group of rows g and g + 8, as they are stored.
+template <class Format>
+struct Group {
+    static constexpr bool blocks = HasLayout<Format>::value;
+    static constexpr Stored stored = blocks ? Stored::Float16 : Format::stored;
+    static constexpr bool zeros = !blocks && Format::offset == Offset::ZeroPoint;
+    using Parts = Pieces<Format, blocks>;
+    static constexpr int bytes = stored == Stored::Float32 ? 4 : stored == Stored::Float16 ? 2 : 1;
+
+    u32 scale[stored == Stored::Float32 ? 2 : 1];
+    u32 zero, minimum, sub_scale, sub_minimum;
+    float nested[2];  // the scale itself, of double quantization
+
+    // Where the next groups of a strip are.
+    struct Cursor {
+        i64 strip, group;
+        const u8 *scale, *zero;
+
+        __device__ void set(const Prepacked& w, i64 own_strip, i64 own_group, int g) {
+            strip = own_strip; group = own_group;
+            const i64 at = (strip * w.groups + group) * kStrip + 2 * g;
+            scale = static_cast<const u8*>(w.scale) + at * bytes;
+            if constexpr (zeros) zero = w.zero_point + at;
+        }
+    };
+
+    // Group `ahead` of a cursor; it must exist.
+    __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g) {
+        if constexpr (zeros) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
+        if constexpr (blocks) {
+            const i64 group = from.group + ahead, at = (from.strip * w.groups + group) * kStrip + 2 * g;
+            const i64 block = (from.strip * w.blocks + group / w.per_block) * kStrip + 2 * g;
+            scale[0] = *reinterpret_cast<const u32*>(static_cast<const u16*>(w.scale) + block);
+            if constexpr (Parts::minimums) minimum = *reinterpret_cast<const u32*>(static_cast<const u16*>(w.minimum) + block);
+            if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(w.sub_scale + at);
+            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(w.sub_minimum + at);
+        } else if (w.tall) {
+            const i64 row = from.strip * kStrip + g, group = from.group + ahead;
+            by_rows(w, min(row / w.tall, w.scale_rows - 1) * w.groups + group, min((row + 8) / w.tall, w.scale_rows - 1) * w.groups + group);
+        } else if constexpr (bytes == 4) {
+            const uint2 v = *reinterpret_cast<const uint2*>(from.scale + ahead * kStrip * 4);
+            scale[0] = v.x; scale[1] = v.y;
+        } else if constexpr (bytes == 2) {
+            scale[0] = *reinterpret_cast<const u32*>(from.scale + ahead * kStrip * 2);
+        } else {
+            scale[0] = *reinterpret_cast<const u16*>(from.scale + ahead * kStrip);
+        }
+        if constexpr (stored == Stored::Double) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                // Padding has no nested scale of its own.
+                const i64 block = min(from.strip * kStrip + g + 8 * h, w.rows - 1) * w.groups + from.group + ahead;
+                const float inner = __fmul_rn(w.nested_map[scale[0] >> 8 * h & 0xFFu], w.nested_scale[block / 256]);
+                nested[h] = __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, *w.nested_offset);
+            }
+        }
+    }
+    __device__ void by_rows(const Prepacked& w, i64 first, i64 second) {
+        if constexpr (bytes == 4) {
+            scale[0] = static_cast<const u32*>(w.scale)[first]; scale[1] = static_cast<const u32*>(w.scale)[second];
+        } else if constexpr (bytes == 2) {
+            scale[0] = static_cast<const u16*>(w.scale)[first] | static_cast<u32>(static_cast<const u16*>(w.scale)[second]) << 16;
+        } else {
+            scale[0] = static_cast<const u8*>(w.scale)[first] | static_cast<u32>(static_cast<const u8*>(w.scale)[second]) << 8;
+        }
+    }
+
+    __device__ static float half_of(u32 pair, int h) { return h ? float_of_high_half(pair) : float_of_half(pair); }
+    // Of row g + 8 h. Without nvfp4's global scale, which the end multiplies by.
+    __device__ float value(int h) const {
+        if constexpr (blocks) {
+            const float d = half_of(scale[0], h);
+            if constexpr (!Parts::sub_scales) return d;
+            return d * static_cast<float>(static_cast<signed char>(static_cast<int>(sub_scale >> 8 * h & 0xFFu) - Parts::zero));
+        }
+        else if constexpr (stored == Stored::Float32) return float_of(scale[h]);
+        else if constexpr (stored == Stored::Float16) return half_of(scale[0], h);
+        else if constexpr (stored == Stored::E8M0) {
+            const u32 byte = scale[0] >> 8 * h & 0xFFu;
+            return float_of(byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u);
+        }
+        else if constexpr (stored == Stored::E4M3) return Minifloat<4, 3, Specials::OneNan>::decode(scale[0] >> 8 * h & 0xFFu);
+        else if constexpr (stored == Stored::Double) return nested[h];
+        else return 1.0f;
+    }
+    __device__ float minimum_of(int h) const {
+        if constexpr (!Parts::minimums) return 0.0f;
+        else if constexpr (!Parts::sub_scales) return half_of(minimum, h);
+        else return -(half_of(minimum, h) * static_cast<float>(sub_minimum >> 8 * h & 0xFFu));
+    }
+    // Minus the zero point, as a pair of T.
+    template <class T>
+    __device__ u32 offset(int h) const {
+        if constexpr (!zeros) return 0;
+        else {
+            const float z = -static_cast<float>(zero >> 8 * h & 0xFFu);
+            return pair_of<T>(z, z);
+        }
+    }
+};
+
+}  // namespace cuquant

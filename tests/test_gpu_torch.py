@@ -1,0 +1,264 @@
+"""cuquant.torch on a GPU: the operator, QuantLinear and quantize_ compute what cq.linear does."""
+
+import copy
+import gc
+import warnings
+
+import numpy as np
+import pytest
+from kernel_cases import FEW, NAMES
+from oracle import bits_equal
+
+import cuquant as cq
+from cuquant import interop
+
+pytestmark = pytest.mark.gpu
+
+K, N = 512, 80
+SAMPLE = (*FEW, "k5", "int8", "fp16", "q4_0", "q4_k", "double")
+
+
+@pytest.fixture
+def layers(torch):
+    """The module cuquant.torch."""
+    import cuquant.torch
+
+    return cuquant.torch
+
+
+@pytest.fixture
+def random(torch):
+    """random(*shape, dtype=, seed=): numbers on the GPU, which the CPU makes."""
+
+    def make(*shape, dtype=torch.float32, seed=0):
+        numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return numbers.to(dtype).cuda()
+
+    return make
+
+
+@pytest.fixture
+def linear(torch, random):
+    """linear(n, k, dtype): an nn.Linear on the GPU."""
+
+    def make(n=N, k=K, dtype=torch.float16, seed=0):
+        made = torch.nn.Linear(k, n, device="cuda", dtype=dtype)
+        with torch.no_grad():
+            made.weight.copy_(random(n, k, seed=seed))
+            made.bias.copy_(random(n, seed=seed + 1))
+        return made
+
+    return make
+
+
+def format_of(name: str) -> cq.Format:
+    return cq.get_format("nf4", double_quant=True) if name == "double" else cq.get_format(name)
+
+
+def bytes_of(tensor) -> np.ndarray:
+    return interop.to_host(tensor)
+
+
+# ---- the same as cq.linear ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "double"])
+def test_equals_linear(name, prepack, torch, layers, random, linear):
+    """Bit for bit, on the same tensors."""
+    plain = linear()
+    layer = layers.QuantLinear.from_linear(
+        plain, format_of(name), activation="silu", prepack=prepack
+    )
+    q = cq.quantize(plain.weight.detach(), format_of(name))
+    weight = cq.prepack(q) if prepack else q
+    dtypes = (torch.float16, torch.bfloat16, torch.float32) if name in FEW else (torch.float16,)
+    for dtype in dtypes:
+        for rows in (1, 5, 40, 300):
+            x = random(rows, K, dtype=dtype, seed=2)
+            wanted = cq.linear(x, weight, plain.bias.detach(), activation="silu")
+            y = layer(x)
+            assert y.dtype == dtype and y.is_cuda and torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_of_a_model_are_the_cpus(name, torch, layers, linear):
+    model = torch.nn.Sequential(linear(), linear(24, 100, seed=4))  # ggml's types keep the second
+    host = copy.deepcopy(model).cpu()
+    for each in (model, host):
+        layers.quantize_(each, name, prepack=False)
+    found, wanted = model.state_dict(), host.state_dict()
+    assert list(found) == list(wanted)
+    for key, value in found.items():
+        assert key.endswith("_extra_state") or value.is_cuda
+        assert bits_equal(bytes_of(value), bytes_of(wanted[key])), key
+
+
+def test_weights_on_a_gpu_are_prepacked(torch, layers, linear):
+    model = layers.quantize_(torch.nn.Sequential(linear()), "nf4")
+    assert model[0].layout == "fragments/1"
+    there = layers.quantize_(torch.nn.Sequential(linear()).cpu(), "nf4", prepack=True)
+    state = there.state_dict()
+    for key, value in model.state_dict().items():
+        assert bits_equal(bytes_of(value), bytes_of(state[key])), key
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_layers_move(name, torch, layers, random, linear):
+    """GPU to CPU and back, and made on the CPU: the same codes, the same results."""
+    plain, x = linear(), random(3, K, dtype=torch.float16)
+    for prepack in (False, True):
+        layer = layers.QuantLinear.from_linear(plain, format_of(name), prepack=prepack)
+        wanted = layer(x)
+        moved = copy.deepcopy(layer).cpu()
+        assert not any(part.is_cuda for part in moved.state_dict().values())
+        host = copy.deepcopy(plain).cpu()
+        made = layers.QuantLinear.from_linear(host, format_of(name), prepack=prepack)
+        for each in (moved.cuda(), made.to("cuda")):
+            assert torch.equal(each(x), wanted)
+        with torch.device("meta"):
+            empty = torch.nn.Linear(K, N, dtype=torch.float16)
+        empty = layers.QuantLinear.from_linear(empty, format_of(name), prepack=prepack)
+        empty.load_state_dict(layer.state_dict(), assign=True)
+        assert torch.equal(empty(x), wanted)
+        for cast in (lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.float()):
+            cast(layer)
+        layer.bias.data = plain.bias.detach().clone()
+        assert torch.equal(layer(x), wanted)
+
+
+# ---- compilers and graphs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", ["nf4", "k3", "q4_k", "fp16"])
+def test_opcheck(name, prepack, torch, layers, random, linear):
+    from cuquant.torch.op import LINEAR
+
+    layer = layers.QuantLinear.from_linear(linear(), name, prepack=prepack)
+    x = random(2, 3, K, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        arguments = (x, layer._parts(), *layer._words, layer.bias, "gelu")
+        torch.library.opcheck(LINEAR, arguments)
+        residual = random(2, 3, N, dtype=torch.float16)
+        more = {"residual": residual, "out_dtype": torch.float32}
+        torch.library.opcheck(LINEAR, arguments, more)
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "inductor", "reduce-overhead"])
+def test_compile_without_graph_breaks(how, torch, layers, random, linear):
+    model = torch.nn.Sequential(linear(256), torch.nn.SiLU(), linear(64, 256), torch.nn.ReLU())
+    model.requires_grad_(False)
+    layers.quantize_(model, {"0": "nf4", "2": "int4"})
+    x = random(4, K, dtype=torch.float16)
+    options = {"mode": how} if how == "reduce-overhead" else {"backend": how}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        compiled = torch.compile(model, fullgraph=True, **options)
+        for seed in range(4):  # graphs are captured in the second or third call
+            x.copy_(random(4, K, seed=seed))
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_graph_is_captured_and_replayed(name, prepack, torch, layers, random, linear):
+    model = torch.nn.Sequential(linear(128), torch.nn.ReLU(), linear(64, 128)).requires_grad_(False)
+    # The second's rows are too short for K-quants, and it stays what it is.
+    layers.quantize_(model, format_of(name), prepack=prepack)
+    static = random(6, K, dtype=torch.float16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(static)
+    for seed in range(3):
+        static.copy_(random(6, K, seed=seed))
+        graph.replay()
+        assert torch.equal(y, model(static))
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_nothing_waits(name, prepack, torch, layers, random, linear):
+    layer = layers.QuantLinear.from_linear(linear(), format_of(name), prepack=prepack)
+    x = random(6, K, dtype=torch.float16)
+    layer(x)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for rows in (1, 6):
+            layer(x[:rows])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_side_stream(torch, layers, random, linear):
+    layer = layers.QuantLinear.from_linear(linear(), "nf4")
+    x = random(6, K, dtype=torch.float16)
+    wanted = layer(x)
+    late, side = torch.zeros_like(x), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x)
+        y = layer(late)
+    assert not side.query(), "the call waited"
+    side.synchronize()
+    assert torch.equal(y, wanted)
+
+
+# ---- what is refused, what is freed -------------------------------------------------------------
+
+
+def test_lost_gradients_are_errors(torch, layers, random, linear):
+    layer = layers.QuantLinear.from_linear(linear(), "nf4")
+    x = random(2, K).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"x requires grad.*no_grad"):
+        layer(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(layer(x), layer(x.detach()))
+    with pytest.raises(RuntimeError, match="requires grad"):  # after a call with a plan
+        layer(x)
+
+
+def test_autocast_as_for_nn_linear(torch, layers, random, linear):
+    layer = layers.QuantLinear.from_linear(linear(), "nf4")
+    x = random(2, K)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, layer(x.bfloat16()))
+
+
+def test_devices_that_differ(torch, layers, random, linear):
+    layer = layers.QuantLinear.from_linear(linear(), "nf4")
+    with pytest.raises((ValueError, cq.BackendUnavailable)):
+        layer(random(2, K).cpu())
+    with pytest.raises((ValueError, cq.BackendUnavailable)):
+        layer.cpu()(random(2, K))
+
+
+def test_memory_comes_back_with_the_model(torch, layers, random):
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    x = random(2, 4096, dtype=torch.float16)
+
+    def run(prepack: bool, before: int) -> None:
+        plain = torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.float16)
+        model = layers.quantize_(torch.nn.Sequential(plain), "nf4", prepack=prepack)
+        del plain
+        model(x)
+        assert used() - before < 4096 * 4096 * 0.75  # 4.5 bits of 16, and what kernels keep
+
+    for prepack in (False, True):
+        run(prepack, used())  # kernels keep tables and workspaces for good
+        before = used()
+        run(prepack, before)
+        assert used() == before

@@ -1,0 +1,212 @@
+"""Products of ggml's blocks with q8_1 activations, on the CPU under the emulator."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from emulator import ORDERS, Emulator, Recorder, compiler
+from functional_inputs import F32, FLOATS, WEIGHTS
+from kernel_arrays import DATA
+from oracle import bits_equal
+
+import cuquant as cq
+import cuquant.functional as F
+from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
+from cuquant.ops.kernels import q8_1
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+
+def random_blocks(layout: BlockLayout, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """uint8 [rows, columns // elements, nbytes]: random bits, with scales of moderate sizes."""
+    rng = np.random.default_rng([seed, rows, columns])
+    count = columns // layout.elements
+    blocks = rng.integers(0, 256, (rows, count, layout.nbytes), np.uint8)
+    if layout.scale_kind == "half":
+        for byte in (layout.scale_byte, layout.minimum_byte, layout.sum_byte):
+            if byte is not None:
+                halves = rng.standard_normal((rows, count)).astype(np.float16)
+                blocks[..., byte : byte + 2] = halves.view(np.uint8).reshape(rows, count, 2)
+    else:
+        scales = blocks[..., layout.scale_byte : layout.scale_byte + layout.sub_blocks]
+        scales[...] = scales % 16 + 112 if layout.scale_kind == "e8m0" else scales % 127
+    return blocks
+
+
+def parts(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [rows, columns]: code values times scales, and minimums."""
+    layout = BLOCK_LAYOUTS[name]
+    rows = len(blocks)
+    fields = layout.unpack(blocks.reshape(-1, layout.nbytes))
+    codec = cq.get_format(name).codec
+    values = getattr(codec, "values", None)
+    if values is None:
+        values = np.arange(1 << layout.bits) - (0 if layout.has_min else 1 << (layout.bits - 1))
+    numbers = np.asarray(values, np.float64)[fields.codes]
+    with np.errstate(invalid="ignore"):
+        scaled = numbers * np.repeat(fields.scale.astype(np.float64), layout.sub_block, 1)
+    minimum = np.zeros_like(scaled)
+    if fields.minimum is not None:
+        minimum = np.repeat(fields.minimum.astype(np.float64), layout.sub_block, 1)
+    return scaled.reshape(rows, -1), minimum.reshape(rows, -1)
+
+
+def exact(name: str, weights: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64, and a bound of the float32 error.
+
+    A term is rounded by its scale's own product, at most 4 times in its 32 columns (two sub-blocks
+    with minimums), once with the activations' scale, then once for each 32 columns that follow and
+    for each of up to 8 warps.
+    """
+    scaled, minimum = parts(name, weights)
+    active, _ = parts("q8_1", tokens)
+    with np.errstate(invalid="ignore"):
+        size = (np.abs(scaled) + np.abs(minimum)) @ np.abs(active).T
+        return (scaled + minimum) @ active.T, (active.shape[1] / 32 + 16) * 2.0**-24 * size
+
+
+def run(backend, name: str, weights: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """float32 [M, N] by the kernel."""
+    given = [backend.array(array) for array in (weights, tokens)]
+    columns = tokens.shape[1] * 32
+    shape = (len(weights), len(tokens), columns)
+    return q8_1.gemm(backend, name, *given, shape)
+
+
+class Narrow(Recorder):
+    arch = 75
+
+
+class NarrowEmulator(Emulator):
+    arch = 75  # thread blocks have little shared memory, and so fewer warps
+
+
+@cache
+def built() -> None:
+    recorder, narrow = Recorder(), Narrow()
+    for name in WEIGHTS:
+        for n in (1, 5):
+            operand = operands(name, 1, n, 1)
+            run(recorder, name, *operand), run(narrow, name, *operand)
+    for dtype in FLOATS:
+        recorder.launch(q8_1.values_launch(dtype, 1))
+    Emulator().build([*recorder.programs, *narrow.programs])
+
+
+def operands(name: str, m: int, n: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random weights of so many blocks a row, and activations."""
+    layout = BLOCK_LAYOUTS[name]
+    columns = blocks * layout.elements
+    return random_blocks(layout, m, columns), random_blocks(BLOCK_LAYOUTS["q8_1"], n, columns, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_built():
+    built()
+
+
+# M, N and blocks of K. Rows of 9 or 33 blocks are no multiple of 4 bytes in some types; 70 blocks
+# are 9 groups of 256 columns and more: a warp's second turn.
+SHAPES = [(1, 1, 1), (16, 8, 2), (17, 4, 3), (35, 17, 9), (3, 5, 33), (2, 2, 70)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(name, shape):
+    weights, tokens = operands(name, *shape)
+    found = run(Emulator(), name, weights, tokens)
+    wanted, bound = exact(name, weights, tokens)
+    assert found.shape == shape[:2] and found.dtype == F32
+    assert (np.abs(found - wanted) <= bound).all()
+    if shape[0] > 1:
+        assert np.abs(wanted).max() > 50 * bound.max()  # so it is a tight one
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_every_column_takes_part(name):
+    """One weight and one activation at a time that are not 0, each in a column of its own."""
+    layout = BLOCK_LAYOUTS[name]
+    columns = max(256, layout.elements)
+    weights, _ = operands(name, 3, 1, columns // layout.elements)
+    tokens = (
+        BLOCK_LAYOUTS["q8_1"]
+        .pack(
+            (np.eye(columns, dtype=np.uint8) + np.uint8(128)).reshape(-1, 32),
+            np.ones(columns * columns // 32, F32),
+            sum=np.zeros(columns * columns // 32, F32),
+        )
+        .reshape(columns, -1, 36)
+    )
+    scaled, minimum = parts(name, weights)
+    found = run(Emulator(), name, weights, tokens)
+    # A code times its scale and its minimum are exact; their sum is rounded once.
+    assert np.array_equal(found, (scaled + minimum).astype(F32))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_result_does_not_depend_on_its_neighbours(name):
+    weights, tokens = operands(name, 19, 9, 11)
+    whole = run(Emulator(), name, weights, tokens)
+    for n in (1, 2, 4, 6):
+        assert bits_equal(run(Emulator(), name, weights[3:7], tokens[:n]), whole[3:7, :n])
+    for order in ORDERS:
+        assert bits_equal(run(Emulator(order), name, weights, tokens), whole)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_fewer_warps(name):
+    weights, tokens = operands(name, 17, 5, 37)
+    found = run(NarrowEmulator(), name, weights, tokens)
+    wanted, bound = exact(name, weights, tokens)
+    assert (np.abs(found - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_is_not_finite_stays_in_its_row_and_token(name):
+    layout = BLOCK_LAYOUTS[name]
+    weights, tokens = operands(name, 20, 6, 9)
+    width = {"half": 2, "e8m0": 1, "e4m3": 4}[layout.scale_kind]
+    nan = np.array([0x7E00], "<u2").view(np.uint8) if width == 2 else np.uint8(0xFF)
+    infinite = np.array([0x7C00], "<u2").view(np.uint8)
+    weights[7, 3, layout.scale_byte : layout.scale_byte + width] = nan
+    tokens[2, 5, :2] = np.array([0x7E00], "<u2").view(np.uint8)
+    tokens[4, 1, :2] = infinite
+    found = run(Emulator(), name, weights, tokens)
+    wanted = np.ones((20, 6), bool)
+    wanted[7], wanted[:, 2], wanted[:, 4] = False, False, False
+    assert np.array_equal(np.isfinite(found), wanted)
+    assert np.isnan(found[7]).all() and np.isnan(found[:, 2]).all()
+    if layout.minimum_byte is not None:
+        weights[9, 0, layout.minimum_byte : layout.minimum_byte + 2] = nan
+        wanted[9] = False
+        found = run(Emulator(), name, weights, tokens)
+        assert np.array_equal(np.isfinite(found), wanted)
+
+
+def test_the_stored_sum_is_not_read():
+    weights, tokens = operands("q4_1", 4, 3, 4)
+    other = tokens.copy()
+    other[..., 2:4] = 0xFF
+    found = [run(Emulator(), "q4_1", weights, each) for each in (tokens, other)]
+    assert bits_equal(*found)
+
+
+def test_empty_products():
+    weights, tokens = operands("q4_0", 2, 2, 1)
+    assert run(Emulator(), "q4_0", weights[:0], tokens).shape == (0, 2)
+    assert run(Emulator(), "q4_0", weights, tokens[:0]).shape == (2, 0)
+    assert not run(Emulator(), "q4_0", weights[:, :0], tokens[:, :0]).any()
+
+
+# ---- quantize_q8_1(sum="values") ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "nasty"])
+def test_q8_1_of_values(dtype, kind):
+    x = DATA[kind]((9, 416), dtype)
+    x[0, :32], x[1, :16] = 0, -x[1, 16:32]
+    x[2, :32], x[2, 0] = 0.5, 127  # halves go away from zero
+    emulator = Emulator()
+    found = q8_1.quantize_values(emulator, emulator.array(x), dtype, x.shape)
+    assert bits_equal(found, F.quantize_q8_1(x, sum="values"))
