@@ -13,7 +13,8 @@ __device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__
 #define CUQUANT_CLUSTER(blocks)
 #endif
 
-#if __CUDA_ARCH__ >= 900
+#ifdef CUQUANT_EMULATOR  // which has its own
+#elif __CUDA_ARCH__ >= 900
 __device__ inline u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -6,7 +6,8 @@
 namespace cuquant {
 
 enum Type { kFloat = 0, kHalf = 1, kBfloat16 = 2 };  // of an array that is told at run time
-enum Activation { kNone = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
+// kGated: silu(residual) * sum, the second half of a gated unit.
+enum Activation { kNone = 0, kRelu = 1, kGelu = 2, kSilu = 3, kGated = 4 };
 
 struct Epilogue {
     void* out;
@@ -39,6 +40,7 @@ __device__ inline float activated(int activation, float x) {
 
 // activation(sum + bias[n]) + residual[m, n]
 __device__ inline float finished(const Epilogue& e, float sum, i64 m, i64 n) {
+    if (e.activation == kGated) return activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n)) * sum;
     if (e.bias) sum += load_typed(e.bias, e.bias_type, n);
     sum = activated(e.activation, sum);
     if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);

@@ -30,6 +30,32 @@ struct Words {  // of one lane and unit
     }
 };
 
+// 16 codes of each of rows g and g + 8 of a matrix packed by rows, of 2, 4 or 8 bits.
+template <class Packing>
+struct RowWords {
+    static constexpr int bits = Packing::bits, each = bits / 2;
+    u32 w[bits];
+
+    __device__ void load(const u8* first, const u8* second) {
+        load_row(first, w);
+        load_row(second, w + each);
+#pragma unroll
+        for (int i = 0; i < bits; ++i) w[i] ^= Packing::flip;
+    }
+    __device__ static void load_row(const u8* from, u32* to) {
+        if constexpr (each == 1) to[0] = load4_once(from);
+        else if constexpr (each == 2) { const uint2 v = load8_once(from); to[0] = v.x; to[1] = v.y; }
+        else { const uint4 v = load16_once(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
+    }
+    // Which column of the 64 of a unit a lane has as element `e` of half `h` of step `s`: pairs are what lies
+    // 16 bits apart, and pair 2 s + h is half h of step s.
+    __device__ static constexpr int column(int t, int s, int h, int e) {
+        constexpr int fields = 16 / bits;  // pairs of a word
+        const int pair = 2 * s + h, i = pair / fields * 2 * fields + pair % fields + e * fields;
+        return 16 * t + Packing::place(i);
+    }
+};
+
 // ---- where a pair's codes are -------------------------------------------------------------------
 
 __device__ constexpr bool odd_bits(int bits) { return bits == 3 || bits == 5; }
@@ -104,8 +130,8 @@ __device__ u32 integers(const u32* w) {
 
 // ---- one decoder a codec ------------------------------------------------------------------------
 
-// decode<T, kStep>: the 4 pairs of step kStep, in the order of mma's registers. `table` is the lane's
-// part of the tables in shared memory; `offset` has a row's minus zero point as a pair of T, for rows g
+// decode_row<kStep>: the pairs of step kStep of one row, of RowWords. decode<kStep>: the 4 pairs of step kStep, in the order of mma's registers. `tables` are in shared
+// memory, and `lane` is lane_table of it: where the lane's own part of an entry lies; `offset` has a row's minus zero point as a pair of T, for rows g
 // and g + 8.
 template <class Codec, class T, int kBits> struct Decoder;
 
@@ -113,14 +139,24 @@ template <int kLow, int kHigh, Rounding kRounding, class T, int kBits>
 struct Decoder<Uniform<kLow, kHigh, kRounding>, T, kBits> {
     static constexpr int table_bytes = 0;
     __device__ static void fill(u8*, const float*, int, int) {}
-    __device__ static u32 lane_table(const u8*, int) { return 0; }
+    __device__ static u32 lane_table(int) { return 0; }
 
     template <int kStep, bool kZeroPoint>
-    __device__ static void decode(const u32* w, u32, const u32 (&offset)[2], u32 (&a)[4]) {
+    __device__ static void decode(const u32* w, const u8*, u32, const u32 (&offset)[2], u32 (&a)[4]) {
         one<kStep, kZeroPoint, 0>(w, offset, a);
         one<kStep, kZeroPoint, 1>(w, offset, a);
         one<kStep, kZeroPoint, 2>(w, offset, a);
         one<kStep, kZeroPoint, 3>(w, offset, a);
+    }
+    template <int kStep, bool kZeroPoint>
+    __device__ static void decode_row(const u32* w, const u8*, u32, u32 offset, u32& first, u32& second) {
+        if constexpr (kZeroPoint) {
+            first = integers<T, kBits, 2 * kStep>(w, 0, offset);
+            second = integers<T, kBits, 2 * kStep + 1>(w, 0, offset);
+        } else {
+            first = integers<T, kBits, 2 * kStep, Uniform<kLow, kHigh, kRounding>::offset>(w);
+            second = integers<T, kBits, 2 * kStep + 1, Uniform<kLow, kHigh, kRounding>::offset>(w);
+        }
     }
     template <int kStep, bool kZeroPoint, int kRegister>
     __device__ static void one(const u32* w, const u32 (&offset)[2], u32 (&a)[4]) {
@@ -128,12 +164,6 @@ struct Decoder<Uniform<kLow, kHigh, kRounding>, T, kBits> {
         else a[kRegister] = integers<T, kBits, 4 * kStep + kRegister, Uniform<kLow, kHigh, kRounding>::offset>(w);
     }
 };
-
-__device__ inline u32 shared_word(u32 address) {
-    u32 v;
-    asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
 
 // Codebooks: tables in shared memory. Up to 4 bits an entry is a pair of levels, and each lane has a
 // copy of its own; above, it is one level, and some lanes share a copy.
@@ -152,38 +182,47 @@ struct Decoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits> {
             reinterpret_cast<uint4*>(table)[i] = make_uint4(v, v, v, v);
         }
     }
-    __device__ static u32 lane_table(const u8* table, int lane) {
-        return static_cast<u32>(__cvta_generic_to_shared(table)) + lane % copies * 4;
-    }
+    __device__ static u32 lane_table(int lane) { return lane % copies * 4; }
     // Entry `code`, where that stands `at` bits from the low end of a word.
-    __device__ static u32 look_up(u32 word, int at, u32 table) {
+    __device__ static u32 look_up(u32 word, int at, const u8* tables, u32 lane) {
         constexpr int size = copies == 32 ? 7 : copies == 16 ? 6 : 5;  // log2 of the bytes from entry to entry
         const u32 moved = at < size ? word << (size - at) : word >> (at - size);
-        return shared_word((moved & static_cast<u32>(entries - 1) << size) + table);
+        return *reinterpret_cast<const u32*>(tables + and_or(moved, static_cast<u32>(entries - 1) << size, lane));
     }
 
     template <int kStep, bool>
-    __device__ static void decode(const u32* w, u32 table, const u32 (&)[2], u32 (&a)[4]) {
+    __device__ static void decode(const u32* w, const u8* tables, u32 lane, const u32 (&)[2], u32 (&a)[4]) {
         if constexpr (kBits == 4) {
             // A byte holds an element of two neighbouring pairs: look both up, then sort them.
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 low = look_up(w[kStep], 8 * i, table), high = look_up(w[kStep], 16 + 8 * i, table);
+                const u32 low = look_up(w[kStep], 8 * i, tables, lane), high = look_up(w[kStep], 16 + 8 * i, tables, lane);
                 a[2 * i] = __byte_perm(low, high, 0x5410);
                 a[2 * i + 1] = __byte_perm(low, high, 0x7632);
             }
         } else {
-            a[0] = one<4 * kStep>(w, table);
-            a[1] = one<4 * kStep + 1>(w, table);
-            a[2] = one<4 * kStep + 2>(w, table);
-            a[3] = one<4 * kStep + 3>(w, table);
+            a[0] = one<4 * kStep>(w, tables, lane);
+            a[1] = one<4 * kStep + 1>(w, tables, lane);
+            a[2] = one<4 * kStep + 2>(w, tables, lane);
+            a[3] = one<4 * kStep + 3>(w, tables, lane);
+        }
+    }
+    template <int kStep, bool>
+    __device__ static void decode_row(const u32* w, const u8* tables, u32 lane, u32, u32& first, u32& second) {
+        if constexpr (kBits == 4) {
+            const u32 low = look_up(w[kStep / 2], kStep % 2 * 8, tables, lane), high = look_up(w[kStep / 2], 16 + kStep % 2 * 8, tables, lane);
+            first = __byte_perm(low, high, 0x5410);
+            second = __byte_perm(low, high, 0x7632);
+        } else {
+            first = one<2 * kStep>(w, tables, lane);
+            second = one<2 * kStep + 1>(w, tables, lane);
         }
     }
     template <int kPair>
-    __device__ static u32 one(const u32* w, u32 table) {
+    __device__ static u32 one(const u32* w, const u8* tables, u32 lane) {
         const u32 codes = raw_codes<kBits, kPair>(w);
-        if constexpr (pairs) return look_up(codes | codes >> (16 - kBits), 0, table);
-        else return __byte_perm(look_up(codes, 0, table), look_up(codes, 16, table), 0x5410);
+        if constexpr (pairs) return look_up(codes | codes >> (16 - kBits), 0, tables, lane);
+        else return __byte_perm(look_up(codes, 0, tables, lane), look_up(codes, 16, tables, lane), 0x5410);
     }
 };
 
@@ -192,14 +231,19 @@ struct Decoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits> {
     using Codec = Minifloat<kExponent, kMantissa, kSpecials>;
     static constexpr int table_bytes = 0;
     __device__ static void fill(u8*, const float*, int, int) {}
-    __device__ static u32 lane_table(const u8*, int) { return 0; }
+    __device__ static u32 lane_table(int) { return 0; }
 
     template <int kStep, bool>
-    __device__ static void decode(const u32* w, u32, const u32 (&)[2], u32 (&a)[4]) {
+    __device__ static void decode(const u32* w, const u8*, u32, const u32 (&)[2], u32 (&a)[4]) {
         a[0] = one<4 * kStep>(w);
         a[1] = one<4 * kStep + 1>(w);
         a[2] = one<4 * kStep + 2>(w);
         a[3] = one<4 * kStep + 3>(w);
+    }
+    template <int kStep, bool>
+    __device__ static void decode_row(const u32* w, const u8*, u32, u32, u32& first, u32& second) {
+        first = one<2 * kStep>(w);
+        second = one<2 * kStep + 1>(w);
     }
     template <int kPair>
     __device__ static u32 one(const u32* w) {

@@ -11,6 +11,14 @@ namespace cuquant {
 
 struct alignas(64) TensorMap { u64 words[16]; };  // a CUtensorMap
 
+// What products read in shared memory, rows of 128 bytes whose 16-byte parts the copy engine has
+// swizzled: address / 16, and 1,024 bytes from 8 rows to the next 8. A step of 16 elements along K is 2 more.
+__device__ inline u64 swizzled(const void* p) {
+    return static_cast<u64>((shared_address(p) & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#ifndef CUQUANT_EMULATOR
+
 // ---- barriers in shared memory ------------------------------------------------------------------
 
 __device__ inline void barrier_init(u64* barrier, int arrivals) {
@@ -62,12 +70,6 @@ __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
-
-// Rows of 128 bytes, whose 16-byte parts the copy engine has swizzled: address / 16, and 1,024 bytes
-// from 8 rows to the next 8. A step of 16 elements along K is 2 more.
-__device__ inline u64 swizzled(const void* p) {
-    return static_cast<u64>((shared_address(p) & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
 
 // d[64, n] = a[64, 16] b[n, 16]^T, added to d where `keep`; a in registers, b in shared memory.
 template <class T, int kColumns>
@@ -181,5 +183,7 @@ CUQUANT_WGMMA_128(Bfloat16, "bf16")
 CUQUANT_WGMMA_256(Half, "f16")
 CUQUANT_WGMMA_256(Bfloat16, "bf16")
 #undef CUQUANT_WGMMA_256
+
+#endif  // CUQUANT_EMULATOR
 
 }  // namespace cuquant

@@ -9,9 +9,9 @@
 namespace cuquant {
 
 // The operand times the scales of rows g and g + 8, plus their minimums, rounded once.
-template <class Format, class T>
-__device__ void apply(const Group<Format>& own, float unit, u32 (&a)[4]) {
-    using Own = Group<Format>;
+template <class Format, class T, int kLie>
+__device__ void apply(const Group<Format, kLie>& own, float unit, u32 (&a)[4]) {
+    using Own = Group<Format, kLie>;
     if constexpr (Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks) {
         const u32 s0 = __byte_perm(own.scale[0], 0, 0x1010), s1 = __byte_perm(own.scale[0], 0, 0x3232);
         a[0] = mul_pair<T>(a[0], s0); a[1] = mul_pair<T>(a[1], s1); a[2] = mul_pair<T>(a[2], s0); a[3] = mul_pair<T>(a[3], s1);
@@ -53,18 +53,20 @@ __device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i
     named_barrier(barrier, 128);
 }
 
-// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine>
+// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and different parts of K.
+// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1; kLie: see Lie.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine, int kLie>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Epilogue epilogue,
               i64 M, i64 N, int token_tiles, int row_tiles) {
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kRows = 64 * kRowGroups, kThreads = 128 * kGroups;
     constexpr int kBoxBytes = kTokens * kUnit * 2, kStageBytes = kBoxBytes * kDepthGroups;
+    static_assert(kGroups <= 3, "registers are for up to three warpgroups");
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need nobody else's
     constexpr int kPitch = kRows + 4;                              // of shared sums: lanes of a fragment meet no bank twice
     constexpr int kDrain = kTokens < 64 ? kTokens : 64;            // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits>;
-    using Own = Group<Format>;
+    using Own = Group<Format, kLie>;
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* tables = stages + kStages * kStageBytes;
@@ -97,7 +99,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     };
 
     if (warp >= 4 * kGroups) {
-        registers_down<24>();
+        registers_down<kGroups <= 2 ? 48 : 56>();
         if (warp == 4 * kGroups && lane == 0) {
             prefetch_map(&x);
             int stage = 0; u32 parity = 1;
@@ -117,10 +119,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
         return;
     }
-    registers_up<kGroups == 1 ? 232 : kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112>();
+    registers_up<kGroups <= 2 ? 232 : 152>();
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
-    const u32 table = Decode::lane_table(tables, lane);
+    const u32 table = Decode::lane_table(lane);
     int stage = 0; u32 parity = 0;
     for (int tile = cluster; tile < tiles; tile += next_tile) {
         locate(tile);
@@ -153,11 +155,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             for (int s = 0; s < 4; ++s) {
                 const Own& own = groups[d][s * kFine / 4];
                 const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-                if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, table, offset, now[0]);
-                if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, table, offset, now[1]);
-                if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, table, offset, now[2]);
-                if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, table, offset, now[3]);
-                apply<Format, T>(own, weights.unit, now[s]);
+                if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, tables, table, offset, now[0]);
+                if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, tables, table, offset, now[1]);
+                if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, tables, table, offset, now[2]);
+                if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, tables, table, offset, now[3]);
+                apply<Format, T, kLie>(own, weights.unit, now[s]);
             }
             barrier_wait(full + stage, parity);
             wgmma_fence();

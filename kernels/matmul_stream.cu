@@ -30,10 +30,42 @@ __device__ void stage_x(u8* staged, const T* x, i64 row_stride, int vectors, int
     }
 }
 
-// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1. A
+// Bring x into the order in which lanes have the columns of rows: a warp a line of 64.
+template <class Packing>
+__device__ void order_x(u8* staged, int lines, int units, int warp, int warps, int lane) {
+    const int part = lane / 4, t = lane % 4;  // of the new order: half part % 2 of step part / 2
+    using Row = RowWords<Packing>;
+    const int low = Row::column(t, part / 2, part % 2, 0), high = Row::column(t, part / 2, part % 2, 1);
+    for (int line = warp; line < lines; line += warps) {
+        u8* own = staged + line * 128;
+        const int twist = line / units % 8;
+        const auto at = [&](int column) { return reinterpret_cast<const u16*>(own)[((column / 8) ^ twist) * 8 + column % 8]; };
+        const u32 pair = at(low) | static_cast<u32>(at(high)) << 16;
+        __syncwarp();
+        reinterpret_cast<u32*>(own)[(part ^ twist) * 4 + t] = pair;
+    }
+}
+
+// The four pairs of a step, of a unit of fragments or of rows.
+template <class Decode, int kStep, bool kZeros, bool kRows, int kBits>
+__device__ void decode_step(const u32* w, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
+    if constexpr (kRows) {
+        Decode::template decode_row<kStep, kZeros>(w, tables, table, offset[0], a[0], a[2]);
+        Decode::template decode_row<kStep, kZeros>(w + kBits / 2, tables, table, offset[1], a[1], a[3]);
+    } else {
+        Decode::template decode<kStep, kZeros>(w, tables, table, offset, a);
+    }
+}
+
+template <bool kFirst, class A, class B> struct Choose { using Type = A; };
+template <class A, class B> struct Choose<false, A, B> { using Type = B; };
+template <bool kFirst, class A, class B> using Choice = typename Choose<kFirst, A, B>::Type;
+
+// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
+// kLie: see Lie; in rows codes are as in a QuantArray. A
 // block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kGated>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int vectors) {
@@ -43,7 +75,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
     using Decode = Decoder<typename Format::Codec, T, kBits>;
-    using Own = Group<Format>;
+    using Own = Group<Format, kLie>;
+    constexpr bool kRows = kLie == kInRows;
+    using Loaded = Choice<kRows, RowWords<typename Format::Packing>, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -63,13 +97,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
     const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
 
-    // First of all, or it would wait in line behind the weights.
-    stage_x<T>(xs, x + token * x_stride, x_stride, vectors, M_here, K, block_first, block_units, threadIdx.x, kThreads);
-    if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    Decode::fill(tables, weights.values, threadIdx.x, kThreads);
+    const auto stage = [&] {
+        stage_x<T>(xs, x + token * x_stride, x_stride, vectors, M_here, K, block_first, block_units, threadIdx.x, kThreads);
+    };
+    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
+    const bool little = M_here <= 2;
+    if (little) stage();
 
     // The next units to load: where they are, and how many.
-    const u32* next_codes;
+    const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
     int next_count, next_unit, now_pass = 0, last_group = 0;
     const auto locate = [&](int pass, int at) {
@@ -78,16 +114,23 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         now_pass = pass;
         next_unit = first + at;
         next_count = pass < passes ? count - at : 0;
-        next_codes = own.codes + (strip * weights.units + next_unit) * Words<kBits>::unit_words();
+        if constexpr (kRows) {
+            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + t * 2 * kBits, row = strip * kStrip + g;
+            next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
+            next_second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
+        } else {
+            next_codes = reinterpret_cast<const u8*>(own.codes + (strip * weights.units + next_unit) * Words<kBits>::unit_words());
+        }
         if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
         next_group.set(own, strip, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
     };
-    Words<kBits> words[kAhead];
+    Loaded words[kAhead];
     Own groups[kGroups], coming;  // `coming`: where one group lasts longer than what is loaded ahead
     const auto load_group = [&](Own& to, int ahead) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g); };
     const auto load = [&](int d, bool whole) {
         if (whole || d < next_count) {
-            words[d].load(next_codes + d * Words<kBits>::unit_words(), lane);
+            if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
+            else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
             if constexpr (kFine > 1) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
@@ -102,10 +145,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) load(d, false);
     if constexpr (kFine == 1 && kLong) { if (count > 0) load_group(groups[0], 0); }
+    if (!little) stage();
+    if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    Decode::fill(tables, weights.values, threadIdx.x, kThreads);
     copies_wait();
     __syncthreads();
+    if constexpr (kRows) {
+        order_x<typename Format::Packing>(xs, M_here * block_units, block_units, warp, kStrips * kDepth, lane);
+        __syncthreads();
+    }
 
-    const u32 table = Decode::lane_table(tables, lane);
+    const u32 table = Decode::lane_table(lane);
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, and how far the next unit is
     int x_step[kTiles];
 #pragma unroll
@@ -142,10 +192,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int s = 0; s < 4; ++s) {
             const Own& own = kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, table, offset, a[0]);
-            if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, table, offset, a[1]);
-            if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, table, offset, a[2]);
-            if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, table, offset, a[3]);
+            if (s == 0) decode_step<Decode, 0, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[0]);
+            if (s == 1) decode_step<Decode, 1, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[1]);
+            if (s == 2) decode_step<Decode, 2, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[2]);
+            if (s == 3) decode_step<Decode, 3, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[3]);
         }
 #pragma unroll
         for (int s = 0; s < 4; s += 2) {

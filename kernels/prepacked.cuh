@@ -1,4 +1,4 @@
-// The arrays of a PackedWeight of layout "fragments/1", and what a lane knows of the groups of its rows.
+// The arrays of a PackedWeight of layout "fragments/1" (or of a QuantArray by rows), and what a lane knows of the groups of its rows.
 // cuquant/fragments.py says where everything lies.
 #pragma once
 #include "blocks.cuh"
@@ -7,9 +7,9 @@
 namespace cuquant {
 
 struct Prepacked {  // null where the format has none
-    const u32* codes;           // [strips, units, 32 * bits]
+    const u32* codes;           // [strips, units, 32 * bits]; by rows: [rows, 2 * units * bits]
     const void* scale;          // [strips, groups, 16], or by rows: see `tall`; ggml: [strips, blocks, 16]
-    const u8* zero_point;       // [strips, groups, 16]
+    const u8* zero_point;       // the same
     const void* minimum;        // ggml: [strips, blocks, 16]
     const u8* sub_scale;        // K-quants: [strips, groups, 16]
     const u8* sub_minimum;
@@ -21,7 +21,7 @@ struct Prepacked {  // null where the format has none
     i64 rows, groups, blocks;   // N, and groups and ggml's blocks of a row
     i64 scale_rows;             // where scales are by rows
     int strips, units;
-    int tall;                   // scales [rows / tall, groups] are not laid out in strips; else 0
+    int tall;                   // rows that share a scale, where these are not laid out in strips
     int per_block;              // groups of ggml's block
     float unit, per_unit;       // a power of two that brings weights into the range of T, and 1 / that
 };
@@ -40,8 +40,11 @@ template <class Format> struct Pieces<Format, true> {
     static constexpr int zero = Format::Layout::scale_zero;
 };
 
+// How scales lie: laid out in strips, [rows / tall, groups], or [rows, groups] as zero points then also do.
+enum Lie { kInStrips = 0, kInBlocks = 1, kInRows = 2 };
+
 // Numbers of one group of rows g and g + 8, as they are stored.
-template <class Format>
+template <class Format, int kLie>
 struct Group {
     static constexpr bool blocks = HasLayout<Format>::value;
     static constexpr Stored stored = blocks ? Stored::Float16 : Format::stored;
@@ -57,18 +60,27 @@ struct Group {
     struct Cursor {
         i64 strip, group;
         const u8 *scale, *zero;
+        i64 apart;  // groups from row g to row g + 8, of which the last may not exist
 
         __device__ void set(const Prepacked& w, i64 own_strip, i64 own_group, int g) {
             strip = own_strip; group = own_group;
+            if constexpr (kLie == kInRows) {
+                const i64 row = min(strip * kStrip + g, w.rows - 1), at = row * w.groups + group;
+                apart = (min(strip * kStrip + g + 8, w.rows - 1) - row) * w.groups;
+                scale = static_cast<const u8*>(w.scale) + at * bytes;
+                if constexpr (zeros) zero = w.zero_point + at;
+                return;
+            }
             const i64 at = (strip * w.groups + group) * kStrip + 2 * g;
             scale = static_cast<const u8*>(w.scale) + at * bytes;
-            if constexpr (zeros) zero = w.zero_point + at;
+            if constexpr (zeros && kLie == kInStrips) zero = w.zero_point + at;
         }
     };
 
     // Group `ahead` of a cursor; it must exist.
     __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g) {
-        if constexpr (zeros) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
+        if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
+        if constexpr (zeros && kLie == kInRows) zero = from.zero[ahead] | from.zero[from.apart + ahead] << 8;
         if constexpr (blocks) {
             const i64 group = from.group + ahead, at = (from.strip * w.groups + group) * kStrip + 2 * g;
             const i64 block = (from.strip * w.blocks + group / w.per_block) * kStrip + 2 * g;
@@ -76,9 +88,13 @@ struct Group {
             if constexpr (Parts::minimums) minimum = *reinterpret_cast<const u32*>(static_cast<const u16*>(w.minimum) + block);
             if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(w.sub_scale + at);
             if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(w.sub_minimum + at);
-        } else if (w.tall) {
+        } else if constexpr (kLie == kInRows) {
+            by_rows(from.scale, ahead, from.apart + ahead);
+        } else if constexpr (kLie == kInBlocks) {
             const i64 row = from.strip * kStrip + g, group = from.group + ahead;
-            by_rows(w, min(row / w.tall, w.scale_rows - 1) * w.groups + group, min((row + 8) / w.tall, w.scale_rows - 1) * w.groups + group);
+            const i64 first = min(row / w.tall, w.scale_rows - 1) * w.groups + group, second = min((row + 8) / w.tall, w.scale_rows - 1) * w.groups + group;
+            by_rows(static_cast<const u8*>(w.scale), first, second);
+            if constexpr (zeros) zero = w.zero_point[first] | w.zero_point[second] << 8;
         } else if constexpr (bytes == 4) {
             const uint2 v = *reinterpret_cast<const uint2*>(from.scale + ahead * kStrip * 4);
             scale[0] = v.x; scale[1] = v.y;
@@ -97,13 +113,13 @@ struct Group {
             }
         }
     }
-    __device__ void by_rows(const Prepacked& w, i64 first, i64 second) {
+    __device__ void by_rows(const u8* from, i64 first, i64 second) {
         if constexpr (bytes == 4) {
-            scale[0] = static_cast<const u32*>(w.scale)[first]; scale[1] = static_cast<const u32*>(w.scale)[second];
+            scale[0] = reinterpret_cast<const u32*>(from)[first]; scale[1] = reinterpret_cast<const u32*>(from)[second];
         } else if constexpr (bytes == 2) {
-            scale[0] = static_cast<const u16*>(w.scale)[first] | static_cast<u32>(static_cast<const u16*>(w.scale)[second]) << 16;
+            scale[0] = reinterpret_cast<const u16*>(from)[first] | static_cast<u32>(reinterpret_cast<const u16*>(from)[second]) << 16;
         } else {
-            scale[0] = static_cast<const u8*>(w.scale)[first] | static_cast<u32>(static_cast<const u8*>(w.scale)[second]) << 8;
+            scale[0] = from[first] | static_cast<u32>(from[second]) << 8;
         }
     }
 

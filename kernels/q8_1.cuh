@@ -29,7 +29,7 @@ constexpr int kIntegerStart = 0x4B400000;
 __device__ inline float float_of_sum(int sum) { return __fadd_rn(float_of(static_cast<u32>(sum)), -12582912.0f); }
 
 // How the groups of a row of weights lie in shared memory. Vectors that start on 16 bytes are copied, so
-// a group begins up to 12 or 14 bytes after its first one; an odd number of them lets 8 rows use all banks.
+// a group begins up to 14 bytes after its first one; an odd number of them lets 8 rows use all banks.
 template <class Layout>
 struct Geometry {
     static constexpr int blocks = kGroup / Layout::elements, bytes = blocks * Layout::bytes;

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -47,6 +47,9 @@ class Products(OnEmulator):
     def guarded(self, value: Any) -> Any:
         if isinstance(value, cq.QuantArray):
             return self.copy(value)
+        if isinstance(value, cq.PackedWeight):
+            parts = {name: self.backend.array(part) for name, part in value.arrays().items()}
+            return replace(value, components=parts)
         if not isinstance(value, np.ndarray):
             return value
         if value.flags.c_contiguous:

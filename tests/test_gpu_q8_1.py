@@ -83,7 +83,7 @@ def test_products(name, to):
 def test_larger_products(name, columns):
     to = fake_gpu.real("cupy")
     blocks = columns // BLOCK_LAYOUTS[name].elements
-    for m, n in ((1, 1), (257, 8), (300, 17)):
+    for m, n in ((1, 1), (257, 8), (300, 17), (1030, 700)):
         assert_product(name, to, *operands(name, m, n, blocks))
 
 

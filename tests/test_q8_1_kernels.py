@@ -73,21 +73,26 @@ def run(backend, name: str, weights: np.ndarray, tokens: np.ndarray) -> np.ndarr
     return q8_1.gemm(backend, name, *given, shape)
 
 
-class Narrow(Recorder):
-    arch = 75
+# One whose groups are not whole words, one with minimums, one that is looked up in sub-blocks.
+FEWER = ["q3_k", "q4_1", "nvfp4"]
 
 
-class NarrowEmulator(Emulator):
-    arch = 75  # thread blocks have little shared memory, and so fewer warps
+class Recorder90(Recorder):
+    arch = 90
+
+
+class Emulator90(Emulator):
+    arch = 90  # thread blocks have the shared memory that the fast launches want
 
 
 @cache
 def built() -> None:
-    recorder, narrow = Recorder(), Narrow()
+    recorder, narrow = Recorder90(), Recorder()
     for name in WEIGHTS:
-        for n in (1, 5):
-            operand = operands(name, 1, n, 1)
-            run(recorder, name, *operand), run(narrow, name, *operand)
+        for m, n in ((1, 1), (1, 5), (1, 9), (130, 65)):
+            run(recorder, name, *operands(name, m, n, 1))
+        if name in FEWER:
+            run(narrow, name, *operands(name, 1, 5, 1))
     for dtype in FLOATS:
         recorder.launch(q8_1.values_launch(dtype, 1))
     Emulator().build([*recorder.programs, *narrow.programs])
@@ -114,12 +119,56 @@ SHAPES = [(1, 1, 1), (16, 8, 2), (17, 4, 3), (35, 17, 9), (3, 5, 33), (2, 2, 70)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(name, shape):
     weights, tokens = operands(name, *shape)
-    found = run(Emulator(), name, weights, tokens)
+    found = run(Emulator90(), name, weights, tokens)
     wanted, bound = exact(name, weights, tokens)
     assert found.shape == shape[:2] and found.dtype == F32
     assert (np.abs(found - wanted) <= bound).all()
     if shape[0] > 1:
         assert np.abs(wanted).max() > 50 * bound.max()  # so it is a tight one
+
+
+@pytest.mark.parametrize(("m", "n", "columns"), [(130, 67, 1280), (129, 17, 256)])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_tiles_of_many_rows_and_tokens(name, m, n, columns):
+    """Two row tiles, the last one with warps that have no row, and tokens beside whole tiles."""
+    assert q8_1.operand(name).launch(m, n, 90, 2).program.entry == "matmul_q8_1_tiles"
+    weights, tokens = operands(name, m, n, columns // BLOCK_LAYOUTS[name].elements)
+    found = run(Emulator90(), name, weights, tokens)
+    wanted, bound = exact(name, weights, tokens)
+    assert (np.abs(found - wanted) <= bound).all()
+
+
+def test_tiles_of_rows_that_are_no_whole_words():
+    weights, tokens = operands("q4_0", 130, 17, 25)
+    found = run(Emulator90(), "q4_0", weights, tokens)
+    wanted, bound = exact("q4_0", weights, tokens)
+    assert (np.abs(found - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "arch", "entry", "tokens", "threads"),
+    [
+        (4096, 1, 90, "matmul_q8_1", 4, 256),
+        (4096, 8, 90, "matmul_q8_1", 8, 256),
+        (4096, 128, 90, "matmul_q8_1", 16, 256),  # 64 tiles would leave half of the GPU idle
+        (4096, 192, 90, "matmul_q8_1_tiles", 64, 256),
+        (4096, 16, 86, "matmul_q8_1", 8, 256),  # 100 KB
+        (4096, 512, 86, "matmul_q8_1_tiles", 64, 256),
+        (4096, 512, 75, "matmul_q8_1", 8, 128),
+        (4096, 1, 999, "matmul_q8_1", 4, 128),  # a GPU that nobody knows
+    ],
+)
+def test_launches(m, n, arch, entry, tokens, threads):
+    launch = q8_1.operand("q4_0").launch(m, n, arch, 132)
+    assert (launch.program.entry, launch.program.arguments[1]) == (entry, tokens)
+    assert launch.threads == threads and launch.shared <= q8_1.SHARED.get(arch, 64 << 10)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_shared_memory_is_there_on_every_gpu(name):
+    for arch, limit in q8_1.SHARED.items():
+        for n in (1, 5, 9, 512):
+            assert q8_1.operand(name).launch(4096, n, arch, 132).shared <= limit
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -138,7 +187,7 @@ def test_every_column_takes_part(name):
         .reshape(columns, -1, 36)
     )
     scaled, minimum = parts(name, weights)
-    found = run(Emulator(), name, weights, tokens)
+    found = run(Emulator90(), name, weights, tokens)
     # A code times its scale and its minimum are exact; their sum is rounded once.
     assert np.array_equal(found, (scaled + minimum).astype(F32))
 
@@ -146,17 +195,18 @@ def test_every_column_takes_part(name):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_result_does_not_depend_on_its_neighbours(name):
     weights, tokens = operands(name, 19, 9, 11)
-    whole = run(Emulator(), name, weights, tokens)
+    whole = run(Emulator90(), name, weights, tokens)
     for n in (1, 2, 4, 6):
-        assert bits_equal(run(Emulator(), name, weights[3:7], tokens[:n]), whole[3:7, :n])
+        assert bits_equal(run(Emulator90(), name, weights[3:7], tokens[:n]), whole[3:7, :n])
     for order in ORDERS:
-        assert bits_equal(run(Emulator(order), name, weights, tokens), whole)
+        assert bits_equal(run(Emulator90(order), name, weights, tokens), whole)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_fewer_warps(name):
+@pytest.mark.parametrize("name", FEWER)
+def test_fewer_warps_where_shared_memory_is_small(name):
+    assert Emulator().arch == 75
     weights, tokens = operands(name, 17, 5, 37)
-    found = run(NarrowEmulator(), name, weights, tokens)
+    found = run(Emulator(), name, weights, tokens)
     wanted, bound = exact(name, weights, tokens)
     assert (np.abs(found - wanted) <= bound).all()
 
@@ -171,7 +221,7 @@ def test_what_is_not_finite_stays_in_its_row_and_token(name):
     weights[7, 3, layout.scale_byte : layout.scale_byte + width] = nan
     tokens[2, 5, :2] = np.array([0x7E00], "<u2").view(np.uint8)
     tokens[4, 1, :2] = infinite
-    found = run(Emulator(), name, weights, tokens)
+    found = run(Emulator90(), name, weights, tokens)
     wanted = np.ones((20, 6), bool)
     wanted[7], wanted[:, 2], wanted[:, 4] = False, False, False
     assert np.array_equal(np.isfinite(found), wanted)
@@ -179,7 +229,7 @@ def test_what_is_not_finite_stays_in_its_row_and_token(name):
     if layout.minimum_byte is not None:
         weights[9, 0, layout.minimum_byte : layout.minimum_byte + 2] = nan
         wanted[9] = False
-        found = run(Emulator(), name, weights, tokens)
+        found = run(Emulator90(), name, weights, tokens)
         assert np.array_equal(np.isfinite(found), wanted)
 
 
@@ -187,15 +237,15 @@ def test_the_stored_sum_is_not_read():
     weights, tokens = operands("q4_1", 4, 3, 4)
     other = tokens.copy()
     other[..., 2:4] = 0xFF
-    found = [run(Emulator(), "q4_1", weights, each) for each in (tokens, other)]
+    found = [run(Emulator90(), "q4_1", weights, each) for each in (tokens, other)]
     assert bits_equal(*found)
 
 
 def test_empty_products():
     weights, tokens = operands("q4_0", 2, 2, 1)
-    assert run(Emulator(), "q4_0", weights[:0], tokens).shape == (0, 2)
-    assert run(Emulator(), "q4_0", weights, tokens[:0]).shape == (2, 0)
-    assert not run(Emulator(), "q4_0", weights[:, :0], tokens[:, :0]).any()
+    assert run(Emulator90(), "q4_0", weights[:0], tokens).shape == (0, 2)
+    assert run(Emulator90(), "q4_0", weights, tokens[:0]).shape == (2, 0)
+    assert not run(Emulator90(), "q4_0", weights[:, :0], tokens[:, :0]).any()
 
 
 # ---- quantize_q8_1(sum="values") ----------------------------------------------------------------
@@ -207,6 +257,6 @@ def test_q8_1_of_values(dtype, kind):
     x = DATA[kind]((9, 416), dtype)
     x[0, :32], x[1, :16] = 0, -x[1, 16:32]
     x[2, :32], x[2, 0] = 0.5, 127  # halves go away from zero
-    emulator = Emulator()
+    emulator = Emulator90()
     found = q8_1.quantize_values(emulator, emulator.array(x), dtype, x.shape)
     assert bits_equal(found, F.quantize_q8_1(x, sum="values"))

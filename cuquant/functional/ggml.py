@@ -113,8 +113,8 @@ _GEMM = """W @ A.T of {name} weights and q8_1 activations: the values that both 
     -----
     Layouts: block_{name} and block_q8_1 in ggml-common.h. Sums are float32: of the decoded values
     on the CPU; on a GPU of exact integer dot products of {sub_block} columns times their
-    scales{offset}. The sum that activations store is not read. On one GPU a result is the same
-    every time, whatever the other rows of both operands are.
+    scales{offset}, in an order that M, N and the GPU decide: a call gives the same bits every
+    time. The sum that activations store is not read.
 
     Examples
     --------

@@ -10,11 +10,13 @@ import numpy as np
 
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels.geometry import View
+from cuquant.ops.tensor_map import DATA_TYPES, MAP_BYTES
 from emulator import compile as compilation
 from emulator.memory import Memory
 
 ORDERS = ("ascending", "descending", "shuffled", "mixed")
 SHARED_MOST = 232448  # bytes of dynamic shared memory: Hopper's
+MAP_MARK = 0x70616D20726F736E
 
 
 class KernelError(RuntimeError):
@@ -46,7 +48,7 @@ class _OnHost:
     """What both backends do with NumPy arrays, as cuquant.ops.gpu does with a GPU's."""
 
     kind = "numpy"
-    arch = 75  # no mma: tensor cores are not emulated
+    arch: int
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         raise NotImplementedError
@@ -84,6 +86,16 @@ class _OnHost:
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    def tensor_map(
+        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+    ) -> bytes:
+        """hopper.h's EmulatorMap, in the room of a CUtensorMap."""
+        taken = pointer % 16 == stride % 16 == 0 and 0 < stride < 1 << 40 and 0 < height <= 256
+        if not taken or dtype not in DATA_TYPES or not (0 < rows < 1 << 32 and columns > 0):
+            raise KernelError(f"no tensor map of {(pointer, rows, columns, stride, height, dtype)}")
+        map = struct.pack("<Q5q", pointer, rows, columns, stride, height, MAP_MARK)
+        return map.ljust(MAP_BYTES, b"\0")
+
     def view(self, array: np.ndarray) -> View:
         steps = tuple(step // array.dtype.itemsize for step in array.strides)
         return View(array.ctypes.data, array.shape, steps, array.dtype)
@@ -99,16 +111,20 @@ class Emulator(_OnHost):
         another one for each block.
     folders
         Where to look for kernel files before cuquant's own folder.
-    multiprocessors
-        What launch rules see.
+    multiprocessors, arch
+        What launch rules see. Of sm_90 clusters of several blocks are not there.
     """
 
     def __init__(
-        self, order: str = "mixed", folders: Sequence[Path] = (), multiprocessors: int = 2
+        self,
+        order: str = "mixed",
+        folders: Sequence[Path] = (),
+        multiprocessors: int = 2,
+        arch: int = 75,
     ) -> None:
         self.order = ORDERS.index(order)
         self.folders = tuple(folders)
-        self.multiprocessors = multiprocessors
+        self.multiprocessors, self.arch = multiprocessors, arch
         self.memory = Memory()
         self._uploaded: dict[tuple, np.ndarray] = {}
 
@@ -153,8 +169,8 @@ class Recorder(_OnHost):
     What `read` gives is zeros too: programs that depend on results are found with those only.
     """
 
-    def __init__(self, multiprocessors: int = 2) -> None:
-        self.multiprocessors = multiprocessors
+    def __init__(self, multiprocessors: int = 2, arch: int = 75) -> None:
+        self.multiprocessors, self.arch = multiprocessors, arch
         self.launches: list[Launch] = []
 
     @property

@@ -32,6 +32,7 @@ FLAGS = (
 )
 MOST = 32  # programs in one C++ file
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_STRUCT = re.compile(r"^(?=struct )", re.MULTILINE)
 
 Function = Callable[..., bytes | None]  # run_0(launch, arguments, their count, fault)
 _functions: dict[tuple[Program, tuple[Path, ...]], Function] = {}
@@ -76,8 +77,9 @@ def _groups(programs: list[Program]) -> list[list[Program]]:
 
 
 def source_of(programs: Sequence[Program]) -> str:
-    """The C++ of some programs: facts that they share are there once."""
-    facts = dict.fromkeys(program.facts for program in programs if program.facts)
+    """The C++ of some programs: structs of facts that they share are there once."""
+    structs = (part for program in programs for part in _STRUCT.split(program.facts))
+    facts = dict.fromkeys(part.rstrip() for part in structs if part)
     files = dict.fromkeys(program.file for program in programs)
     lines = ['#include "cuda.h"', '#include "launch.h"', '#include "format.cuh"']
     lines += ["namespace cuquant { namespace formats {", *facts, "} }"]

@@ -338,9 +338,11 @@ inline void store16(void* to, uint4 value) {
 
 }  // namespace cuquant
 
-// ---- what kernels/dot.cuh writes in asm ---------------------------------------------------------
+// ---- what kernels/dot.cuh, mma.cuh and hopper.cuh write in asm ----------------------------------
 
 #include "dot.h"
+#include "mma.h"
+#include "hopper.h"
 
 // ---- what g++ found with -fsanitize=bounds,shift-exponent,alignment -----------------------------
 

@@ -55,7 +55,17 @@ struct WarpOperation {
     }
 };
 
-enum class State { Ready, AtBarrier, AtWarpOperation, Done };
+// What a thread waits for that others or a copy make true.
+struct Condition {
+    const char* name;
+    bool (*holds)(const void* about, std::uint64_t argument);
+    const void* about;
+    std::uint64_t argument;
+    Place place;
+    std::string text() const { return std::string(name) + " in " + place.text(); }
+};
+
+enum class State { Ready, AtBarrier, AtWarpOperation, AtCondition, Done };
 
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -63,7 +73,9 @@ struct Fiber {
     State state = State::Done;
     Place barrier{};
     WarpOperation operation{};
+    Condition condition{};
     std::uint64_t result = 0;  // of its last warp operation
+    std::uint64_t met = 0;     // how often the cluster had met when it arrived there
 };
 
 constexpr int kWarp = 32, kDynamicMost = 232448, kGuard = 4096;
@@ -77,7 +89,9 @@ struct Warp { unsigned waiting, exited; };
 struct Machine {
     std::vector<Fiber> fibers;  // as many as the largest launch had
     Warp warps[32];
+    int rank = 0;  // of the block that runs, in its cluster
     int threads = 0, alive = 0;
+    int shared = 0;  // bytes of dynamic shared memory
     int current = 0;
     void* scheduler = nullptr;  // its stack pointer, while a fiber runs
     std::function<void()> kernel;
@@ -96,11 +110,13 @@ inline Machine machine;
 inline emulator::Dim3 threadIdx, blockIdx, blockDim, gridDim;
 constexpr int warpSize = emulator::kWarp;
 
-// `extern __shared__ u8 dynamic_shared[];` in namespace cuquant is this array. All shared arrays are
-// thread_local: one copy for the one thread that runs all fibers, in one piece that can be poisoned.
+// `extern __shared__ u8 dynamic_shared[];` in namespace cuquant is this array, and so is `shared`. All
+// shared arrays are thread_local: one copy for the one thread that runs all fibers, in one piece that
+// can be poisoned.
 namespace cuquant {
 thread_local __attribute__((aligned(1024))) unsigned char
     dynamic_shared[emulator::kDynamicMost + emulator::kGuard];
+extern thread_local unsigned char shared[] __attribute__((alias("_ZN7cuquant14dynamic_sharedE")));
 }
 
 namespace emulator {
@@ -148,6 +164,15 @@ inline int barrier(bool predicate, Place place) {
     release_barrier();
     if (running().state != State::Ready) wait();
     return machine.outcome;
+}
+
+// ---- conditions: looked at whenever it is the thread's turn -------------------------------------
+
+inline void wait_until(const Condition& condition) {
+    if (condition.holds(condition.about, condition.argument)) return;
+    running().state = State::AtCondition;
+    running().condition = condition;
+    wait();
 }
 
 // ---- warp operations: complete when every lane of the mask asks for the same --------------------
@@ -257,7 +282,8 @@ inline std::string waiting() {
             const Fiber& fiber = machine.fibers[i];
             wish = fiber.state == State::Done ? "exited"
                    : fiber.state == State::AtBarrier ? "__syncthreads in " + fiber.barrier.text()
-                                                     : fiber.operation.text();
+                   : fiber.state == State::AtCondition ? fiber.condition.text()
+                                                       : fiber.operation.text();
         }
         if (wish == last) continue;
         if (!wish.empty()) text += "\n  from thread " + std::to_string(i) + ": " + wish;
@@ -283,7 +309,17 @@ inline std::vector<int> turns(Order order, unsigned block) {
     return turn;
 }
 
-inline void run_block(const std::vector<int>& turn) {
+// What is called before each block: it drops what the last one, which may have failed, left behind.
+inline std::vector<void (*)()> block_starts;
+inline bool at_block_start(void (*function)()) {
+    block_starts.push_back(function);
+    return true;
+}
+// What goes on beside the threads, one step at a time, when none of them can; false where nothing does.
+inline bool (*beside)() = nullptr;
+
+inline void start_block() {
+    for (const auto function : block_starts) function();
     for (int i = 0; i < machine.threads; ++i) prepare(machine.fibers[i]);
     for (int warp = 0; warp < 32; ++warp) {
         const int lanes = machine.threads - warp * kWarp;
@@ -291,16 +327,24 @@ inline void run_block(const std::vector<int>& turn) {
     }
     machine.alive = machine.threads;
     machine.arrived = machine.votes = 0;
-    while (machine.alive) {
+}
+
+// Runs the block until all threads have exited or none can go on; whether any could.
+inline bool run_block(const std::vector<int>& turn) {
+    for (bool any = false;; any = true) {
         bool progress = false;
         for (const int i : turn) {
-            if (machine.fibers[i].state != State::Ready) continue;
+            Fiber& fiber = machine.fibers[i];
+            if (fiber.state == State::AtCondition && fiber.condition.holds(fiber.condition.about, fiber.condition.argument))
+                fiber.state = State::Ready;
+            if (fiber.state != State::Ready) continue;
             progress = true;
             machine.current = i;
             threadIdx = {static_cast<unsigned>(i), 0, 0};
             emulator_switch(&machine.scheduler, machine.fibers[i].stack_pointer);
         }
-        if (!progress) fail("deadlock: nobody can go on%s", waiting().c_str());
+        if (!progress && machine.alive && beside) progress = beside();
+        if (!progress) return any;
     }
 }
 

@@ -1,54 +1,14 @@
-// A launch: shared memory poisoned for every block, faults turned into messages, and the values that
-// Python passes made the kernel's parameters, with the checks that a GPU does not make.
+// A launch: all blocks, faults turned into messages, and the values that Python passes made the
+// kernel's parameters, with the checks that a GPU does not make.
 #pragma once
-#include "fibers.h"
+#include "cluster.h"
 
 #include <csignal>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
-#include <link.h>
-
 namespace emulator {
-
-// ---- shared memory ------------------------------------------------------------------------------
-
-struct Bytes { unsigned char* begin; std::size_t count; };
-
-// This library's thread_local bytes: the shared arrays of all its kernels.
-inline Bytes shared_memory() {
-    Bytes found{cuquant::dynamic_shared, 0};  // touched, so it exists
-    dl_iterate_phdr(
-        [](dl_phdr_info* info, std::size_t, void* data) {
-            auto& bytes = *static_cast<Bytes*>(data);
-            auto* tls = static_cast<unsigned char*>(info->dlpi_tls_data);
-            for (int i = 0; i < info->dlpi_phnum; ++i) {
-                const auto& header = info->dlpi_phdr[i];
-                if (header.p_type != PT_TLS || !tls) continue;
-                if (bytes.begin < tls || bytes.begin >= tls + header.p_memsz) continue;
-                bytes = {tls, header.p_memsz};
-                return 1;
-            }
-            return 0;
-        },
-        &found);
-    return found;
-}
-
-inline void poison(const Bytes& all, int dynamic) {
-    unsigned char* const start = cuquant::dynamic_shared;
-    unsigned char* const end = start + sizeof cuquant::dynamic_shared;
-    std::memset(all.begin, kPoison, start - all.begin);
-    std::memset(start, kPoison, dynamic + kGuard);
-    std::memset(end, kPoison, all.begin + all.count - end);
-}
-
-inline void check_dynamic(int dynamic) {
-    for (int i = dynamic; i < dynamic + kGuard; ++i)
-        if (cuquant::dynamic_shared[i] != kPoison)
-            fail("a write to byte %d of %d bytes of dynamic shared memory", i, dynamic);
-}
 
 // ---- launching ----------------------------------------------------------------------------------
 
@@ -86,19 +46,13 @@ class Signals {
 
 inline void run_grid(const Launch& launch) {
     machine.threads = launch.threads;
-    if (static_cast<int>(machine.fibers.size()) < launch.threads) machine.fibers.resize(launch.threads);
+    machine.shared = launch.shared;
     gridDim = launch.grid;
     blockDim = {static_cast<unsigned>(launch.threads), 1, 1};
-    const Bytes all = shared_memory();
-    unsigned block = 0;
     for (unsigned z = 0; z < launch.grid.z; ++z)
         for (unsigned y = 0; y < launch.grid.y; ++y)
-            for (unsigned x = 0; x < launch.grid.x; ++x, ++block) {
-                blockIdx = {x, y, z};
-                poison(all, launch.shared);
-                run_block(turns(static_cast<Order>(launch.order), block));
-                check_dynamic(launch.shared);
-            }
+            for (unsigned x = 0; x < launch.grid.x; x += kCluster)
+                run_cluster(static_cast<Order>(launch.order), {x, y, z});
 }
 
 // Does `work`, which may fail: what went wrong, or nullptr.

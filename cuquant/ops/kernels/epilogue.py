@@ -10,7 +10,9 @@ from cuquant.ops.backend import Backend
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # epilogue.cuh's Type
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # its Activation
 # Its Epilogue: the addresses of out, bias and residual, then an Epilogue's `constants`.
-PACK = struct.Struct("<3Q3q4i").pack
+_STRUCT = struct.Struct("<3Q3q4i")
+PACK, UNPACK = _STRUCT.pack, _STRUCT.unpack
+GATED = 4  # its activation that multiplies by silu(residual)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Many rows of x times a prepacked weight on Hopper's tensor cores: matmul_hopper.cu."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
 
 from cuquant.formats import Format
 from cuquant.fragments import FRAGMENTS_LAYOUT, UNIT
@@ -10,9 +12,11 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.operands import Product
+from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
+from cuquant.ops.kernels.operands import Operand, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
+F32 = np.dtype(np.float32)
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN = 64  # rows of x that are stored at a time
 DRAIN_PITCH = 68
@@ -32,7 +36,7 @@ class Shape:
     split
         Blocks that share K.
     ahead, stages
-        Units of the weight that are loaded ahead, and steps of x.
+        Units of the weight that are loaded ahead, and steps of x in shared memory.
     """
 
     tokens: int
@@ -41,6 +45,16 @@ class Shape:
     split: int
     ahead: int
     stages: int
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, of a block."""
+        return self.row_groups * GROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one warpgroup is for the copies."""
+        return 128 * (self.row_groups * self.depth_groups + 1)
 
     @property
     def alone(self) -> bool:
@@ -55,33 +69,38 @@ def shared_bytes(shape: Shape, table: int) -> int:
     return shape.stages * stage + drain + table
 
 
+def staged(shape: Shape, table: int) -> Shape:
+    """The shape with as many stages as fit."""
+    while shared_bytes(shape, table) > prepacked.SHARED_MOST:
+        shape = replace(shape, stages=shape.stages - 1)
+    return shape
+
+
 @lru_cache(maxsize=4096)
 def divide(
-    rows: int, columns: int, depth: int, fine: int, table: int, multiprocessors: int
+    rows: int, columns: int, depth: int, bits: int, fine: int, table: int, multiprocessors: int
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth].
 
-    Tiles are as large as still give every multiprocessor one; where there are fewer, blocks of a
-    cluster share K.
+    Up to 128 rows of x a block has 64 rows of the weight, and three warpgroups that share K hide
+    each other's decoding. More rows of x want larger tiles, of which each multiprocessor has one.
+    Where there are too few tiles two blocks of a cluster share K.
     """
     units = -(-depth // UNIT)
     tokens = next((n for n in (32, 64, 128) if rows <= n), 256)
-    if tokens == 256:
-        tiles = -(-columns // (2 * GROUP_ROWS)) * -(-rows // 256)
-        if 2 * tiles <= multiprocessors:
-            tokens = 128
-    row_groups, depth_groups = (1, 2) if tokens <= 64 else (2, 1)
-    tiles = -(-columns // (row_groups * GROUP_ROWS)) * -(-rows // tokens)
-    split = 1
-    while tokens <= 128 and 2 * split * tiles <= multiprocessors and split < 2:
-        if units < 8 * split * depth_groups:
-            break
-        split *= 2
-    ahead = 2 if tokens == 256 or fine > 1 else 4
-    shape = Shape(tokens, row_groups, depth_groups, split, ahead, STAGES)
-    while shared_bytes(shape, table) > prepacked.SHARED_MOST:
-        shape = Shape(tokens, row_groups, depth_groups, split, ahead, shape.stages - 1)
-    return shape
+    light = bits <= 4 and fine == 1  # what is loaded ahead takes few registers
+    groups = (1, 3 if light else 2) if tokens <= 128 else (2, 1)
+    heavy = bits > 4 and fine == 4  # its decoding leaves no registers for the sums of 256
+    if tokens == 256 and (heavy or 2 * _tiles(rows, columns, tokens, 2) <= multiprocessors):
+        tokens = 128
+    tiles = _tiles(rows, columns, tokens, groups[0])
+    split = 2 if 2 * tiles <= multiprocessors and units >= 8 * groups[1] else 1
+    ahead = 4 if light and groups == (2, 1) and tokens == 128 else 2
+    return staged(Shape(tokens, *groups, split, ahead, STAGES), table)
+
+
+def _tiles(rows: int, columns: int, tokens: int, row_groups: int) -> int:
+    return -(-columns // (row_groups * GROUP_ROWS)) * -(-rows // tokens)
 
 
 @dataclass(frozen=True)
@@ -92,27 +111,48 @@ class Hopper:
     height = 0
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
-        (weight,) = product.weights
+        first, *others = (self._one(backend, product, weight) for weight in product.weights)
+        if not others:
+            return first
+        (second,) = others
+        rows, columns = product.rows, product.columns
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            gate = backend.empty((rows, columns), F32)
+            at = backend.pointer(gate)
+            first(backend, pointer, PACK(at, 0, 0, columns, 1, 0, TYPES["float32"], 0, 0, 0))
+            out, _, _, stride, step, _, kind, *_ = UNPACK(epilogue)
+            constants = (stride, step, columns, kind, 0, TYPES["float32"], GATED)
+            second(backend, pointer, PACK(out, 0, at, *constants))
+
+        return run
+
+    @staticmethod
+    def _one(
+        backend: Backend, product: Product, weight: Operand
+    ) -> Callable[[Backend, int, bytes], None]:
+        """x times one weight."""
+        assert isinstance(weight, Weight)
         fmt, rows, columns, depth = weight.fmt, product.rows, product.columns, product.depth
         groups = Groups.of(fmt, depth)
         table = prepacked.table_bytes(fmt)
-        shape = divide(rows, columns, depth, groups.fine, table, backend.multiprocessors)
-        token_tiles = -(-rows // shape.tokens)
-        row_tiles = -(-columns // (shape.row_groups * GROUP_ROWS))
+        shape = divide(rows, columns, depth, fmt.bits, groups.fine, table, backend.multiprocessors)
+        token_tiles, row_tiles = -(-rows // shape.tokens), -(-columns // shape.rows)
         tiles = token_tiles * row_tiles
         blocks = min(tiles, backend.multiprocessors) if shape.alone else tiles * shape.split
         dtype = product.x.dtype.name
         launch = Launch(
             _program(fmt, dtype, shape, groups),
             (blocks, 1, 1),
-            128 * (shape.row_groups * shape.depth_groups + 1),
+            shape.threads,
             shared_bytes(shape, table),
         )
         unit = 1.0
         if dtype == "float16" and prepacked.is_wide(fmt):
             unit = prepacked.unit_of(backend, fmt, weight.parts)
         packed = prepacked.pack(backend, fmt, weight.parts, (columns, depth), unit)
-        stride = product.x.row_stride * 2
+        # One row may have any stride, but a tensor map wants one of whole vectors.
+        stride = 2 * (product.x.row_stride if rows > 1 else -(-depth // 8) * 8)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             x = backend.tensor_map(pointer, rows, depth, stride, shape.tokens, dtype)
@@ -135,6 +175,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
         shape.stages,
         groups.units,
         groups.fine,
+        prepacked.lie(fmt, FRAGMENTS_LAYOUT),
     )
     return Program(
         "matmul_hopper.cu", "matmul_hopper", arguments, facts.text, features=True, contract=True

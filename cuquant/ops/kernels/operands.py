@@ -31,13 +31,16 @@ class Problem:
     rows, columns, depth
         M, N and K; M is that of one matrix of a batch. With experts M is the mean per expert.
     format, layout
-        Of the weights; None and "dense" where they are plain floats.
+        Of the weights; None and "dense" where they are plain floats. Where a gated unit's two
+        differ, "rows/1".
     dtype
         Name of x's.
     aligned
         Whether x has contiguous rows that start on 16 bytes and do not overlap.
     contiguous
         Whether its rows are contiguous.
+    direct
+        Whether packed rows of the weights follow each other and start on 16 bytes.
     arch
         Compute capability, 90 for 9.0.
     """
@@ -52,6 +55,7 @@ class Problem:
     arch: int
     multiprocessors: int
     contiguous: bool = True
+    direct: bool = False
     batches: int = 1
     experts: int = 0
     gated: bool = False
@@ -133,6 +137,12 @@ class Weight:
         if self.fmt.is_blocks:
             return f"Blocks<{name}>"
         return f"Rows<{name}, {words.WORDS[self.fmt.row_packing.dtype.itemsize]}>"
+
+    def is_direct(self, backend: Backend) -> bool:
+        """Whether packed rows [N, K] follow each other and start on 16 bytes."""
+        if "packed" not in self.parts or len(self.stored) != 2 or self.row_step != 1:
+            return False
+        return backend.pointer(self.parts["packed"]) % 16 == 0
 
     def pack(self, backend: Backend, steps: tuple[int, ...] = ()) -> bytes:
         """The operand's struct."""
@@ -254,16 +264,19 @@ class Product:
     def problem(self, backend: Backend) -> "Problem":
         """What `choose` is asked."""
         first = self.weights[0]
+        alike = all((w.fmt, w.layout) == (first.fmt, first.layout) for w in self.weights)
         return Problem(
             rows=self.rows,
             columns=self.columns,
             depth=self.depth,
             format=first.fmt,
-            layout=first.layout,
+            layout=first.layout if alike else Weight.layout,
             dtype=self.x.dtype.name,
             aligned=self.x.is_aligned(tuple(step for _, step, _, _ in self.batch))
             and (self.rows == 1 or self.x.row_stride >= self.depth),
             contiguous=self.x.column_stride == 1,
+            direct=alike
+            and all(isinstance(w, Weight) and w.is_direct(backend) for w in self.weights),
             arch=backend.arch,
             multiprocessors=backend.multiprocessors,
             batches=self.batches,

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cuquant.formats import Codebook, Format, get_format
-from cuquant.fragments import STRIP, UNIT
+from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 
@@ -61,6 +61,38 @@ def _columns(fmt: Format) -> int | None:
     return block if isinstance(block, int) else None
 
 
+IN_STRIPS, IN_BLOCKS, IN_ROWS = 0, 1, 2  # prepacked.cuh's Lie
+
+
+def lie(fmt: Format, layout: str) -> int:
+    """How scales lie: in strips, but for those of a tensor and of 2-D blocks; or by rows."""
+    if layout != FRAGMENTS_LAYOUT:
+        return IN_ROWS
+    if fmt.is_blocks:
+        return IN_STRIPS
+    in_blocks = fmt.rule.block == "tensor" or isinstance(fmt.rule.block, tuple)
+    return IN_BLOCKS if in_blocks else IN_STRIPS
+
+
+def takes_rows(fmt: Format, depth: int) -> bool:
+    """Whether matmul_stream.cu reads a QuantArray of so many columns as it is.
+
+    Codes are of 2, 4 or 8 bits, rows and groups whole units: in a smaller group a lane's 16
+    neighbouring codes would not be the other lanes'.
+    """
+    packing = fmt.row_packing
+    if fmt.is_blocks or fmt.scale is None or packing.order not in ("low", "high", "dense"):
+        return False
+    block = fmt.rule.block
+    if (
+        packing.bits not in (2, 4, 8)
+        or depth % UNIT
+        or not (block == "row" or isinstance(block, int))
+    ):
+        return False
+    return block == "row" or block >= depth or block % UNIT == 0
+
+
 def table_bytes(fmt: Format) -> int:
     """Shared memory of fragment.cuh's Decoder."""
     if not isinstance(fmt.codec, Codebook):
@@ -70,9 +102,15 @@ def table_bytes(fmt: Format) -> int:
     return (1 << (2 * bits if bits <= 4 else bits)) * copies * 4
 
 
-def element(dtype: str) -> str:
-    """The C++ type of x."""
-    return words.ELEMENTS[dtype]
+def fits(fmt: Format) -> bool:
+    """Whether what codes stand for has a place in 16-bit floats: levels that users gave may not.
+
+    Rounded to float16, levels whose largest is in this range are off by less than 2^-11 of
+    themselves or 2^-21 of the largest one.
+    """
+    if not isinstance(fmt.codec, Codebook):
+        return True
+    return 2.0**-4 <= float(np.abs(fmt.codec.numbers).max()) <= 2.0**15
 
 
 def pack(
@@ -82,7 +120,7 @@ def pack(
     shape: tuple[int, ...],
     unit: float = 1.0,
 ) -> bytes:
-    """The Prepacked struct of a weight [N, K].
+    """The Prepacked struct of a weight [N, K], in fragments or in rows.
 
     `unit` is a power of two by which kernels that round scaled weights multiply them before.
     """
@@ -100,6 +138,7 @@ def pack(
             tall, scale_rows = block[0], -(-rows // block[0])
     names = ("codes", "scale", "zero_point", "minimum", "sub_scale", "sub_minimum", "global_scale")
     names += ("nested_scale", "nested_offset")
+    parts = {"codes": parts["packed"], **parts} if "packed" in parts else parts
     pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
     nested = values = 0
     if "nested_scale" in parts:

@@ -8,6 +8,7 @@ from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import hopper, stream
 from cuquant.ops.kernels.matmul_plain import FEW, TILE, Plain
 from cuquant.ops.kernels.operands import Problem, Product
+from cuquant.ops.kernels.prepacked import fits, takes_rows
 
 # Called with the backend, x's address and the bytes of an Epilogue.
 Run = Callable[[Backend, int, bytes], None]
@@ -19,14 +20,21 @@ FEW_ROWS = 16  # of x for which matmul_stream is faster than matmul_hopper
 def choose(problem: Problem) -> str:
     """The name in ORCHESTRATORS of the kernel that multiplies."""
     p = problem
-    is_prepacked = p.layout == FRAGMENTS_LAYOUT and p.dtype in ("float16", "bfloat16")
-    if is_prepacked and p.contiguous and p.batches == 1 and not p.swapped and not p.experts:
-        shape = stream.shape_of(p) if p.arch >= 80 and p.depth else None
-        if p.arch == 90 and p.aligned and not p.gated and p.depth:
-            if p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows:
+    single = p.contiguous and p.batches == 1 and not p.swapped and not p.experts and p.depth > 0
+    small = p.format is not None and p.dtype in ("float16", "bfloat16") and fits(p.format)
+    if small and single and p.arch >= 80:
+        assert p.format is not None
+        if p.layout == FRAGMENTS_LAYOUT:
+            shape = stream.shape_of(p)
+            many = p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows
+            if many and p.arch == 90 and p.aligned:
                 return "hopper"
-        if shape is not None:
-            return "stream"
+            if shape is not None:
+                return "stream"
+        elif p.rows <= FEW_ROWS and p.direct and takes_rows(p.format, p.depth):
+            shape = stream.shape_of(p)
+            if shape is not None:
+                return "stream"
     return "plain_rows" if problem.rows <= MOST_ROWS else "plain_tiles"
 
 

@@ -1,9 +1,8 @@
-"""Few rows of x times a prepacked weight: matmul_stream.cu, which reads the weight at memory speed."""
+"""Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from cuquant.formats import Format
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -11,7 +10,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.operands import Problem, Product
+from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES = 128  # of a unit of x in shared memory
@@ -45,8 +44,10 @@ class Shape:
     ahead: int
 
 
-def _ahead(groups: Groups) -> int:
-    """Units that are loaded ahead: about 4, in step with the groups."""
+def _ahead(groups: Groups, heavy: bool) -> int:
+    """Units that are loaded ahead: about 4, in step with the groups; few where registers are."""
+    if heavy and (groups.fine > 1 or groups.units % 2 == 0):
+        return 2
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
         return 4
     return next(n for n in (4, 3, 6, 5, 7, 2, 1) if groups.units % n == 0)
@@ -71,13 +72,15 @@ def divide(
     arch: int,
     multiprocessors: int,
     gated: bool = False,
+    heavy: bool = False,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
     One wave of blocks, each with about 16 warps; K is shared by warps of a block first, since
-    their sums meet in shared memory, and by two blocks of a cluster where x is large.
+    their sums meet in shared memory, and by two blocks of a cluster where x is large. `heavy`:
+    what is loaded ahead takes many registers.
     """
-    strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups)
+    strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups, heavy)
     clusters = 90 <= arch < 100
     most = prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD
     tokens = min(rows, MOST_TILES * TILE)
@@ -100,12 +103,19 @@ def divide(
     return None
 
 
+def _is_heavy(fmt: Format, groups: Groups, layout: str) -> bool:
+    return layout != FRAGMENTS_LAYOUT and (groups.fine == 4 or fmt.bits == 8)
+
+
 def shape_of(problem: Problem) -> Shape | None:
     """How to divide a Problem; None where matmul_stream.cu does not take it."""
     p = problem
     assert p.format is not None
     groups, table = Groups.of(p.format, p.depth), prepacked.table_bytes(p.format)
-    shape = divide(p.rows, p.columns, p.depth, groups, table, p.arch, p.multiprocessors, p.gated)
+    heavy = _is_heavy(p.format, groups, p.layout)
+    shape = divide(
+        p.rows, p.columns, p.depth, groups, table, p.arch, p.multiprocessors, p.gated, heavy
+    )
     return None if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y else shape
 
 
@@ -113,21 +123,24 @@ def shape_of(problem: Problem) -> Shape | None:
 class Stream:
     """The orchestrator of matmul_stream.cu."""
 
-    layouts = (FRAGMENTS_LAYOUT,)
+    layouts = (FRAGMENTS_LAYOUT, Weight.layout)
     height = 0
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
-        first, second = product.weights[0], product.weights[-1]
+        weights = [weight for weight in product.weights if isinstance(weight, Weight)]
+        first, second = weights[0], weights[-1]
         fmt, gated = first.fmt, len(product.weights) > 1
         groups = Groups.of(fmt, product.depth)
         table = prepacked.table_bytes(fmt)
         numbers = (product.rows, product.columns, product.depth)
-        shape = divide(*numbers, groups, table, backend.arch, backend.multiprocessors, gated)
+        heavy = _is_heavy(fmt, groups, first.layout)
+        shape = divide(*numbers, groups, table, backend.arch, backend.multiprocessors, gated, heavy)
         assert shape is not None
-        blocks = -(-(-(-product.columns // STRIP)) // (shape.strips * shape.rounds)) * shape.split
+        strips = -(-product.columns // STRIP)
+        blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, product.x.dtype.name, shape, groups, gated),
+            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             shared_bytes(shape, groups, units, table, gated),
@@ -147,7 +160,9 @@ class Stream:
 
 
 @lru_cache(maxsize=4096)
-def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, gated: bool) -> Program:
+def _program(
+    fmt: Format, dtype: str, shape: Shape, groups: Groups, layout: str, gated: bool
+) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
         facts.type,
@@ -159,6 +174,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, gated: bool)
         shape.ahead,
         groups.units,
         groups.fine,
+        prepacked.lie(fmt, layout),
         int(gated),
     )
     return Program("matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True)

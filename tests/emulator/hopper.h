@@ -1,0 +1,206 @@
+// What kernels/hopper.cuh writes in asm, for the emulator: cuda.h includes it.
+#pragma once
+
+namespace cuquant {
+
+struct TensorMap;
+
+// ---- barriers in shared memory ------------------------------------------------------------------
+
+// Its 8 bytes: arrivals that are missing and that each phase wants, bytes that are still to come, and
+// the parity of the phase that goes on.
+struct EmulatorBarrier {
+    std::uint16_t missing, wanted;
+    std::uint32_t phase : 1;
+    std::int32_t bytes : 31;
+};
+static_assert(sizeof(EmulatorBarrier) == 8);
+
+inline EmulatorBarrier& emulator_barrier(unsigned long long* barrier) {
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    auto& found = *reinterpret_cast<EmulatorBarrier*>(emulator_shared(address, 8, "barrier"));
+    if (found.wanted == 0xFFFF) emulator::fail("a barrier that was not initialised");
+    return found;
+}
+inline void emulator_arrived(EmulatorBarrier& barrier, int arrivals, int bytes) {
+    if (barrier.missing < arrivals) emulator::fail("more threads arrive at a barrier than it waits for");
+    barrier.missing -= arrivals;
+    barrier.bytes += bytes;
+    if (barrier.missing || barrier.bytes) return;
+    barrier.missing = barrier.wanted;
+    barrier.phase ^= 1;
+}
+
+inline void barrier_init(unsigned long long* barrier, int arrivals) {
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+    const EmulatorBarrier made{static_cast<std::uint16_t>(arrivals), static_cast<std::uint16_t>(arrivals), 0, 0};
+    std::memcpy(emulator_shared(address, 8, "barrier"), &made, 8);
+}
+inline void barrier_fence() {}
+inline void barrier_expect(unsigned long long* barrier, int bytes) {
+    EmulatorBarrier& found = emulator_barrier(barrier);
+    found.bytes += bytes;
+    emulator_arrived(found, 1, 0);
+}
+inline void barrier_arrive(unsigned long long* barrier) { emulator_arrived(emulator_barrier(barrier), 1, 0); }
+inline void barrier_wait(unsigned long long* barrier, unsigned parity, Place place = Place::here()) {
+    const auto over = [](const void* about, std::uint64_t phase) {
+        return static_cast<const EmulatorBarrier*>(about)->phase != phase;
+    };
+    emulator::wait_until({"barrier_wait", over, &emulator_barrier(barrier), parity, place});
+}
+
+// ---- copies: in every other block at once, else when no thread can go on -------------------------
+
+// What Emulator.tensor_map packs.
+struct EmulatorMap {
+    const unsigned char* pointer;
+    long long rows, columns, stride, height;  // stride in bytes; height of a box
+    long long mark;
+};
+constexpr long long kEmulatorMap = 0x70616D20726F736E;
+
+// Where the copy engine puts the byte that belongs to an address, in rows of 128 bytes.
+inline unsigned emulator_swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+
+struct EmulatorBox {
+    unsigned to;
+    EmulatorMap map;
+    unsigned long long* barrier;
+    int column, row;
+    void run() const {
+        for (int i = 0; i < map.height; ++i)
+            for (int j = 0; j < 64; ++j) {
+                const bool inside = row + i >= 0 && row + i < map.rows && column + j >= 0 && column + j < map.columns;
+                const unsigned at = emulator_swizzled(to + i * 128 + j * 2);
+                unsigned char* const element = emulator_shared(at, 2, "copy_box");
+                if (inside) std::memcpy(element, map.pointer + (row + i) * map.stride + (column + j) * 2, 2);
+                else std::memset(element, 0, 2);
+            }
+        emulator_arrived(emulator_barrier(barrier), 0, -static_cast<int>(map.height) * 128);
+    }
+};
+inline std::vector<EmulatorBox> emulator_boxes[2];  // by block
+inline bool emulator_next_box() {
+    auto& boxes = emulator_boxes[emulator::machine.rank];
+    if (boxes.empty()) return false;
+    const EmulatorBox box = boxes.front();
+    boxes.erase(boxes.begin());
+    box.run();
+    return true;
+}
+inline const bool emulator_boxes_dropped = emulator::at_block_start([] {
+    emulator_boxes[emulator::machine.rank].clear();
+    emulator::beside = emulator_next_box;
+});
+
+inline void prefetch_map(const TensorMap*) {}
+inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) {
+    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row};
+    std::memcpy(&box.map, map, sizeof box.map);
+    if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
+    if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
+    if (blockIdx.x % 2) box.run();
+    else emulator_boxes[emulator::machine.rank].push_back(box);
+}
+
+// ---- warps with different tasks -----------------------------------------------------------------
+
+template <int kRegisters> inline void registers_up() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+template <int kRegisters> inline void registers_down() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+
+struct EmulatorNamed { int arrived, threads; std::uint64_t times; };
+inline EmulatorNamed emulator_named[2][16];
+inline const bool emulator_named_reset =
+    emulator::at_block_start([] { std::memset(emulator_named[emulator::machine.rank], 0, sizeof emulator_named[0]); });
+
+inline void named_barrier(int number, int threads, Place place = Place::here()) {
+    if (number < 0 || number > 15 || threads % 32) emulator::fail("named barrier %d of %d threads", number, threads);
+    EmulatorNamed& own = emulator_named[emulator::machine.rank][number];
+    if (own.arrived && own.threads != threads)
+        emulator::fail("named barrier %d of %d threads, where others say %d", number, threads, own.threads);
+    own.threads = threads;
+    const std::uint64_t before = own.times;
+    if (++own.arrived == threads) {
+        own.arrived = 0;
+        ++own.times;
+    }
+    const auto over = [](const void* about, std::uint64_t times) { return static_cast<const EmulatorNamed*>(about)->times != times; };
+    emulator::wait_until({"named_barrier", over, &own, before, place});
+}
+
+inline void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[4], Place place = Place::here()) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
+    lanes[lane].a[0] = shared_address;
+    __syncwarp(~0u, place);
+    for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half) {
+            const unsigned to = lanes[8 * i + lane % 4 * 2 + half].a[0];
+            const std::uint16_t value = static_cast<std::uint16_t>(r[i] >> 16 * half);
+            std::memcpy(emulator_shared(to, 16, "store_matrices_transposed") + lane / 4 * 2, &value, 2);
+        }
+    __syncwarp(~0u, place);
+}
+
+// ---- products of a warpgroup: in every other block at once, else when they are waited for ---------
+
+struct EmulatorProduct {
+    float* d;
+    const unsigned (*a)[4];
+    unsigned long long b;
+    int columns, keep;
+    float (*value)(unsigned);  // of 16 bits
+
+    void run(Place place) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
+        for (int i = 0; i < 4; ++i) lanes[lane].a[i] = (*a)[i];
+        __syncwarp(~0u, place);
+        float left[2][16];
+        for (int h = 0; h < 2; ++h)
+            for (int k = 0; k < 16; ++k)
+                left[h][k] = value(lanes[lane / 4 * 4 + k % 8 / 2].a[2 * (k / 8) + h] >> 16 * (k % 2) & 0xFFFFu);
+        const unsigned start = kEmulatorShared + static_cast<unsigned>(b & 0x3FFF) * 16;
+        for (int column = lane % 4 * 2; column < columns; column += column % 2 ? 7 : 1) {
+            float right[16];
+            for (int k = 0; k < 16; ++k) {
+                const unsigned at = emulator_swizzled(start + column / 8 * 1024 + column % 8 * 128 + 2 * k);
+                std::uint16_t bits;
+                std::memcpy(&bits, emulator_shared(at, 2, "wgmma"), 2);
+                right[k] = value(bits);
+            }
+            for (int h = 0; h < 2; ++h) {
+                float& sum = d[column / 8 * 4 + 2 * h + column % 2];
+                if (!keep) sum = 0.0f;
+                for (int k = 0; k < 16; ++k) sum += left[h][k] * right[k];
+            }
+        }
+        __syncwarp(~0u, place);  // no lane goes on before all have read
+    }
+};
+inline std::vector<std::vector<EmulatorProduct>> emulator_products[2][1024];  // [block][thread][group][product]
+inline const bool emulator_products_dropped = emulator::at_block_start([] {
+    for (auto& groups : emulator_products[emulator::machine.rank]) groups.assign(1, {});
+});
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulator_products[emulator::machine.rank][threadIdx.x].emplace_back(); }
+template <int kPending>
+inline void wgmma_wait(Place place = Place::here()) {
+    auto& groups = emulator_products[emulator::machine.rank][threadIdx.x];
+    while (static_cast<int>(groups.size()) > kPending + 1) {
+        for (const EmulatorProduct& product : groups.front()) product.run(place);
+        groups.erase(groups.begin());
+    }
+}
+template <class T, int kColumns>
+inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned long long b, int keep, Place place = Place::here()) {
+    static_assert(kColumns % 8 == 0 && kColumns <= 256);
+    if (b >> 62 != 1 || (b >> 32 & 0x3FFF) != 64 || (b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
+    const EmulatorProduct product{d, &a, b, kColumns, keep, [](unsigned bits) { return emulator_float<T>(bits); }};
+    if (blockIdx.x % 2) product.run(place);
+    else emulator_products[emulator::machine.rank][threadIdx.x].back().push_back(product);
+}
+
+}  // namespace cuquant

@@ -1,0 +1,184 @@
+"""Products with weights of layout "fragments/1": cases, and how far off float32 sums may be.
+
+The kernels decode weights to the dtype of x. Integers and small floats have a place there; levels of
+a codebook are rounded once, and what is expected is a product with the rounded levels. Where weights
+meet their scales before they are multiplied, in matmul_hopper.cu, they are rounded once more.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from kernel_arrays import LAYOUTS, LEVELS, placed
+from oracle import DTYPES
+from prepack_cases import LAID
+from products import F32, F64, ULP, UNIT, is_close, normal, values
+
+import cuquant as cq
+from cuquant.formats import Codebook
+
+TYPES = ("float16", "bfloat16")  # of x
+# Half of the smallest number of each: how far off a weight near zero may be.
+SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+@dataclass(frozen=True)
+class Case:
+    """linear(x, prepack(w)) of [rows, K] and [N, K]."""
+
+    format: str
+    dtype: str = "float16"
+    rows: int = 3
+    shape: tuple[int, int] = (35, 256)
+    layout: str = "whole"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, (self.rows, *self.shape)))
+        options = [f"{k}={v}" for k, v in self.options]
+        layout = () if self.layout == "whole" else (self.layout,)
+        return "-".join([self.format, size, self.dtype, *layout, *options]).replace(" ", "_")
+
+    @property
+    def weight(self) -> cq.QuantArray:
+        return _weight(self.format, self.shape, self.options)
+
+    @property
+    def base(self) -> np.ndarray:
+        """What x is a view of."""
+        return placed(normal((self.rows, self.shape[1]), self.dtype), self.layout)
+
+    @property
+    def x(self) -> np.ndarray:
+        return LAYOUTS[self.layout].view(self.base, (self.rows, self.shape[1]))
+
+
+@cache
+def _weight(name: str, shape: tuple[int, int], options: tuple) -> cq.QuantArray:
+    given = {k: LEVELS[v] if k == "levels" else v for k, v in options}
+    return cq.quantize(normal(shape, seed=3), cq.get_format(name, **given))
+
+
+# ---- what is expected ---------------------------------------------------------------------------
+
+
+def by_element(q: cq.QuantArray) -> np.ndarray:
+    """float64: the scale of each element of [N, K]."""
+    rows, columns = q.shape
+    scale = np.asarray(q.scale).astype(F64)
+    block = q.format.layout.sub_block if q.format.is_blocks else q.format.rule.block
+    if isinstance(block, tuple):
+        scale, block = np.repeat(scale, block[0], axis=0)[:rows], block[1]
+    if scale.ndim == 0 or not isinstance(block, int):
+        return np.broadcast_to(scale, q.shape)
+    return np.repeat(scale, block, axis=1)[:, :columns]
+
+
+def operand(q: cq.QuantArray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """float64 weights as kernels decode them for x of `dtype`, and what their errors go with.
+
+    That is their size, or those of the two numbers that a weight with a minimum is the sum of.
+    """
+    w = values(q)
+    if isinstance(q.format.codec, Codebook):
+        with np.errstate(over="ignore"):
+            levels = q.format.codec.values.astype(DTYPES[dtype]).astype(F64)
+            w = by_element(q) * levels[q.codes()]
+    if q.format.offset != "min":
+        return w, np.abs(w)
+    product = by_element(q) * q.codes()
+    return w, np.abs(product) + np.abs(w - product)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """x @ w.T in float64.
+
+    Attributes
+    ----------
+    sums, size
+        The result, and the sum of absolute products.
+    off
+        What rounding scaled weights to x's dtype may change; 0 where kernels do not do it.
+    """
+
+    sums: np.ndarray
+    size: np.ndarray
+    off: np.ndarray | float = 0.0
+
+    @classmethod
+    def of(cls, x: np.ndarray, q: cq.QuantArray, unit: float | None = None) -> "Expected":
+        """With a `unit`, weights times it are rounded after they have been scaled."""
+        name = np.dtype(x.dtype).name
+        w, size = operand(q, name)
+        a, off = values(x), 0.0
+        if unit is not None:
+            tensor = float(q.arrays().get("global_scale", 1.0))  # which the sums are scaled by
+            each = ULP[name] * np.abs(w) + SMALLEST[name] * tensor / unit
+            off = np.abs(a) @ each.T
+        return cls(a @ w.T, np.abs(a) @ size.T, off)
+
+    def admits(self, y: np.ndarray, depth: int) -> bool:
+        """Float32 sums of K products in any order, then one rounding to y's dtype.
+
+        A product meets K additions at most, of its group and then of all groups; before and after
+        that no more than 24 roundings: those of its scale here and in the reference, and the sums
+        of warps and blocks that share K.
+        """
+        if not np.any(self.off):
+            return is_close(y, self.sums, self.size, depth + 24)
+        off = self.off * (1 + 2 * depth * UNIT)
+        near = np.clip(y.astype(F64), self.sums - off, self.sums + off)
+        return is_close(y, near, self.size + off, depth + 24)
+
+
+# ---- the matrix ---------------------------------------------------------------------------------
+
+
+def _with(name: str, dtype: str, shape: tuple[int, int] = (35, 200), **options: Any) -> Case:
+    return Case(name, dtype, shape=shape, options=tuple(options.items()))
+
+
+OWN = [name for name in LAID if not cq.get_format(name).is_blocks]
+BASICS = [Case(name, dtype) for name in LAID for dtype in TYPES]
+# N and K end anywhere; one program with the basics where scales lie alike.
+TAILS = [
+    *(Case(name, TYPES[i % 2], 7, (35 + i % 25, 131)) for i, name in enumerate(OWN)),
+    *(
+        Case("nf4", dtype, 2, (n, k))
+        for dtype in TYPES
+        for n, k in ((33, 65), (34, 128), (48, 129), (50, 191), (63, 255), (64, 257))
+    ),
+    *(Case("int4", "float16", 1, shape) for shape in ((1, 1), (5, 7), (16, 64), (17, 300))),
+    *(Case(name, "float16", 4, (35, 544)) for name in ("q4_0", "q5_1", "iq4_nl")),
+]
+BLOCKS = [
+    *(
+        _with("uint4", TYPES[i % 2], block_size=size)
+        for i, size in enumerate((16, 32, 64, 192, "row", "tensor"))
+    ),
+    *(
+        _with("nf4", TYPES[i % 2], block_size=size)
+        for i, size in enumerate((16, 32, 192, "row", "tensor", (1, 128), (16, 64), (8, 32)))
+    ),
+    _with("int4", "float16", (35, 300), block_size=(128, 128)),
+    _with("int8", "bfloat16", (40, 300), block_size=(5, 16)),
+    _with("fp8_e4m3", "float16", (40, 300), block_size=(128, 128)),
+    *(_with("int4", "float16", (35, 700), block_size=size) for size in (320, 384, 448)),
+    _with("nf4", "bfloat16", (5, 4160), block_size=4096),
+]
+OPTIONS = [
+    *(_with(name, "float16", double_quant=True) for name in ("nf4", "int8")),
+    _with("nf4", "bfloat16", (40, 2100), double_quant=True, block_size=16),
+    *(
+        _with(f"k{max(2, (len(LEVELS[name]) - 1).bit_length())}", "float16", levels=name)
+        for name in ("2", "3", "5", "16 close", "17", "33 close", "200")
+    ),
+    *(_with("k5", "bfloat16", packing=packing) for packing in ("word", "planes")),
+]
+VIEWS = [
+    Case("nf4", "float16", 5, (35, 200), layout)
+    for layout in ("rows", "crooked rows", "misaligned", "upside down", "repeated rows")
+]
+CASES = [*BASICS, *TAILS, *BLOCKS, *OPTIONS, *VIEWS]

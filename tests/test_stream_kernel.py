@@ -1,0 +1,282 @@
+"""matmul_stream.cu against float64, on the CPU under the emulator."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from emulator import Emulator, Recorder, compiler
+from fragment_products import CASES, TYPES, Case, Expected
+from kernel_arrays import LAYOUTS, LEVELS, WRITABLE
+from oracle import DTYPES, bits_equal
+from products import ULP, UNIT, Products, exact, finished, is_close, normal, values, weight
+
+import cuquant as cq
+from cuquant.ops.kernels import stream
+from cuquant.ops.kernels.stream import Shape
+from cuquant.reference import ACTIVATIONS
+
+F32 = np.float32
+ARCH = 80  # the first one; clusters of several blocks are not emulated
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+ROWS = [
+    Case(name, dtype, rows, (35, 131))
+    for name, dtype in zip(("int4", "nf4"), TYPES, strict=True)
+    for rows in range(1, 34)
+]
+
+# Of x [13, K] and a weight of 70 rows: tokens, tiles, strips, depth, split, rounds.
+SHAPES = [
+    (13, 2, 5, 1, 1, 1),
+    (4, 1, 2, 2, 1, 3),
+    (13, 2, 1, 4, 1, 5),
+    (5, 1, 1, 8, 1, 2),
+    (8, 1, 3, 3, 1, 1),
+    (13, 4, 2, 5, 1, 2),
+    (1, 1, 4, 1, 1, 4),
+]
+DIVIDED = [
+    *((Case("nf4", "float16", 13, (70, 1100)), shape) for shape in SHAPES),
+    *(
+        (Case(name, dtype, 13, (70, depth), options=options), shape)
+        for name, dtype, depth, options in (
+            ("uint4", "bfloat16", 1100, (("block_size", 16),)),
+            ("q4_k", "float16", 1024, ()),
+            ("k5", "float16", 1100, (("block_size", "row"),)),
+            ("int4", "bfloat16", 1100, (("block_size", 320),)),
+            ("int8", "float16", 1100, (("block_size", (8, 128)),)),
+        )
+        for shape in (SHAPES[1], SHAPES[3])
+    ),
+]
+GATED = [
+    ("nf4", "nf4", {}),
+    ("nvfp4", "nvfp4", {}),
+    ("q4_k", "q4_k", {}),
+    ("uint3", "uint3", {"block_size": 32}),
+]
+UNLIKE = [("nf4", "int4"), ("q4_0", "nf4")]
+NO_PLACE = ("huge", "tiny", "all sizes")  # levels in 16 bits: infinite, or all of them 0
+
+
+def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
+    return run(cq.linear, case.x, cq.prepack(case.weight), **options)
+
+
+def divided(numbers: tuple[int, ...]) -> Any:
+    """The rule names these tokens, tiles, strips, depth, split and rounds."""
+    rule = stream.divide
+
+    def divide(*problem: Any) -> Shape:
+        found = rule(*problem)
+        assert found is not None
+        return Shape(*numbers, ahead=found.ahead)
+
+    return mock.patch.object(stream, "divide", divide)
+
+
+def gated(first: str, second: str, options: dict) -> tuple[cq.QuantArray, cq.QuantArray]:
+    up = cq.quantize(normal((70, 256), seed=5), cq.get_format(second, **options))
+    return weight(first, (70, 256), **options), up
+
+
+def two_codebooks() -> list[cq.QuantArray]:
+    return [weight("k4", (35, 64), levels=LEVELS[name]) for name in ("16 close", "5")]
+
+
+def wide_levels(name: str) -> cq.QuantArray:
+    levels = LEVELS[name]
+    bits = max(2, (len(levels) - 1).bit_length())
+    return weight(f"k{bits}", (9, 64), levels=levels, scale_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """The programs of all cases, compiled together."""
+    recorder = Recorder(arch=ARCH)
+    run = Products(recorder)
+    for case in (*CASES, *ROWS):
+        run_case(run, case)
+    for case, numbers in DIVIDED:
+        with divided(numbers):
+            run_case(run, case)
+    for names in GATED:
+        for rows in (3, 12):
+            pair = map(cq.prepack, gated(*names))
+            run(cq.swiglu, normal((rows, 256), "float16"), *pair)
+    assert {program.file for program in recorder.programs} == {"matmul_stream.cu"}
+    for pair in (two_codebooks(), *(gated(*names, {}) for names in UNLIKE)):
+        run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
+    for name in NO_PLACE:
+        run(cq.linear, normal((2, 64), "float16"), cq.prepack(wide_levels(name)))
+    Emulator().build(recorder.programs)
+
+
+@pytest.fixture
+def run(built) -> Products:
+    return Products(Emulator(arch=ARCH))
+
+
+# ---- linear -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_matrix(case, run):
+    x, expected = case.x, Expected.of(case.x, case.weight)
+    y = run_case(run, case)
+    assert y.dtype == x.dtype and y.shape == expected.sums.shape
+    assert expected.admits(y, case.shape[1])
+    wide = run_case(run, case, out_dtype="float32")
+    assert wide.dtype == F32 and expected.admits(wide, case.shape[1])
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_any_number_of_rows(case, run):
+    """Each row is what it is alone: what is between x's rows and the end of a tile is not read."""
+    y = run_case(run, case, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+    last = run(cq.linear, case.x[-1:], cq.prepack(case.weight), out_dtype="float32")
+    assert bits_equal(y[-1:], last)
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"), DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+)
+def test_every_way_to_divide(case, numbers, run):
+    with divided(numbers):
+        y = run_case(run, case, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+def test_the_same_bits_in_every_order_of_threads(built):
+    runs = []
+    for order in ("ascending", "descending", "shuffled"):
+        with divided(SHAPES[3]):
+            emulator = Emulator(order=order, arch=ARCH)
+            runs.append(run_case(Products(emulator), DIVIDED[3][0], out_dtype="float32"))
+    assert all(bits_equal(run, runs[0]) for run in runs)
+
+
+def with_parts(q: cq.QuantArray, **parts: np.ndarray) -> cq.QuantArray:
+    return cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), **parts}, q.axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("nf4", 3), ("uint4", 3), ("int8", 3), ("mxfp4", 3), ("fp8_e4m3", 3), ("k3", 3), ("int4", 12)],
+)
+def test_a_scale_that_is_nan_hurts_its_row_alone(name, rows, run):
+    """Also that of the last group, which the columns behind K share."""
+    q, x = weight(name, (35, 131)), normal((rows, 131), "float16")
+    scale = q.arrays()["scale"].copy()
+    scale[4, 0], scale[21, -1] = (255, 255) if scale.dtype == np.uint8 else (np.nan, np.nan)
+    y = run(cq.linear, x, cq.prepack(with_parts(q, scale=scale)), out_dtype="float32")
+    clean = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    assert np.isnan(y[:, [4, 21]]).all()
+    others = np.delete(np.arange(35), [4, 21])
+    assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_nan_and_infinity_of_x_go_through(rows, run):
+    """Where the CPU's result is not finite this is the same, and nowhere else. K is ragged."""
+    q, x = weight("nf4", (35, 131)), normal((rows, 131), "bfloat16")
+    x[0, 3], x[1, 130] = np.nan, np.inf
+    y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    wanted = cq.linear(x, q, out_dtype="float32")
+    finite = np.isfinite(wanted)
+    assert (np.isfinite(y) == finite).all() and not finite.all()
+    assert bits_equal(np.isnan(y), np.isnan(wanted))
+    assert (y[np.isinf(wanted)] == wanted[np.isinf(wanted)]).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_levels_without_a_place_in_16_bits_are_multiplied_by_the_plain_kernel(name, dtype, run):
+    q, x = wide_levels(name), normal((2, 64), dtype)
+    y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    wanted, size = exact(x, q)
+    assert is_close(y, wanted, size, 64)
+
+
+# ---- what happens to the sums -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_epilogues(run, activation, rows):
+    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding."""
+    p, x = cq.prepack(weight("int4", (35, 131))), normal((rows, 131), "float16")
+    x[0] *= 30  # where silu and gelu are 0 or x
+    sums = run(cq.linear, x, p, out_dtype="float32")
+    names = list(DTYPES)
+    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        bias = normal((35,), names[i % 3]) if with_bias else None
+        residual = normal((rows, 70), names[(i + 1) % 3])[:, ::2] if with_residual else None
+        wanted = finished(sums, bias, activation, residual)
+        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
+        for dtype in names:
+            y = run(
+                cq.linear, x, p, bias, activation=activation, residual=residual, out_dtype=dtype
+            )
+            assert y.dtype == DTYPES[dtype]
+            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
+            assert (np.abs(values(y) - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("layout", ["whole", *WRITABLE])
+def test_out_lies_anywhere(run, layout):
+    """What lies between and beside its elements is left alone. N is no multiple of 4."""
+    case, where = Case("nf4", "float16", 3, (35, 131)), LAYOUTS[layout]
+    for dtype in DTYPES.values():
+        base = run.backend.empty(where.base((3, 35)), dtype)
+        base[...] = 7
+        out = where.view(base, (3, 35))
+        assert run_case(run, case, out=out) is out
+        assert Expected.of(case.x, case.weight).admits(np.array(out), 131)
+        out[...] = 7
+        assert (base == 7).all()
+
+
+# ---- gated units --------------------------------------------------------------------------------
+
+
+def swiglu_bound(x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray) -> tuple:
+    """The exact result and how far off it may be: |silu'| < 1.1 and |silu(a)| <= |a|."""
+    a, b = Expected.of(x, gate), Expected.of(x, up)
+    true = a.sums / (1 + np.exp(-a.sums)) * b.sums
+    off = UNIT * (x.shape[1] + 24)
+    bound = 1.1 * off * a.size * (np.abs(b.sums) + off * b.size) + np.abs(a.sums) * off * b.size
+    return true, bound + 8 * UNIT * np.abs(true)
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("names", GATED, ids=str)
+def test_swiglu(names, rows, run):
+    gate, up = gated(*names)
+    x = normal((rows, 256), "float16")
+    y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
+    assert y.dtype == np.float16 and y.shape == (rows, 70)
+    true, bound = swiglu_bound(x, gate, up)
+    assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("names", UNLIKE, ids=str)
+def test_swiglu_of_weights_that_no_kernel_takes_together(names, run):
+    """Of two formats; and where one of them is not prepacked."""
+    gate, up = gated(*names, {})
+    x = normal((3, 256), "float16")
+    wanted = cq.swiglu(x, gate, up)
+    pairs = ((cq.prepack(gate), cq.prepack(up)), (cq.prepack(gate), up), (gate, cq.prepack(up)))
+    for pair in pairs:
+        assert np.allclose(values(run(cq.swiglu, x, *pair)), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_swiglu_of_two_codebooks(run):
+    """Their levels differ, and a kernel has one table."""
+    gate, up = two_codebooks()
+    x = normal((3, 64), "float16")
+    y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
+    assert np.allclose(values(y), cq.swiglu(x, gate, up), rtol=2e-3, atol=2e-3)
