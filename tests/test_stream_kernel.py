@@ -7,18 +7,18 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
-from fragment_products import CASES, TYPES, Case, Expected
+from fragment_products import CASES, OWN, TYPES, Case, Expected
 from kernel_arrays import LAYOUTS, LEVELS, WRITABLE
 from oracle import DTYPES, bits_equal
 from products import ULP, UNIT, Products, exact, finished, is_close, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import stream
+from cuquant.ops.kernels import prepacked, stream
 from cuquant.ops.kernels.stream import Shape
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32
-ARCH = 80  # the first one; clusters of several blocks are not emulated
+ARCH = 80  # the first one
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 ROWS = [
@@ -37,6 +37,7 @@ SHAPES = [
     (13, 4, 2, 5, 1, 2),
     (1, 1, 4, 1, 1, 4),
 ]
+SPLIT = [(13, 2, 3, 2, 2, 1), (5, 1, 1, 4, 2, 3)]  # with clusters of two blocks
 DIVIDED = [
     *((Case("nf4", "float16", 13, (70, 1100)), shape) for shape in SHAPES),
     *(
@@ -48,8 +49,27 @@ DIVIDED = [
             ("int4", "bfloat16", 1100, (("block_size", 320),)),
             ("int8", "float16", 1100, (("block_size", (8, 128)),)),
         )
-        for shape in (SHAPES[1], SHAPES[3])
+        for shape in (SHAPES[1], SHAPES[3], SPLIT[0])
     ),
+    (Case("nf4", "float16", 13, (70, 1100)), SPLIT[1]),
+    (Case("nf4", "float16", 13, (70, 200)), SPLIT[1]),  # parts of K that have no unit
+]
+# Weights that are not prepacked, but whose rows lie as this kernel can read them.
+ROWS_TAKEN = [name for name in OWN if prepacked.takes_rows(cq.get_format(name), 256)]
+DIRECT = [
+    *(Case(name, dtype, 5, (35, 256)) for name in ROWS_TAKEN for dtype in TYPES),
+    *(Case("int4", "float16", rows, (35, 192)) for rows in (1, 2, 3, 8, 9, 16)),
+    *(Case("nf4", "bfloat16", 4, (n, 320)) for n in (1, 8, 9, 17, 47)),
+    *(
+        Case(name, "float16", 3, (35, 640), "whole", options)
+        for name, options in (
+            ("nf4", (("block_size", 320),)),
+            ("uint4", (("block_size", "row"),)),
+            ("int8", (("double_quant", True),)),
+            ("uint2", (("block_size", 192),)),
+        )
+    ),
+    Case("int4", "float16", 3, (35, 256), "misaligned"),
 ]
 GATED = [
     ("nf4", "nf4", {}),
@@ -102,10 +122,13 @@ def built() -> None:
     for case, numbers in DIVIDED:
         with divided(numbers):
             run_case(run, case)
+    for case in DIRECT:
+        run(cq.linear, case.x, case.weight)
     for names in GATED:
         for rows in (3, 12):
             pair = map(cq.prepack, gated(*names))
             run(cq.swiglu, normal((rows, 256), "float16"), *pair)
+    run(cq.swiglu, normal((3, 256), "float16"), *gated(*GATED[0]))
     assert {program.file for program in recorder.programs} == {"matmul_stream.cu"}
     for pair in (two_codebooks(), *(gated(*names, {}) for names in UNLIKE)):
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
@@ -150,12 +173,18 @@ def test_every_way_to_divide(case, numbers, run):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
+@pytest.mark.parametrize("case", DIRECT, ids=str)
+def test_weights_that_are_not_prepacked(case, run):
+    y = run(cq.linear, case.x, case.weight, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
 def test_the_same_bits_in_every_order_of_threads(built):
     runs = []
     for order in ("ascending", "descending", "shuffled"):
-        with divided(SHAPES[3]):
+        with divided(SPLIT[1]):
             emulator = Emulator(order=order, arch=ARCH)
-            runs.append(run_case(Products(emulator), DIVIDED[3][0], out_dtype="float32"))
+            runs.append(run_case(Products(emulator), DIVIDED[-2][0], out_dtype="float32"))
     assert all(bits_equal(run, runs[0]) for run in runs)
 
 
@@ -257,10 +286,14 @@ def swiglu_bound(x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray) -> tuple
 def test_swiglu(names, rows, run):
     gate, up = gated(*names)
     x = normal((rows, 256), "float16")
-    y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
-    assert y.dtype == np.float16 and y.shape == (rows, 70)
     true, bound = swiglu_bound(x, gate, up)
-    assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
+    pairs = [(cq.prepack(gate), cq.prepack(up))]
+    if names == GATED[0] and rows == 3:
+        pairs.append((gate, up))
+    for pair in pairs:
+        y = run(cq.swiglu, x, *pair)
+        assert y.dtype == np.float16 and y.shape == (rows, 70)
+        assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
 
 
 @pytest.mark.parametrize("names", UNLIKE, ids=str)

@@ -6,4 +6,5 @@ roofline   the ceilings (copy, read, write), and the picture of results beside t
 peers      other libraries, in the same process and on the same data
 report     results as values, as JSON and as rows of a table
 quantize   the benchmark of quantize and dequantize
+matmul     that of linear; matmul_peers and matmul_report are what peers and report are to quantize
 """

@@ -1,11 +1,16 @@
-"""The ceilings of a machine's memory, and the picture of results beside them."""
+"""The ceilings of a machine, and the pictures of results beside them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cuquant.bench.gpu import Gpu
+from cuquant.bench.matmul_peers import CupyCublas, TorchCublas
+from cuquant.bench.matmul_report import ProductMeasurement, ProductResults, peer_columns, short
+from cuquant.bench.quantize import random_values
 from cuquant.bench.report import Ceilings, Measurement, Results
 from cuquant.bench.timing import measure
 
@@ -16,6 +21,8 @@ CEILING_BYTES = 1 << 30  # of each array: 20 times the largest cache
 COLOURS = {"float32": "#4c72b0", "float16": "#dd8452", "bfloat16": "#55a868"}
 STYLES = {"copy": "--", "read": "-", "write": ":"}
 PANELS = ("quantize", "dequantize")
+GEMM_SIZE = 8192  # of the square matrices whose product gives cuBLAS's rate
+PEER_MARKERS = "sD^vP"
 
 
 def measure_ceilings(gpu: Gpu, repeats: int, nbytes: int = CEILING_BYTES) -> Ceilings:
@@ -26,6 +33,13 @@ def measure_ceilings(gpu: Gpu, repeats: int, nbytes: int = CEILING_BYTES) -> Cei
         fastest = min(measure(gpu.engine, [way], repeats).microseconds for way in ways)
         rates[name] = moved[name] / fastest / 1e6
     return Ceilings(**rates)
+
+
+def measure_gemm(cublas: TorchCublas | CupyCublas, gpu: Gpu, dtype: str, repeats: int) -> float:
+    """TFLOP/s of cuBLAS at square matrices of random numbers."""
+    x = gpu.upload(random_values((GEMM_SIZE, GEMM_SIZE), dtype))
+    timing = measure(cublas.engine, cublas.products([x], [gpu.copy(x)]), repeats)
+    return 2 * GEMM_SIZE**3 / timing.microseconds / 1e6
 
 
 def plot(results: Results, path: Path) -> None:
@@ -91,5 +105,81 @@ def _panel(axes: Axes, shown: list[Measurement], formats: list[str], results: Re
     axes.set_ylim(len(formats) - 0.5, -0.5)
     axes.set_xlabel("TB/s")
     axes.grid(axis="x", color="0.9", zorder=0)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def plot_products(results: ProductResults, path: Path) -> None:
+    """Draw TFLOP/s over operations a byte, one panel a format and dtype, beneath the roof.
+
+    Parameters
+    ----------
+    path
+        png, svg or pdf.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((m.format, m.dtype) for m in results.measurements))
+    columns = min(3, len(kinds))
+    lines = -(-len(kinds) // columns)
+    figure = Figure(figsize=(5.2 * columns, 0.8 + 4.2 * lines), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).reshape(-1)
+    for axes, (name, dtype) in zip(panels, kinds, strict=False):
+        shown = [m for m in results.measurements if (m.format, m.dtype) == (name, dtype)]
+        _product_panel(axes, shown, results)
+        axes.set_title(f"{name}, {dtype}")
+    for axes in panels[len(kinds) :]:
+        axes.set_visible(False)
+    figure.suptitle(f"{results.machine.device}: x @ w.T")
+    handles = {  # by label: a peer need not be in every panel
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False
+    )
+    figure.savefig(path)
+
+
+def _product_panel(axes: Axes, shown: list[ProductMeasurement], results: ProductResults) -> None:
+    peers = peer_columns(results)
+    shapes = list(dict.fromkeys(m.shape for m in results.measurements))
+    for shape in dict.fromkeys(m.shape for m in shown):
+        points = [(m.flops / m.nbytes, m) for m in shown if m.shape == shape]
+        points.sort(key=lambda point: point[0])
+        label = "x".join(map(str, shape))
+        axes.plot(
+            [i for i, _ in points],
+            [m.tflops for _, m in points],
+            "o-",
+            ms=4,
+            label=label,
+            color=f"C{shapes.index(shape) % 10}",
+        )
+        for intensity, m in points:
+            for peer in m.peers:
+                if peer.timing is None:
+                    continue
+                marker = PEER_MARKERS[peers.index(short(peer.name)) % len(PEER_MARKERS)]
+                rate = m.flops / peer.timing.microseconds / 1e6
+                axes.plot(intensity, rate, marker, ms=3.5, mfc="none", mec="0.35", mew=0.7)
+    for i, name in enumerate(peers):
+        marker = PEER_MARKERS[i % len(PEER_MARKERS)]
+        axes.plot([], [], marker, ms=3.5, mfc="none", mec="0.35", mew=0.7, label=name)
+    intensities = [m.flops / m.nbytes for m in shown]
+    span = np.geomspace(min(intensities) / 2, max(intensities) * 2, 200)
+    roof = span * results.ceilings.read
+    rate = results.gemm.get(shown[0].dtype)
+    axes.plot(
+        span, roof if rate is None else np.minimum(roof, rate), color="0.2", lw=1, label="roof"
+    )
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.grid(color="0.9", zorder=0)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

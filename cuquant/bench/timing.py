@@ -1,12 +1,14 @@
 """Time of one call: rounds of calls over rotated operands, replayed as a CUDA graph."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 MIN_REPEATS = 10
 MIN_CALLS = 8  # in a round: what starts and ends a graph is shared by so many
+HOST_CALLS = 32  # in a round of `host_time`
 
 Call = Callable[[], Any]
 
@@ -76,6 +78,26 @@ def measure(engine: Engine, calls: Sequence[Call], repeats: int) -> Timing:
     return Timing(
         statistics.median(rounds), min(rounds), max(rounds), graph, len(rounds), len(calls)
     )
+
+
+def host_time(engine: Engine, calls: Sequence[Call], repeats: int) -> float:
+    """Microseconds that the host spends in one call, which does not wait for the device.
+
+    The median over rounds of HOST_CALLS calls, between which the device catches up: one that is
+    too far behind would make the host wait.
+    """
+    calls = [calls[i % len(calls)] for i in range(HOST_CALLS)]
+    took: list[float] = []
+
+    def run() -> None:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        took.append((time.perf_counter() - start) * 1e6 / len(calls))
+
+    for _ in range(max(repeats, MIN_REPEATS)):
+        engine.elapsed(run)
+    return statistics.median(took)
 
 
 def copies(l2_bytes: int, nbytes: int) -> int:

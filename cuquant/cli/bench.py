@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +19,6 @@ SUFFIXES = (".png", ".svg", ".pdf")
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure operations on this machine's GPU."
 )
-
-
-@bench.callback()
-def _group() -> None:
-    """Without it, typer would make the only command the group."""
 
 
 @bench.command()
@@ -62,14 +59,11 @@ def quantize(
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
     from cuquant.bench.peers import find_peers
-    from cuquant.bench.report import Results
+    from cuquant.bench.report import NUMBERS, Results, header, headings, rows
 
     if shape and size is not None:
         raise typer.BadParameter("pass --shape or --size, not both", param_hint="--size")
-    check_output(plot, "--plot", SUFFIXES)
-    check_output(json, "--json")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise BackendUnavailable("--plot needs matplotlib; pip install 'cuquant[plot]'")
+    _check_outputs(json, plot)
     shapes = (
         int(size * 1e6) if size is not None else tuple(map(parse_shape, split_names(shape or [])))
     )
@@ -85,11 +79,8 @@ def quantize(
         ceilings = roofline.measure_ceilings(gpu, repeats)
         gpu.release()
         measured = tuple(cases.run(gpu, settings, beside, status.update))
-    results = Results(
-        gpu.machine, ceilings, cases.FORMULA, measured, shlex.join(["cuquant", *sys.argv[1:]]),
-        tuple(notes),
-    )  # fmt: skip
-    _print(results)
+    results = Results(gpu.machine, ceilings, cases.FORMULA, measured, _command(), tuple(notes))
+    _print(headings(results), NUMBERS, rows(results), header(results))
     if json is not None:
         json.write_text(results.to_json(), encoding="utf-8")
     if plot is not None:
@@ -101,13 +92,130 @@ def quantize(
         raise typer.Exit(1)
 
 
-def _print(results) -> None:
-    from cuquant.bench.report import NUMBERS, header, headings, rows
+@bench.command()
+def matmul(
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--formats", "-f", metavar="A,B", help="Formats of the weight; int4,nf4 if not given."
+        ),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help="Of x and y: float16 (if not given), bfloat16, float32."),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NxK,...", help="Weights; five of LLM layers if not given."),
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,...", help="Rows of x; 1,2,4,... up to 4096 if not given."),
+    ] = None,
+    prepack: Annotated[
+        bool, typer.Option("--prepack/--no-prepack", help="Lay weights out for the kernels first.")
+    ] = True,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write the results, as they come."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Draw a roofline: png, svg or pdf."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B|none",
+            help="Of cublas, bitsandbytes, tinygemm, humming, gemlite; all if not given.",
+        ),
+    ] = None,
+) -> None:
+    """Time linear beside other libraries, and check what was timed; exit code 1 if it is wrong."""
+    from cuquant.bench import matmul as cases
+    from cuquant.bench import roofline
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.matmul_peers import PEERS, check_peers, cublas, find_product_peers, reason
+    from cuquant.bench.matmul_report import (
+        FASTER,
+        NUMBERS,
+        ProductResults,
+        header,
+        headings,
+        peer_columns,
+        rows,
+    )
+    from cuquant.bench.quantize import check_dtypes, parse_formats
 
+    _check_outputs(json, plot)
+    settings = cases.Settings(
+        parse_formats(split_names(formats or []) or cases.FORMATS),
+        check_dtypes(split_names(dtypes or []) or cases.DTYPES),
+        tuple(parse_shape(text, "--shapes") for text in split_names(shapes or [])) or cases.SHAPES,
+        tuple(map(_batch, split_names(batch or []))) or cases.BATCHES,
+        prepack,
+        repeats,
+    )
+    chosen = [] if peers == ["none"] else split_names(peers or []) or list(PEERS)
+    check_peers(chosen)
+    gpu = CupyGpu()
+    beside, notes = find_product_peers(chosen)
+    notes.append("weights: prepacked" if prepack else "weights: QuantArrays, not prepacked")
+    with console(stderr=True).status("measuring memory and cuBLAS") as status:
+        ceilings, gemm = roofline.measure_ceilings(gpu, repeats), {}
+        try:
+            vendor = cublas()
+            gemm = {d: roofline.measure_gemm(vendor, gpu, d, repeats) for d in settings.dtypes}
+        except Exception as error:  # no cuBLAS, or one that cannot be loaded
+            notes.append(f"no cuBLAS here, the floor is that of the bytes alone: {reason(error)}")
+        gpu.release()
+        results = ProductResults(
+            gpu.machine, ceilings, cases.FORMULA, (), gemm, _command(), tuple(notes)
+        )
+        for measured in cases.run(gpu, settings, beside, status.update):
+            results = replace(results, measurements=(*results.measurements, measured))
+            if json is not None:  # it takes minutes: what was measured stays if it is ended
+                json.write_text(results.to_json(), encoding="utf-8")
+    right = (*NUMBERS, *peer_columns(results), FASTER)
+    _print(headings(results), right, rows(results), header(results))
+    if plot is not None:
+        roofline.plot_products(results, plot)
+    if not results.right:
+        console(stderr=True).print(
+            "error: results marked WRONG are off by more than rounding from the float64 product",
+            style="red",
+        )
+        raise typer.Exit(1)
+
+
+def _batch(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r} is no number of rows", param_hint="--batch")
+    return int(text)
+
+
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    check_output(plot, "--plot", SUFFIXES)
+    check_output(json, "--json")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise BackendUnavailable("--plot needs matplotlib; pip install 'cuquant[plot]'")
+
+
+def _command() -> str:
+    return shlex.join(["cuquant", *sys.argv[1:]])
+
+
+def _print(
+    columns: Sequence[str],
+    right: Sequence[str],
+    cells_of_rows: Sequence[Sequence[str]],
+    above: Sequence[str],
+) -> None:
     screen = console()
-    for line in header(results):
+    for line in above:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = table(headings(results), right=NUMBERS)
-    for cells in rows(results):
+    made = table(columns, right=right)
+    for cells in cells_of_rows:
         add_row(made, *cells, style="red" if "WRONG" in cells else "")
     screen.print(made)

@@ -46,7 +46,7 @@ def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
     return (int(rows), int(columns)) if cross else int(rows)
 
 
-def parse_shape(text: str) -> tuple[int, int]:
+def parse_shape(text: str, option: str = "--shape") -> tuple[int, int]:
     """The shape of a matrix as it is typed.
 
     >>> parse_shape("4096x14336")
@@ -55,7 +55,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise typer.BadParameter(
-            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint="--shape"
+            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint=option
         )
     return int(rows), int(columns)
 

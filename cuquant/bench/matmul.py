@@ -1,0 +1,231 @@
+"""The benchmark of products: cases, bytes, times on the device and the host, and whether right."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cuquant.array import QuantArray
+from cuquant.bench.gpu import Gpu
+from cuquant.bench.matmul_peers import Calls, ProductPeer, reason, time_product
+from cuquant.bench.matmul_report import ProductMeasurement
+from cuquant.bench.quantize import random_values
+from cuquant.bench.report import PeerTiming
+from cuquant.bench.timing import MIN_REPEATS, copies, host_time, measure
+from cuquant.formats import Format
+from cuquant.interop import float_dtype
+from cuquant.ops.matmul import linear
+from cuquant.ops.quantize import quantize
+from cuquant.packed import ROWS_LAYOUT, PackedWeight, prepack
+
+FORMULA = (
+    "TB/s = (weight and scales + x + y) / time; TFLOP/s = 2 M N K / time; the floor is the longer "
+    "of bytes at the reading rate and operations at cuBLAS's; faster: than the fastest peer"
+)
+FORMATS = ("int4", "nf4")
+DTYPES = ("float16",)
+SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (28672, 8192))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+CHECKED_COLUMNS = 32  # of y, from the first to the last
+
+# Half a unit in the last place of 1, and half of the smallest number.
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes
+    ----------
+    formats
+        Of the weights, by the name that was asked for.
+    dtypes
+        Of x and y.
+    shapes
+        Of the weights, [N, K].
+    batches
+        Rows of x.
+    prepack
+        Whether weights are laid out by `cuquant.prepack`, or are QuantArrays as they are.
+    repeats
+        Rounds of each timing.
+    """
+
+    formats: dict[str, Format]
+    dtypes: tuple[str, ...] = DTYPES
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    batches: tuple[int, ...] = BATCHES
+    prepack: bool = True
+    repeats: int = 2 * MIN_REPEATS
+
+
+def product_bytes(fmt: Format, shape: tuple[int, int], batch: int, itemsize: int) -> int:
+    """Bytes that x @ w.T must move: all components of w, x and y.
+
+    >>> from cuquant.formats import get_format
+    >>> product_bytes(get_format("int4"), (4096, 4096), 1, 2) - 2 * (4096 + 4096)
+    8650752
+    """
+    rows, depth = shape
+    return fmt.nbytes(shape) + itemsize * batch * (rows + depth)
+
+
+def run(
+    gpu: Gpu,
+    settings: Settings,
+    peers: Sequence[ProductPeer] = (),
+    begin: Callable[[str], None] = lambda text: None,
+) -> Iterator[ProductMeasurement]:
+    """Measure everything: for each dtype and shape all formats, for each of these all batches.
+
+    Parameters
+    ----------
+    gpu
+        Where.
+    settings
+        What.
+    peers
+        All that have a format are timed beside ours.
+    begin
+        Called with a text before each measurement.
+    """
+    for dtype in settings.dtypes:
+        for shape in settings.shapes:
+            dense: dict[tuple[str, int], PeerTiming] = {}  # of peers that decode the weight
+            values = random_values(shape, dtype)
+            x = random_values((max(settings.batches), shape[1]), dtype)
+            for name, fmt in settings.formats.items():
+                case = f"{name} {dtype} {shape[0]}x{shape[1]}"
+                begin(case)
+                bench = Bench(gpu, name, fmt, values, x, settings, peers, dense)
+                for batch in settings.batches:
+                    begin(f"{case}, batch {batch}")
+                    yield bench.measure(batch)
+                del bench
+                gpu.release()
+
+
+class Bench:
+    """One format on one matrix.
+
+    Parameters
+    ----------
+    gpu, settings, peers
+        See `run`.
+    name, fmt
+        The format, and how it was asked for.
+    values, x
+        The weight [N, K], and as many rows of x as the largest batch, on the host.
+    dense
+        Timings of the dense peers by name and batch, which all formats of a shape share.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        name: str,
+        fmt: Format,
+        values: np.ndarray,
+        x: np.ndarray,
+        settings: Settings,
+        peers: Sequence[ProductPeer],
+        dense: dict[tuple[str, int], PeerTiming],
+    ) -> None:
+        self.gpu, self.name, self.fmt, self.settings, self.dense = gpu, name, fmt, settings, dense
+        self.shape = len(values), x.shape[1]
+        self.dtype, self.x = str(x.dtype), gpu.upload(x)
+        q = quantize(gpu.upload(values), fmt)
+        count = copies(gpu.machine.l2_bytes, q.nbytes)
+        weight = prepack(q) if settings.prepack else q
+        self.weights = [weight, *(_copy(gpu, weight) for _ in range(count - 1))]
+        self.peers = [(peer, self._prepared(peer, q)) for peer in peers]
+        self.columns = np.unique(np.linspace(0, len(values) - 1, CHECKED_COLUMNS).astype(int))
+        self.wanted, self.bound = bounded_product(
+            x, on_host(gpu, q).dequantize(dtype=np.float32)[self.columns]
+        )
+
+    def measure(self, batch: int) -> ProductMeasurement:
+        shape = self.shape
+        nbytes = product_bytes(self.fmt, shape, batch, float_dtype(self.dtype).itemsize)
+        weights = self.weights[: copies(self.gpu.machine.l2_bytes, nbytes)]
+        xs = [self.gpu.copy(self.x[:batch]) for _ in weights]
+        y = self.gpu.upload(np.empty((batch, shape[0]), float_dtype(self.dtype)))
+        ys = [y, *(self.gpu.copy(y) for _ in weights[1:])]
+        for y in ys:
+            self.gpu.poison(y)
+        calls = [
+            lambda x=x, w=w, y=y: linear(x, w, out=y)
+            for x, w, y in zip(xs, weights, ys, strict=True)
+        ]
+        engine, repeats = self.gpu.engine, self.settings.repeats
+        timing = measure(engine, calls, repeats)
+        host = host_time(engine, calls, repeats)
+        right = all(self._is_right(y) for y in ys)
+        peers = [self._time_peer(peer, prepared, xs) for peer, prepared in self.peers]
+        layout = getattr(self.weights[0], "layout", ROWS_LAYOUT)
+        return ProductMeasurement(
+            self.name, self.dtype, shape, batch, layout, nbytes, timing, host, right,
+            tuple(peer for peer in peers if peer is not None),
+        )  # fmt: skip
+
+    def _is_right(self, y: Any) -> bool:
+        found = self.gpu.download(y)[:, self.columns].astype(np.float64)
+        batch = len(found)
+        return bool((np.abs(found - self.wanted[:batch]) <= self.bound[:batch]).all())
+
+    # ---- peers --------------------------------------------------------------------------------
+
+    def _prepared(self, peer: ProductPeer, q: QuantArray) -> Calls | PeerTiming | None:
+        """What makes the peer's calls; its problem; None where it has no such format."""
+        if peer.is_dense and any(name == peer.name for name, _ in self.dense):
+            return None
+        try:
+            return peer.prepare(q, self.dtype, self.gpu.machine.l2_bytes)
+        except Exception as error:  # as in `time_product`
+            return PeerTiming(peer.name, None, reason(error))
+
+    def _time_peer(
+        self, peer: ProductPeer, prepared: Calls | PeerTiming | None, xs: Sequence[Any]
+    ) -> PeerTiming | None:
+        batch = xs[0].shape[0]
+        if prepared is None:
+            return self.dense.get((peer.name, batch))
+        if not isinstance(prepared, PeerTiming):
+            wanted = self.wanted[:batch]
+            prepared = time_product(peer, prepared, xs, self.settings.repeats, self.columns, wanted)
+        if peer.is_dense:
+            self.dense[peer.name, batch] = prepared
+        return prepared
+
+
+def bounded_product(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x @ w.T in float64, and how far off a right result in x's dtype may be.
+
+    A weight is rounded to x's dtype twice at most, its level and that times the scale; K products
+    are summed in float32, where tensor cores cut what lies below (twice float32's rounding); the
+    sum is rounded once.
+    """
+    dtype, depth = str(x.dtype), x.shape[1]
+    a, b = x.astype(np.float64), w.astype(np.float64)
+    wanted = a @ b.T
+    a = np.abs(a, out=a)
+    size = a @ np.abs(b).T
+    off = 2 * (ROUNDING[dtype] + depth * ROUNDING["float32"]) * size
+    off += SMALLEST[dtype] * a.sum(axis=1, keepdims=True)  # weights that round to a subnormal
+    return wanted, off + ROUNDING[dtype] * (np.abs(wanted) + off) + SMALLEST[dtype]
+
+
+def on_host(gpu: Gpu, q: QuantArray) -> QuantArray:
+    """The same QuantArray of NumPy arrays."""
+    return _with(q, {name: gpu.download(part) for name, part in q.arrays().items()})
+
+
+def _copy(gpu: Gpu, weight: QuantArray | PackedWeight) -> QuantArray | PackedWeight:
+    return _with(weight, {name: gpu.copy(part) for name, part in weight.arrays().items()})
+
+
+def _with(weight: Any, parts: dict[str, Any]) -> Any:
+    return replace(weight, components=parts)

@@ -1,0 +1,119 @@
+// Products of a warp, of a warpgroup and sums of a cluster, with one bug at a time. Bug::None is right.
+#include "hopper.cuh"
+#include "mma.cuh"
+
+namespace cuquant {
+
+enum class Bug {
+    None,
+    // of `warp_product`
+    NoWait,             // what was copied is read before it is waited for
+    MatrixPlace,        // a matrix from 4 bytes further
+    MatrixBeyond,       // one behind the shared memory
+    NotShared,          // one in global memory
+    HalfWarp,           // half of the lanes multiply
+    SwappedRegisters,   // of rows and columns
+    MisalignedOnce,     // load8_once from 4 bytes further
+    // of `group_product`
+    NoInitialisation,   // of a barrier
+    NoFullWait,         // x is read before it has come
+    WrongParity,        // the same, by waiting for the phase before
+    NoCopy,             // x is waited for and never comes
+    MoreArrivals,       // a barrier waits for one more than there are
+    TooManyArrivals,    // or is met by one more
+    NoSwizzle,          // b as rows that were not swizzled
+    NoProductWait,      // sums are read before they are waited for
+    OperandChanged,     // a is overwritten before its product is waited for
+    FewAtBarrier,       // a named barrier that a warp does not meet
+    OtherBarrier,       // one that warps give different numbers of threads
+    NoMap,              // bytes that are no tensor map
+    StoredPlace,        // a stored matrix from 2 bytes further
+    // of `cluster_sum`
+    NoArrival,          // the other block's number is read before it is there
+    NoLastWait,         // a block goes while the other one reads
+};
+
+// y[16, 8] = a[16, 32] b[8, 32]^T
+template <Bug kBug, class T>
+__global__ void warp_product(const u32* __restrict__ a, const u32* __restrict__ b, float* __restrict__ y) {
+    extern __shared__ __align__(128) u8 dynamic_shared[];  // 512 bytes: b
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    copy16_async(dynamic_shared + lane * 16, b + lane * 4, 16);
+    if constexpr (kBug != Bug::NoWait) copies_wait();
+    __syncwarp();
+    u32 from = static_cast<u32>(__cvta_generic_to_shared(dynamic_shared)) + lane % 8 * 64 + lane / 8 * 16;
+    if constexpr (kBug == Bug::MatrixPlace) from += 4;
+    if constexpr (kBug == Bug::MatrixBeyond) from += 16;
+    if constexpr (kBug == Bug::NotShared) from = static_cast<u32>(__cvta_generic_to_shared(b));
+    const uint4 rows = load_matrices(from);
+    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int step = 0; step < 2; ++step) {
+        u32 own[4];
+        for (int r = 0; r < 4; ++r) own[r] = load4_once(a + (g + r % 2 * 8) * 16 + step * 8 + r / 2 * 4 + t);
+        if constexpr (kBug == Bug::MisalignedOnce) own[0] = load8_once(a + g * 16 + 1).x;
+        if constexpr (kBug == Bug::SwappedRegisters) { const u32 first = own[1]; own[1] = own[2]; own[2] = first; }
+        if (kBug != Bug::HalfWarp || lane < 16) mma<T>(d, own, step ? rows.z : rows.x, step ? rows.w : rows.y);
+    }
+    for (int i = 0; i < 4; ++i) y[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+// y[64, 8] = a[64, 16] x[8, 16]^T, twice: as float32, and as `turned` [8, 64] of T. Four warps, and one that
+// copies x [8, 64].
+template <Bug kBug, class T>
+__global__ void group_product(const __grid_constant__ TensorMap map, const u32* __restrict__ a, float* __restrict__ y, u16* __restrict__ turned) {
+    extern __shared__ __align__(1024) u8 dynamic_shared[];  // 1,024 bytes of x, 1,024 of results, a barrier
+    u8* const results = dynamic_shared + 1024;
+    u64* const full = reinterpret_cast<u64*>(dynamic_shared + 2048);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (threadIdx.x == 0 && kBug != Bug::NoInitialisation) barrier_init(full, kBug == Bug::MoreArrivals ? 2 : 1);
+    __syncthreads();
+    if (warp == 4) {
+        if (lane == 0) {
+            TensorMap wrong = map;
+            wrong.words[5] = 0;
+            barrier_expect(full, 1024);
+            if constexpr (kBug == Bug::TooManyArrivals) barrier_arrive(full);
+            if constexpr (kBug != Bug::NoCopy) copy_box(dynamic_shared, kBug == Bug::NoMap ? &wrong : &map, full, 0, 0);
+        }
+        return;
+    }
+    if constexpr (kBug != Bug::NoFullWait) barrier_wait(full, kBug == Bug::WrongParity ? 1 : 0);
+    u32 own[4];
+    for (int r = 0; r < 4; ++r) own[r] = a[(warp * 16 + g + r % 2 * 8) * 8 + r / 2 * 4 + t];
+    float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    wgmma_fence();
+    const u64 b = swizzled(dynamic_shared);
+    wgmma<T, 8>(d, own, kBug == Bug::NoSwizzle ? b & ~(3ull << 62) : b, 0);
+    wgmma_commit();
+    if constexpr (kBug == Bug::OperandChanged) own[0] = 0;
+    if constexpr (kBug != Bug::NoProductWait) wgmma_wait<0>();
+    for (int i = 0; i < 4; ++i) y[(warp * 16 + g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+    wgmma_wait<0>();
+    const u32 pairs[4] = {pair_of<T>(d[0], d[1]), pair_of<T>(d[2], d[3]), pair_of<T>(d[0], d[1]), pair_of<T>(d[2], d[3])};
+    u32 to = shared_address(results) + lane % 8 * 128 + warp * 32 + lane / 8 % 2 * 16;
+    if constexpr (kBug == Bug::StoredPlace) to += 2;
+    store_matrices_transposed(to, pairs);
+    if (kBug != Bug::FewAtBarrier || warp) named_barrier(1, kBug == Bug::OtherBarrier && warp == 2 ? 96 : 128);
+    for (int i = threadIdx.x; i < 512; i += 128) turned[i] = reinterpret_cast<u16*>(results)[i];
+}
+
+// y[block] = the numbers of both blocks of a cluster, times the block's rank + 1.
+template <Bug kBug>
+__global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) {
+    __shared__ __align__(16) float number[4];
+    if (threadIdx.x < 4) number[threadIdx.x] = x[blockIdx.x];
+    if constexpr (kBug != Bug::NoArrival) { cluster_arrive(); cluster_wait(); }
+    float sum = 0;
+    for (int rank = 0; rank < 2; ++rank) sum += load_remote(number, rank).y;
+    if (threadIdx.x == 0) y[blockIdx.x] = sum * (cluster_rank() + 1);
+    if constexpr (kBug != Bug::NoLastWait) { cluster_arrive(); cluster_wait(); }
+}
+
+// a * b + c of pairs.
+template <class T>
+__global__ void pairs(const u32* __restrict__ a, const u32* __restrict__ b, const u32* __restrict__ c, u32* __restrict__ out) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = fma_pair<T>(a[i], b[i], c[i]);
+}
+
+}  // namespace cuquant
