@@ -79,7 +79,7 @@ def precompile(
         program
         for operation in operations
         for fmt in values
-        for program in jit.PROGRAMS[operation](fmt, dtypes=dtypes)
+        for program in jit.PROGRAMS[operation](fmt, dtypes=dtypes, arch=target)
     )
     jit.nvrtc()  # that it is missing is said once, not by each thread
     device = jit.current_device() if arch is None else None

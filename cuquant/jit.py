@@ -47,7 +47,8 @@ from cuquant.sources import (
 NEEDED_NVRTC = (12, 9)
 __path__: list[str] = []  # else runpy warns that `import cuquant` has imported this file already
 
-# By operation: (format, dtypes=names of the float arrays) -> its programs; filled by cuquant.ops.
+# By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs; filled
+# by cuquant.ops.
 PROGRAMS: dict[str, Callable[..., list["Program"]]] = {}
 
 _ERROR = re.compile(r"^[^\s(][^(\n]*\(\d+\): (?:catastrophic )?error: .*$", re.MULTILINE)

@@ -138,7 +138,7 @@ def operation(monkeypatch):
     """The only operation, and the dtypes it was asked for."""
     asked = []
 
-    def programs(fmt, dtypes=("float32", "float16")):
+    def programs(fmt, dtypes=("float32", "float16"), arch=90):
         asked.append((fmt.name, dtypes))
         numbers = [len(fmt.name), *range(10, 10 + len(dtypes))]
         return [replace(planted.AFFINE, arguments=("formats::twice", n)) for n in numbers]

@@ -1,8 +1,9 @@
 """Products with weights of layout "fragments/1": cases, and how far off float32 sums may be.
 
-The kernels decode weights to the dtype of x. Integers and small floats have a place there; levels of
-a codebook are rounded once, and what is expected is a product with the rounded levels. Where weights
-meet their scales before they are multiplied, in matmul_hopper.cu, they are rounded once more.
+The kernels decode weights to the dtype of x. Integers and small floats have a place there; levels
+of a codebook are rounded once, and what is expected is a product with the rounded levels. Where
+weights meet their scales before they are multiplied, in matmul_hopper.cu, they are rounded once
+more.
 """
 
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from emulator import Recorder
 from kernel_arrays import LAYOUTS, LEVELS, placed
 from oracle import DTYPES
 from prepack_cases import LAID
-from products import F32, F64, ULP, UNIT, is_close, normal, values
+from products import F64, ULP, UNIT, is_close, normal, values
 
 import cuquant as cq
 from cuquant.formats import Codebook
+from cuquant.ops.kernels import prepacked
 
 TYPES = ("float16", "bfloat16")  # of x
 # Half of the smallest number of each: how far off a weight near zero may be.
@@ -119,18 +122,31 @@ class Expected:
             off = np.abs(a) @ each.T
         return cls(a @ w.T, np.abs(a) @ size.T, off)
 
-    def admits(self, y: np.ndarray, depth: int) -> bool:
+    def admits(self, y: np.ndarray, depth: int, *, on_gpu: bool = False) -> bool:
         """Float32 sums of K products in any order, then one rounding to y's dtype.
 
         A product meets K additions at most, of its group and then of all groups; before and after
         that no more than 24 roundings: those of its scale here and in the reference, and the sums
         of warps and blocks that share K.
+
+        A GPU's tensor cores add 16 products to a sum at once: all 17 are cut off, to at least 24
+        bits of the largest, and the result to 24 bits (Fasi et al., Numerical behavior of NVIDIA
+        tensor cores, 2021). That is 18 times 2^-23 of the sum of absolute products, or 36
+        roundings, for each 16 of K.
         """
+        roundings = (36 * -(-depth // 16) if on_gpu else depth) + 24
         if not np.any(self.off):
-            return is_close(y, self.sums, self.size, depth + 24)
-        off = self.off * (1 + 2 * depth * UNIT)
+            return is_close(y, self.sums, self.size, roundings)
+        off = self.off * (1 + 2 * roundings * UNIT)
         near = np.clip(y.astype(F64), self.sums - off, self.sums + off)
-        return is_close(y, near, self.size + off, depth + 24)
+        return is_close(y, near, self.size + off, roundings)
+
+
+def unit_of(x: np.ndarray, q: cq.QuantArray) -> float:
+    """What matmul_hopper.cu multiplies weights by before it rounds them to x's dtype."""
+    if x.dtype == np.float16 and prepacked.is_wide(q.format):
+        return prepacked.unit_of(Recorder(), q.format, q.arrays())
+    return 1.0
 
 
 # ---- the matrix ---------------------------------------------------------------------------------

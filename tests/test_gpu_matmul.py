@@ -349,6 +349,7 @@ class Operands:
     def __init__(self, rows: int, to) -> None:
         self.x = to(normal((rows, 256), "float16"))
         self.q, self.other = to(weight("int4", (96, 256))), to(weight("nf4", (96, 256)))
+        self.packed = cq.prepack(self.other)  # in float16 by a power of two, which is looked for
         self.across = to(cq.quantize(normal((256, 96)), "int4", axis=-1))
         self.stacked = to(cq.quantize(normal((4, 96, 256)), "int4"))
         self.experts = to(np.random.default_rng(0).integers(0, 4, rows))
@@ -359,6 +360,8 @@ OPERATIONS = {
     "linear": lambda o: cq.linear(o.x, o.q, activation="silu", out=o.out),
     "matmul": lambda o: cq.matmul(o.x, o.q.T, out=o.out),
     "swiglu": lambda o: cq.swiglu(o.x, o.q, o.other, out=o.out),
+    "prepacked": lambda o: cq.linear(o.x, o.packed, activation="silu", out=o.out),
+    "prepacked swiglu": lambda o: cq.swiglu(o.x, o.packed, o.packed, out=o.out),
     "experts": lambda o: cq.grouped_linear(o.x, o.stacked, o.experts, out=o.out),
     "decoded": lambda o: cq.matmul(o.x, o.across, out=o.out),
 }

@@ -6,14 +6,14 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
-from fragment_products import BLOCKS, OPTIONS, TYPES, Case, Expected
+from fragment_products import BLOCKS, OPTIONS, TYPES, Case, Expected, unit_of
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from prepack_cases import LAID
 from products import ULP, UNIT, Products, finished, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import hopper, prepacked, stream
+from cuquant.ops.kernels import hopper, stream
 from cuquant.ops.kernels.hopper import Shape
 from cuquant.reference import ACTIVATIONS
 
@@ -69,10 +69,7 @@ def expected(case: Case) -> Expected:
 
 
 def expect(x: np.ndarray, q: cq.QuantArray) -> Expected:
-    unit = 1.0
-    if x.dtype == np.float16 and prepacked.is_wide(q.format):
-        unit = prepacked.unit_of(Emulator(), q.format, q.arrays())
-    return Expected.of(x, q, unit)
+    return Expected.of(x, q, unit_of(x, q))
 
 
 def divided(numbers: tuple[int, ...]) -> Any:

@@ -1,6 +1,5 @@
 """matmul_stream.cu against float64, on the CPU under the emulator."""
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 

@@ -1,21 +1,24 @@
 """Which programs an operation needs: the orchestrators run on arrays that do not exist."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from cuquant import interop
 from cuquant.formats import Format
+from cuquant.formats.format import Component
+from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
 from cuquant.ops.kernels.matmul_plain import route
 from cuquant.ops.kernels.operands import Dense, Product, Weight
-from cuquant.ops.kernels.product import ORCHESTRATORS
+from cuquant.ops.kernels.product import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
 from cuquant.ops.kernels.quantize import quantizer
 from cuquant.ops.kernels.task import Known, Task
+from cuquant.ops.tensor_map import MAP_BYTES
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132
@@ -23,6 +26,15 @@ ARCH = 90
 DTYPES = ("float32", "float16", "bfloat16")
 # Rows of weights and activations; blocks along the first axis; what the fast kernels do not take.
 SHAPES = (((256, 4096), -1), ((256, 14336), -1), ((4096, 256), 0), ((37, 131), -1))
+# Rows of x and weights [N, K] that matmul_stream.cu and matmul_hopper.cu divide in different ways.
+PRODUCTS = (
+    (1, (4096, 4096)),
+    (16, (4096, 4096)),
+    (32, (4096, 4096)),
+    (128, (14336, 4096)),
+    (512, (4096, 4096)),
+    (512, (14336, 4096)),
+)
 
 
 class _Nothing:
@@ -36,9 +48,9 @@ class Plan:
     """A Backend that launches nothing and notes the programs."""
 
     multiprocessors = MULTIPROCESSORS
-    arch = ARCH
 
-    def __init__(self) -> None:
+    def __init__(self, arch: int = ARCH) -> None:
+        self.arch = arch
         self.programs: dict[Program, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -59,8 +71,10 @@ class Plan:
     def read(self, array: Any) -> np.ndarray:
         return np.ones(array.shape, np.float32)
 
-    def tensor_map(self, *_: object) -> bytes:
-        return bytes(128)
+    def tensor_map(
+        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+    ) -> bytes:
+        return bytes(MAP_BYTES)
 
     def pointer(self, array: Any) -> int:
         return ADDRESS
@@ -80,9 +94,11 @@ def _fits(fmt: Format, stored: tuple[int, ...]) -> bool:
     return True
 
 
-def quantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+def quantize_programs(
+    fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
+) -> list[Program]:
     """The programs that quantize arrays of the usual shapes."""
-    plan = Plan()
+    plan = Plan(arch)
     for name in dtypes:
         dtype = interop.float_dtype(name)
         for shape, axis in SHAPES:
@@ -97,9 +113,11 @@ def quantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Progr
     return list(plan.programs)
 
 
-def dequantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+def dequantize_programs(
+    fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
+) -> list[Program]:
     """The programs that decode arrays of the usual shapes, and their codes and scales."""
-    plan = Plan()
+    plan = Plan(arch)
     for name in dtypes:
         dtype = interop.float_dtype(name)
         for stored, _ in SHAPES:
@@ -116,9 +134,9 @@ def dequantize_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Pro
     return list(plan.programs)
 
 
-def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program]:
+def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
     """The programs that multiply with weights of the usual shapes, and with decoded ones."""
-    plan = Plan()
+    plan = Plan(arch)
     for rows in (1, 1 << 16):  # to be sorted by expert
         route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1)
     for name in dtypes:
@@ -127,11 +145,28 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES) -> list[Program
             if not _fits(fmt, stored):
                 continue
             columns, depth = stored
-            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
             x, decoded = (Dense(ADDRESS, d, depth, 1) for d in (dtype, np.dtype(np.float32)))
-            for weight in (Weight(fmt, parts, stored), decoded):
-                for orchestrator in ORCHESTRATORS.values():
-                    if weight.layout in orchestrator.layouts:
-                        product = Product(orchestrator.height, columns, depth, x, (weight,))
-                        orchestrator.prepare(plan, product)(plan, ADDRESS, bytes(64))
+            for weight in (Weight(fmt, _parts(fmt.components(stored)), stored), decoded):
+                for plain in (PLAIN_ROWS, PLAIN_TILES):
+                    product = Product(plain.height, columns, depth, x, (weight,))
+                    plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
+        for rows, shape in PRODUCTS:
+            for weight in _weights(fmt, shape):
+                product = Product(rows, *shape, Dense(ADDRESS, dtype, shape[1], 1), (weight,))
+                chosen = ORCHESTRATORS[choose(product.problem(plan))]
+                if chosen not in (PLAIN_ROWS, PLAIN_TILES):
+                    chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
     return list(plan.programs)
+
+
+def _parts(components: Iterable[Component]) -> dict[str, Any]:
+    return {c.name: _Nothing(c.shape) for c in components}
+
+
+def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:
+    """A weight [N, K] as it is, and prepacked."""
+    if _fits(fmt, shape):
+        yield Weight(fmt, _parts(fmt.components(shape)), shape)
+    if takes(fmt, shape):
+        parts = _parts(Fragments(fmt, shape).components)
+        yield Weight(fmt, parts, shape, layout=FRAGMENTS_LAYOUT)

@@ -153,7 +153,7 @@ class Prepack:
         return {**made, **kept}
 
 
-def prepack_programs(fmt: Format, dtypes: Sequence[str] = ()) -> list[Program]:
+def prepack_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = 0) -> list[Program]:
     """The programs that lay out weights of a format, and those that bring them back."""
     plan = Plan()
     for shape in SHAPES:

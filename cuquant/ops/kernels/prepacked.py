@@ -83,14 +83,10 @@ def takes_rows(fmt: Format, depth: int) -> bool:
     packing = fmt.row_packing
     if fmt.is_blocks or fmt.scale is None or packing.order not in ("low", "high", "dense"):
         return False
-    block = fmt.rule.block
-    if (
-        packing.bits not in (2, 4, 8)
-        or depth % UNIT
-        or not (block == "row" or isinstance(block, int))
-    ):
+    if packing.bits not in (2, 4, 8) or depth % UNIT:
         return False
-    return block == "row" or block >= depth or block % UNIT == 0
+    block = fmt.rule.block
+    return block == "row" or (isinstance(block, int) and (block >= depth or block % UNIT == 0))
 
 
 def table_bytes(fmt: Format) -> int:

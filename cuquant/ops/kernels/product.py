@@ -59,9 +59,10 @@ class Orchestrator(Protocol):
         ...
 
 
+PLAIN_TILES, PLAIN_ROWS = Plain("matmul_tiles", TILE), Plain("matmul_rows", FEW)
 ORCHESTRATORS: dict[str, Orchestrator] = {
-    "plain_tiles": Plain("matmul_tiles", TILE),
-    "plain_rows": Plain("matmul_rows", FEW),
+    "plain_tiles": PLAIN_TILES,
+    "plain_rows": PLAIN_ROWS,
     "stream": stream.Stream(),
     "hopper": hopper.Hopper(),
 }

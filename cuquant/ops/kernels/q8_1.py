@@ -188,7 +188,7 @@ def quantize_values(backend: Backend, x: Any, dtype: np.dtype, shape: tuple[int,
     return out
 
 
-def programs(fmt: Format, dtypes: Sequence[str] = ("float32",)) -> list[Program]:
+def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -> list[Program]:
     """The programs that multiply weights of a ggml type, or that make activations."""
     if fmt.name == Q8_1.name:
         return [values_launch(interop.float_dtype(name), 1).program for name in dtypes]

@@ -1,6 +1,6 @@
 """Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -76,9 +76,10 @@ def divide(
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
-    One wave of blocks, each with about 16 warps; K is shared by warps of a block first, since
-    their sums meet in shared memory, and by two blocks of a cluster where x is large. `heavy`:
-    what is loaded ahead takes many registers.
+    One wave of blocks, each with about 16 warps, or more where the sums of so many rows of the
+    weight do not fit; K is shared by warps of a block first, since their sums meet in shared
+    memory, and by two blocks of a cluster where x is large. `heavy`: what is loaded ahead takes
+    many registers.
     """
     strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups, heavy)
     clusters = 90 <= arch < 100
@@ -87,8 +88,8 @@ def divide(
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
         splits = (1,) if not clusters or units < 2 * ahead else (1, 2) if tokens <= TILE else (2, 1)
-        for split in splits:
-            each = -(-strips // max(multiprocessors // split, 1))
+        all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
+        for split, each in _shares(splits, all_each):
             for rounds in range(-(-each // WARPS), each + 1):
                 own = -(-each // rounds)
                 deep = 1
@@ -101,6 +102,13 @@ def divide(
                     break
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
+
+
+def _shares(splits: tuple[int, ...], each: list[int]) -> Iterator[tuple[int, int]]:
+    """A split and the strips of a block: one wave for each split, then more of them."""
+    while each:
+        yield from zip(splits, each, strict=True)
+        each = [-(-n // 2) for n in each] if max(each) > WARPS else []
 
 
 def _is_heavy(fmt: Format, groups: Groups, layout: str) -> bool:

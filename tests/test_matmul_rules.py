@@ -1,0 +1,308 @@
+"""How products with prepacked weights are divided: all of them once, by what a GPU has."""
+
+import gc
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import prepack_cases
+import pytest
+from emulator import Recorder
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_arrays import LEVELS
+from products import normal, weight
+
+import cuquant as cq
+from cuquant.formats import Codebook
+from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
+from cuquant.ops.kernels import hopper, prepacked, stream
+from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
+from cuquant.ops.kernels.prepacked import Groups
+from cuquant.ops.kernels.product import ORCHESTRATORS, choose
+
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+# Bytes of shared memory that a block may have (CUDA C programming guide, compute capabilities).
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+LAID = {name: cq.get_format(name) for name in prepack_cases.LAID}
+TABLES = sorted({prepacked.table_bytes(fmt) for fmt in LAID.values()})
+
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 70_000), st.integers(1, 2_000_000))
+depths = st.one_of(st.integers(1, 300), st.integers(1, 30_000), st.integers(1, 400_000))
+kinds = st.one_of(
+    st.builds(Groups, st.just(0), st.just(1)),
+    st.builds(Groups, st.integers(1, 300), st.just(1)),
+    st.builds(Groups, st.just(1), st.sampled_from([2, 4])),
+)
+processors = st.sampled_from([1, 2, 14, 20, 46, 68, 82, 108, 132, 144, 170])
+
+
+# ---- groups, tables, numbers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", prepack_cases.ALL, ids=str)
+def test_groups_are_those_of_the_layout(case):
+    """As many as there are scales, and each 16 columns of a unit in the right one."""
+    rows, depth = case.shape[-2:]
+    fmt, groups = case.fmt, Groups.of(case.fmt, depth)
+    found = {part.name: part.groups for part in Fragments(fmt, case.shape).per_group}
+    count = groups.count(fmt, depth)
+    if fmt.is_blocks:
+        assert count == depth // fmt.layout.sub_block
+        assert count * found["scale"] == count * (depth // fmt.layout.elements)
+    elif "scale" in found:
+        assert count == found["scale"]
+    else:
+        shape = next(c.shape for c in fmt.components((rows, depth)) if c.name == "scale")
+        assert count == (shape[-1] if shape else 1)
+    block = fmt.layout.sub_block if fmt.is_blocks else fmt.rule.block
+    block = block[1] if isinstance(block, tuple) else block
+    for column in range(0, depth, 16):
+        unit = column // 64
+        if groups.fine > 1:
+            group = unit * groups.fine + column % 64 // (64 // groups.fine)
+        else:
+            group = unit // groups.units if groups.units else 0
+        assert group == (column // block if isinstance(block, int) else 0) < count
+
+
+def test_tables_hold_pairs_of_levels_or_levels():
+    """For each of 32, 16 or 8 lanes, 4 bytes an entry; within what the oldest GPU has."""
+    for fmt in LAID.values():
+        found = prepacked.table_bytes(fmt)
+        if not isinstance(fmt.codec, Codebook):
+            assert found == 0
+        elif fmt.bits <= 4:
+            assert found == 4**fmt.bits * 128
+        else:
+            assert found == 2**fmt.bits * 4 * {5: 32, 6: 32, 7: 16, 8: 8}[fmt.bits]
+        assert found <= 32768
+
+
+def test_levels_fit_16_bits_or_do_not():
+    assert all(prepacked.fits(fmt) for fmt in LAID.values())
+    known = {name: prepacked.fits(cq.get_format("k8", levels=LEVELS[name])) for name in LEVELS}
+    assert [name for name, fits in known.items() if not fits] == ["huge", "tiny", "all sizes"]
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp8", "nf4 double", "fp8_e4m3"])
+@pytest.mark.parametrize("size", [1e-35, 1e-9, 1.0, 3e4, 1e30, 0.0])
+def test_the_unit_brings_the_largest_weight_near_1(name, size):
+    """And is a power of two, which no rounding knows of."""
+    options = {"double_quant": True} if name.endswith("double") else {}
+    q = weight(name.split()[0], (9, 128), **options)
+    q = cq.quantize(normal((9, 128)) * np.float32(size), q.format)
+    unit = prepacked.unit_of(Recorder(), q.format, q.arrays())
+    assert math.frexp(unit)[0] == 0.5
+    largest = float(np.abs(q.dequantize(dtype="float32").astype(np.float64)).max()) * unit
+    assert size == 0 or 2.0**-2 < largest < 4
+
+
+def test_units_see_through_numbers_that_are_not_finite_and_go_with_their_arrays():
+    q = weight("nf4", (9, 128))
+    scale = q.arrays()["scale"].copy()
+    wanted = prepacked.unit_of(Recorder(), q.format, {"scale": scale.copy()})
+    scale[0], scale[1] = np.nan, np.inf
+    smaller = scale[2:].max() / q.arrays()["scale"].max()
+    before = len(prepacked._units)
+    found = prepacked.unit_of(Recorder(), q.format, {"scale": scale})
+    assert wanted <= found <= wanted * 2 / smaller and len(prepacked._units) == before + 1
+    del scale
+    gc.collect()
+    assert len(prepacked._units) == before
+
+
+# ---- matmul_stream.cu ---------------------------------------------------------------------------
+
+
+def parts_of_k(shape: stream.Shape, groups: Groups, units: int) -> list[int]:
+    """Where the kernel's parts of K begin and end, in units: matmul_stream.cu's `border`."""
+    group = groups.units or 1 << 20
+    share = shape.ahead if group >= shape.ahead else group
+    shares, parts = -(-units // share), shape.split * shape.depth
+    return [min(shares * part // parts * share, units) for part in range(parts + 1)]
+
+
+@given(
+    st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
+    processors, st.booleans(), st.booleans(),
+)  # fmt: skip
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, False)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, False)
+def test_streams_fit_and_cover_everything_once(
+    rows, columns, depth, groups, table, arch, processors, gated, heavy
+):
+    shape = stream.divide(rows, columns, depth, groups, table, arch, processors, gated, heavy)
+    units, strips = -(-depth // 64), -(-columns // 16)
+    if shape is None:
+        # One row of x, the table and the sums of one round of strips are too much.
+        least = table + units * 128 + 128 + 8 * (16 * 16 * (1 + gated) + 4) * 4
+        assert least + 8 * 128 > 99 * 1024
+        return
+    bytes = stream.shared_bytes(shape, groups, units, table, gated)
+    assert bytes <= SHARED[arch] * 1024
+    assert shape.split == 1 or (shape.split == 2 and 90 <= arch < 100)
+    assert 1 <= shape.tokens <= min(rows, 8 * shape.tiles) and shape.tiles in (1, 2, 4)
+    assert shape.strips * shape.depth <= 16 and shape.rounds >= 1
+    # The kernel's static_assert.
+    units_of_group = groups.units or 1 << 20
+    long = units_of_group >= shape.ahead
+    assert (units_of_group % shape.ahead if long else shape.ahead % units_of_group) == 0
+    # K: the parts follow each other, begin with a group where they add up by groups, and x of a
+    # block's part lies in what shared_bytes counts.
+    borders = parts_of_k(shape, groups, units)
+    assert borders[0] == 0 and borders[-1] == units and borders == sorted(borders)
+    if not long:
+        assert all(border % units_of_group == 0 for border in borders[:-1])
+    own = [borders[(r + 1) * shape.depth] - borders[r * shape.depth] for r in range(shape.split)]
+    pitch = shape.strips * shape.rounds * 16 * (1 + gated) + 4
+    sums = shape.depth * shape.tiles * 8 * pitch * 4
+    assert table + 128 + max(own) * shape.tokens * 128 + sums <= bytes
+    # Strips: blocks * rounds * strips of them, of which the last may not exist.
+    blocks = -(-strips // (shape.strips * shape.rounds))
+    assert blocks * shape.strips * shape.rounds >= strips
+    assert (blocks - 1) * shape.strips * shape.rounds < strips
+    assert blocks * shape.split < 1 << 31
+
+
+def test_usual_products_are_one_wave():
+    """Of a large GPU; and no small one reads its weights more than once for 8 rows of x."""
+    groups = Groups(2, 1)
+    for rows in (1, 8, 16):
+        for columns, depth in ((4096, 4096), (14336, 4096), (4096, 14336), (128_256, 4096)):
+            shape = stream.divide(rows, columns, depth, groups, 0, 90, 132)
+            assert shape is not None
+            assert shape.tokens == (8 if (rows, depth) == (16, 14336) else rows)
+            blocks = -(-columns // 16 // (shape.strips * shape.rounds)) * shape.split
+            assert blocks <= 132
+    for columns in (4096, 32_000, 128_256):
+        shape = stream.divide(8, columns, 4096, groups, 0, 86, 28)
+        assert shape is not None and shape.tokens == 8
+
+
+# ---- matmul_hopper.cu ---------------------------------------------------------------------------
+
+
+@given(
+    sizes, sizes, depths, st.integers(1, 8), st.sampled_from([1, 2, 4]), st.sampled_from(TABLES),
+    processors,
+)  # fmt: skip
+def test_hopper_tiles_fit_and_cover_everything_once(
+    rows, columns, depth, bits, fine, table, processors
+):
+    shape = hopper.divide(rows, columns, depth, bits, fine, table, processors)
+    units = -(-depth // 64)
+    assert hopper.shared_bytes(shape, table) <= SHARED[90] * 1024
+    assert shape.tokens in (32, 64, 128, 256) and shape.split in (1, 2)
+    assert shape.row_groups * shape.depth_groups <= 3 and shape.threads <= 512
+    assert shape.stages >= 2  # one is read while the next one comes
+    assert shape.ahead % 2 == 0  # two operands are used in turns
+    if not shape.alone:  # the kernel's static_assert: sums take the place of x
+        sums = shape.depth_groups * shape.tokens * (shape.rows + 4) * 4
+        assert sums <= shape.stages * shape.tokens * 128 * shape.depth_groups
+    # K: all steps of all blocks; a step has a unit for each depth group.
+    steps = -(-units // shape.depth_groups)
+    borders = [steps * rank // shape.split for rank in range(shape.split + 1)]
+    assert borders[0] == 0 and borders == sorted(borders)
+    assert borders[-1] * shape.depth_groups >= units > (borders[-1] - 1) * shape.depth_groups
+    tiles = -(-rows // shape.tokens) * -(-columns // shape.rows)
+    assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_every_tile_is_somebodys(token_tiles, row_tiles):
+    """matmul_hopper.cu's `locate`, which takes 4 tiles of x at a time."""
+    found = set()
+    for tile in range(token_tiles * row_tiles):
+        set_, in_set = divmod(tile, 4 * row_tiles)
+        wide = min(4, token_tiles - set_ * 4)
+        found.add((set_ * 4 + in_set % wide, in_set // wide))
+    assert found == {(t, r) for t in range(token_tiles) for r in range(row_tiles)}
+
+
+# ---- which kernel -------------------------------------------------------------------------------
+
+PROBLEM = Problem(1, 4096, 4096, LAID["int4"], FRAGMENTS_LAYOUT, "float16", True, 90, 132)
+
+problems = st.builds(
+    Problem,
+    rows=sizes,
+    columns=sizes,
+    depth=st.one_of(st.just(0), depths),
+    format=st.sampled_from(list(LAID.values())),
+    layout=st.sampled_from([FRAGMENTS_LAYOUT, "rows/1"]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    aligned=st.booleans(),
+    arch=st.sampled_from(ARCHS),
+    multiprocessors=processors,
+    contiguous=st.booleans(),
+    direct=st.booleans(),
+    batches=st.sampled_from([1, 2]),
+    experts=st.sampled_from([0, 8]),
+    gated=st.booleans(),
+    swapped=st.booleans(),
+)
+
+
+@given(problems)
+def test_each_kernel_gets_only_what_it_takes(problem):
+    p, name = problem, choose(problem)
+    if name.startswith("plain"):
+        return
+    assert p.layout in ORCHESTRATORS[name].layouts
+    assert p.dtype != "float32" and p.contiguous and p.depth
+    assert p.batches == 1 and not p.experts and not p.swapped
+    if name == "hopper":
+        assert p.arch == 90 and p.aligned
+    else:
+        assert p.arch >= 80
+        shape = stream.shape_of(p)
+        assert shape is not None and -(-p.rows // shape.tokens) < 1 << 16
+    if p.layout != FRAGMENTS_LAYOUT:
+        assert p.direct and prepacked.takes_rows(p.format, p.depth)
+
+
+def test_usual_problems():
+    """Few rows are streamed, many go to the tensor cores, and all else is there too."""
+    assert choose(PROBLEM) == "stream"
+    assert choose(replace(PROBLEM, rows=16)) == "stream"
+    assert choose(replace(PROBLEM, rows=17)) == "hopper"
+    assert choose(replace(PROBLEM, rows=512, arch=100)) == "stream"
+    assert choose(replace(PROBLEM, rows=512, arch=89)) == "stream"
+    assert choose(replace(PROBLEM, rows=512, aligned=False)) == "stream"
+    assert choose(replace(PROBLEM, depth=1 << 18)) == "hopper"  # x fits no block
+    assert choose(replace(PROBLEM, arch=75)) == "plain_rows"
+    assert choose(replace(PROBLEM, dtype="float32", rows=64)) == "plain_tiles"
+    assert choose(replace(PROBLEM, experts=8)) == "plain_rows"
+    direct = replace(PROBLEM, layout="rows/1", direct=True)
+    assert choose(direct) == "stream"
+    assert choose(replace(direct, rows=64)) == "plain_tiles"
+    assert choose(replace(direct, direct=False)) == "plain_rows"
+    assert choose(replace(direct, format=LAID["k3"])) == "plain_rows"
+
+
+def test_weights_of_two_kinds_are_not_multiplied_together():
+    """The problem of a gated unit says so, whichever comes first."""
+    x = Dense(1 << 20, np.dtype(np.float16), 256, 1)
+    int4, nf4, packed = (
+        Weight(LAID[name], {"packed": np.empty(0, np.uint8)}, (64, 256), layout=layout)
+        for name, layout in (("int4", "rows/1"), ("nf4", "rows/1"), ("int4", FRAGMENTS_LAYOUT))
+    )
+
+    def chosen(*weights: Any) -> str:
+        backend = Recorder(arch=90)
+        backend.pointer = lambda _: 1 << 20  # type: ignore[method-assign]
+        return choose(Product(1, 64, 256, x, weights).problem(backend))
+
+    assert chosen(int4, int4) == chosen(packed, packed) == "stream"
+    for pair in ((int4, nf4), (nf4, int4), (int4, packed), (packed, int4)):
+        assert chosen(*pair) == "plain_rows"
+
+
+def test_what_is_taken_by_rows_is_laid_out_too():
+    """Nothing gets slower by `prepack`."""
+    for fmt in LAID.values():
+        for depth in (64, 256, 4096):
+            if prepacked.takes_rows(fmt, depth):
+                assert takes(fmt, (64, depth))
