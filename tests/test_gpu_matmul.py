@@ -8,6 +8,7 @@ import fake_gpu
 import numpy as np
 import pytest
 from emulator import compiler
+from fragment_products import Expected
 from kernel_arrays import LAYOUTS
 from kernel_cases import NAMES
 from oracle import DTYPES, bits_equal
@@ -59,7 +60,12 @@ def check(y, x, w, like) -> None:
     wanted, size = exact(x, w)
     found = host(y)
     assert found.dtype == np.asarray(x).dtype
-    assert is_close(found, wanted, size, values(w).shape[-1])
+    depth = values(w).shape[-1]
+    if is_close(found, wanted, size, depth):
+        return
+    # Tensor cores multiply levels that were rounded to x's dtype.
+    assert found.dtype != F32 and isinstance(w, cq.QuantArray)
+    assert Expected.of(np.asarray(x), w).admits(found, depth, on_gpu=True)
 
 
 # ---- every operation ----------------------------------------------------------------------------

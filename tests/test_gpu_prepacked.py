@@ -1,4 +1,4 @@
-"""Products with prepacked weights on a GPU, by matmul_stream.cu and matmul_hopper.cu, against float64.
+"""Products with prepacked weights on a GPU, by the stream and Hopper kernels, against float64.
 
 Capture, streams and waiting are tested with those of all products in test_gpu_matmul.py.
 """

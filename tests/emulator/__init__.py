@@ -25,11 +25,16 @@ What a launch reports, as a KernelError with the source line where there is one:
 - misaligned accesses, shifts by 32 or more, indices outside arrays of known size;
 - barriers and shuffles that not everybody reaches, that name threads which have exited, or whose
   sources do not take part;
+- barriers of shared memory that were not initialised or that too many threads arrive at, tensor
+  maps that are none, reads of a cluster's block that has gone;
 - parameters of another number, kind or range than the kernel's.
+
+Two neighbouring blocks may be a cluster, and no more. Asynchronous copies and products come as late
+as a GPU may do them, or, in every other block, at once.
 
 Shared memory starts with NaN bytes in every block, and the threads take turns in another order
 from block to block (`order=`), so that a missing barrier shows in the results. Dynamic shared
-memory has one name: `extern __shared__ __align__(16) u8 dynamic_shared[];` in namespace cuquant.
+memory is `extern __shared__ __align__(16) u8 dynamic_shared[];` in namespace cuquant, or `shared`.
 NaN that arithmetic makes has x86's sign bit here and none on a GPU: compare NaN as NaN.
 """
 
