@@ -88,7 +88,7 @@ def settings(names, **changes):
 
 
 def command(*arguments):
-    return CliRunner().invoke(app, ["bench", "matmul", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "matmul", *map(str, arguments)])
 
 
 SMALL = ("--shapes", "70x256", "--batch", "1,3", "--repeats", 10)

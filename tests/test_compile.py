@@ -25,10 +25,13 @@ MAIN_ARCH = 90
 SAMPLE = 12  # kernels for each of the other architectures
 MATRIX = ("matmul_stream.cu", "matmul_hopper.cu")  # the kernels for prepacked weights, and
 # a format of each codec and kind of scale, for which the test suite compiles them.
-MATRIX_FORMATS = ("nf4", "k3", "int4", "uint8", "fp8_e4m3", "nvfp4", "q4_k")
+MATRIX_FORMATS = ("nf4", "int4", "uint8", "nvfp4", "q4_k")
 
 # Entry of a kernel -> why it may have local memory.
-LOCAL_MEMORY: dict[str, str] = {}
+LOCAL_MEMORY: dict[str, str] = {
+    "matmul_stream": "up to 176 bytes where 128 registers do not hold what a format loads ahead",
+    "matmul_hopper": "8 or 16 bytes of some ggml types beside the sums of 256 tokens",
+}
 
 # The kernels at the memory roof: what they read or write by 16 bytes.
 WIDE = {"quantize": "LDG", "dequantize": "STG"}

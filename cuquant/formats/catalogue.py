@@ -317,13 +317,14 @@ def get_format(name: str | Format, **options: object) -> Format:
             return name
         return get_format(name.name, **{**name.options, **options})
     try:
-        return _kept_format(name, tuple(options.items()))
+        kinds = repr(list(options.values()))  # 64 and 64.0 are alike to a dict, but not to a format
+        return _kept_format(name, tuple(options.items()), kinds)
     except TypeError:  # options that cannot be hashed, or wrong ones
         return _new_format(name, options)
 
 
 @lru_cache(maxsize=256)
-def _kept_format(name: str, options: tuple[tuple[str, object], ...]) -> Format:
+def _kept_format(name: str, options: tuple[tuple[str, object], ...], kinds: str) -> Format:
     return _new_format(name, dict(options))
 
 
