@@ -92,12 +92,14 @@ __global__ void __launch_bounds__(kThreads) route(
     for (i64 from = 0; from <= known; from += kThreads) {  // a thread an expert
         const i64 expert = from + threadIdx.x;
         i64 count = 0;
+#pragma unroll 8
         for (int w = 0; w < kWarps && expert <= known; ++w) count += places[expert * kWarps + w];
         i64 all, all_segments;
         i64 first = before + sum_before<kThreads>(count, sums, all);
         i64 segment = segments_before + sum_before<kThreads>((count + height - 1) / height, sums, all_segments);
         for (i64 done = 0; done < count; done += height)
             segments[segment++] = {expert < known ? expert : -1, first + done, min(height, count - done)};
+#pragma unroll 8
         for (int w = 0; w < kWarps && expert <= known; ++w) {
             const i64 own = places[expert * kWarps + w];
             places[expert * kWarps + w] = first;
