@@ -4,18 +4,19 @@
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
 #include "prepacked.cuh"
+#include "rows.cuh"
 
 namespace cuquant {
 
 // Units first .. first + units - 1 of x to shared memory: [token][unit][8 x 16 bytes], of which part c lies
-// at c ^ (token % 8), so that no bank is met twice. Zeros beyond K.
+// at c ^ twist(token % 8). Zeros beyond K.
 template <class T>
 __device__ void stage_x(u8* staged, const T* x, i64 row_stride, int vectors, int M, i64 K, int first, int units, int thread, int threads) {
     int m = 0, part = thread;
     for (; m < M; part += threads) {
         while (part >= units * 8) { part -= units * 8; if (++m == M) return; }
         const i64 k = static_cast<i64>(first) * kUnit + part * 8;
-        u8* to = staged + (m * units + part / 8) * 128 + (part % 8 ^ (m % 8)) * 16;
+        u8* to = staged + (m * units + part / 8) * 128 + (part % 8 ^ twist(m % 8)) * 16;
         const int inside = static_cast<int>(max(min(K - k, static_cast<i64>(8)), static_cast<i64>(0)));
         const T* from = x + (inside ? m * row_stride + k : 0);
         if (vectors) {
@@ -30,31 +31,11 @@ __device__ void stage_x(u8* staged, const T* x, i64 row_stride, int vectors, int
     }
 }
 
-// Bring x into the order in which lanes have the columns of rows: a warp a line of 64.
-template <class Packing>
-__device__ void order_x(u8* staged, int lines, int units, int warp, int warps, int lane) {
-    const int part = lane / 4, t = lane % 4;  // of the new order: half part % 2 of step part / 2
-    using Row = RowWords<Packing>;
-    const int low = Row::column(t, part / 2, part % 2, 0), high = Row::column(t, part / 2, part % 2, 1);
-    for (int line = warp; line < lines; line += warps) {
-        u8* own = staged + line * 128;
-        const int twist = line / units % 8;
-        const auto at = [&](int column) { return reinterpret_cast<const u16*>(own)[((column / 8) ^ twist) * 8 + column % 8]; };
-        const u32 pair = at(low) | static_cast<u32>(at(high)) << 16;
-        __syncwarp();
-        reinterpret_cast<u32*>(own)[(part ^ twist) * 4 + t] = pair;
-    }
-}
-
-// The four pairs of a step, of a unit of fragments or of rows.
-template <class Decode, int kStep, bool kZeros, bool kRows, int kBits>
-__device__ void decode_step(const u32* w, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
-    if constexpr (kRows) {
-        Decode::template decode_row<kStep, kZeros>(w, tables, table, offset[0], a[0], a[2]);
-        Decode::template decode_row<kStep, kZeros>(w + kBits / 2, tables, table, offset[1], a[1], a[3]);
-    } else {
-        Decode::template decode<kStep, kZeros>(w, tables, table, offset, a);
-    }
+// The four pairs of a step, of a unit of fragments or of two rows.
+template <class Decode, int kStep, bool kZeros, bool kRows>
+__device__ void decode_step(const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
+    if constexpr (kRows) Decode::template decode_rows<kStep, kZeros>(first, second, tables, table, offset, a);
+    else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
 }
 
 template <bool kFirst, class A, class B> struct Choose { using Type = A; };
@@ -77,7 +58,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Decode = Decoder<typename Format::Codec, T, kBits>;
     using Own = Group<Format, kLie>;
     constexpr bool kRows = kLie == kInRows;
-    using Loaded = Choice<kRows, RowWords<typename Format::Packing>, Words<kBits>>;
+    using Rows = RowWords<typename Format::Packing, (kFine > 1)>;
+    using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -115,7 +97,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         next_unit = first + at;
         next_count = pass < passes ? count - at : 0;
         if constexpr (kRows) {
-            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + t * 2 * kBits, row = strip * kStrip + g;
+            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + Rows::byte_of(t), row = strip * kStrip + g;
             next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
             next_second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
         } else {
@@ -131,7 +113,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
             else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
-            if constexpr (kFine > 1) {
+            if constexpr (kFine > 1 && kRows) {
+                Own::template load_fine<kFine>(groups + d * kFine, next_group, d);
+            } else if constexpr (kFine > 1) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
                     load_group(groups[d * kFine + f], min(d * kFine + f, last_group));  // beyond the last one x is 0
@@ -150,19 +134,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     Decode::fill(tables, weights.values, threadIdx.x, kThreads);
     copies_wait();
     __syncthreads();
-    if constexpr (kRows) {
-        order_x<typename Format::Packing>(xs, M_here * block_units, block_units, warp, kStrips * kDepth, lane);
-        __syncthreads();
-    }
 
     const u32 table = Decode::lane_table(lane);
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, and how far the next unit is
     int x_step[kTiles];
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
-        const int m = 8 * q + lane % 8;
+        const int m = 8 * q + (kRows ? g : lane % 8);
         x_step[q] = m < M_here ? 128 : 0;
-        x_lane[q] = (m < M_here ? shared_address(xs) + (m * block_units + first - block_first) * 128 : shared_address(zeros)) + ((lane / 8) ^ (lane % 8)) * 16;
+        x_lane[q] = (m < M_here ? shared_address(xs) + (m * block_units + first - block_first) * 128 : shared_address(zeros)) +
+                    (kRows ? Rows::x_place(g, t) : ((lane / 8) ^ twist(lane % 8)) * 16);
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
 #pragma unroll
@@ -188,27 +169,43 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ones[4] = {one, one, one, one};
     const auto multiply = [&](int d, int unit) {
         u32 a[4][4];
+        u32 rows_of[2][Rows::words];
+        if constexpr (kRows) {
+            words[d].template row<0>(t, rows_of[0]);
+            words[d].template row<1>(t, rows_of[1]);
+        }
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             const Own& own = kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            if (s == 0) decode_step<Decode, 0, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[0]);
-            if (s == 1) decode_step<Decode, 1, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[1]);
-            if (s == 2) decode_step<Decode, 2, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[2]);
-            if (s == 3) decode_step<Decode, 3, Own::zeros, kRows, kBits>(words[d].w, tables, table, offset, a[3]);
+            const u32* first = kRows ? rows_of[0] : words[d].w;
+            if (s == 0) decode_step<Decode, 0, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[0]);
+            if (s == 1) decode_step<Decode, 1, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[1]);
+            if (s == 2) decode_step<Decode, 2, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[2]);
+            if (s == 3) decode_step<Decode, 3, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[3]);
         }
-#pragma unroll
-        for (int s = 0; s < 4; s += 2) {
+        const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
+            mma<T>(sum[q], a[s], low, high);
+            if constexpr (kMinimum) mma<T>(x_sum[q], ones, low, high);
+            if constexpr (kFine > 1) { if ((s + 1) * kFine % 4 == 0) scaled(q, groups[d * kFine + s * kFine / 4]); }
+        };
+        if constexpr (kRows) {
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
-                const uint4 b = load_matrices((x_lane[q] + unit * x_step[q]) ^ (s * 32));
-                mma<T>(sum[q], a[s], b.x, b.y);
-                if constexpr (kMinimum) mma<T>(x_sum[q], ones, b.x, b.y);
-                if constexpr (kFine == 4) scaled(q, groups[d * kFine + s]);
-                mma<T>(sum[q], a[s + 1], b.z, b.w);
-                if constexpr (kMinimum) mma<T>(x_sum[q], ones, b.z, b.w);
-                if constexpr (kFine == 4) scaled(q, groups[d * kFine + s + 1]);
-                if constexpr (kFine == 2) scaled(q, groups[d * kFine + s / 2]);
+                u32 b[8];
+                Rows::read_x(x_lane[q] + unit * x_step[q], b);
+#pragma unroll
+                for (int s = 0; s < 4; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
+            }
+        } else {
+#pragma unroll
+            for (int s = 0; s < 4; s += 2) {
+#pragma unroll
+                for (int q = 0; q < kTiles; ++q) {
+                    const uint4 b = load_matrices((x_lane[q] + unit * x_step[q]) ^ (s * 32));
+                    multiply_step(q, s, b.x, b.y);
+                    multiply_step(q, s + 1, b.z, b.w);
+                }
             }
         }
     };

@@ -56,6 +56,18 @@ __device__ inline uint4 load_matrices(u32 shared_address) {
     return v;
 }
 
+// What lies at an address in shared memory.
+__device__ inline uint4 load16_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+__device__ inline uint2 load8_shared(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
 // 16 bytes to shared memory behind the back of the registers; of them `bytes` are read, the rest is 0.
 __device__ inline void copy16_async(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");

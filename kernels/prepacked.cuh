@@ -113,6 +113,34 @@ struct Group {
             }
         }
     }
+    // The kFine groups of a unit by rows, of which a row's begin on as many bytes as they are.
+    template <int kFine>
+    __device__ static void load_fine(Group* to, const Cursor& from, int unit) {
+        static_assert(kLie == kInRows && !blocks && stored != Stored::Double, "several groups in a unit, by rows");
+        u32 first[bytes], second[bytes];  // of 4 groups, or of 2
+        several<kFine * bytes>(from.scale + unit * kFine * bytes, first);
+        several<kFine * bytes>(from.scale + (from.apart + unit * kFine) * bytes, second);
+#pragma unroll
+        for (int f = 0; f < kFine; ++f) {
+            if constexpr (bytes == 4) { to[f].scale[0] = first[f]; to[f].scale[1] = second[f]; }
+            else if constexpr (bytes == 2) to[f].scale[0] = __byte_perm(first[f / 2], second[f / 2], f % 2 ? 0x7632 : 0x5410);
+            else to[f].scale[0] = __byte_perm(first[0], second[0], 0x40 + 0x11 * f) & 0xFFFFu;
+        }
+        if constexpr (zeros) {
+            u32 own[1], other[1];
+            several<kFine>(from.zero + unit * kFine, own);
+            several<kFine>(from.zero + from.apart + unit * kFine, other);
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) to[f].zero = __byte_perm(own[0], other[0], 0x40 + 0x11 * f) & 0xFFFFu;
+        }
+    }
+    template <int kBytes, int kWords>
+    __device__ static void several(const u8* from, u32 (&to)[kWords]) {
+        if constexpr (kBytes == 2) to[0] = *reinterpret_cast<const u16*>(from);
+        else if constexpr (kBytes == 4) to[0] = *reinterpret_cast<const u32*>(from);
+        else if constexpr (kBytes == 8) { const uint2 v = *reinterpret_cast<const uint2*>(from); to[0] = v.x; to[1] = v.y; }
+        else { const uint4 v = *reinterpret_cast<const uint4*>(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
+    }
     __device__ void by_rows(const u8* from, i64 first, i64 second) {
         if constexpr (bytes == 4) {
             scale[0] = reinterpret_cast<const u32*>(from)[first]; scale[1] = reinterpret_cast<const u32*>(from)[second];

@@ -68,6 +68,16 @@ DIRECT = [
             ("uint2", (("block_size", 192),)),
         )
     ),
+    *(  # groups of 16 and 32 columns, whose codes lanes exchange; and each number of bits
+        Case(name, TYPES[i % 2], 9, (35, 320), options=(("block_size", block),))
+        for i, (name, block) in enumerate(
+            (name, block)
+            for name in ("uint2", "int4", "nf4", "uint4", "int8", "fp8_e4m3", "k8")
+            for block in (16, 32)
+        )
+    ),
+    *(Case(f"k{bits}", "float16", 9, (35, 320)) for bits in range(2, 9)),
+    *(Case(f"uint{bits}", "bfloat16", 9, (35, 320)) for bits in range(2, 9)),
     Case("int4", "float16", 3, (35, 256), "misaligned"),
 ]
 GATED = [

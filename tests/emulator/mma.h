@@ -91,6 +91,13 @@ inline uint4 load_matrices(unsigned shared_address, Place place = Place::here())
 
 // ---- memory -------------------------------------------------------------------------------------
 
+inline uint4 load16_shared(unsigned address) {
+    return *reinterpret_cast<const uint4*>(emulator_shared(address, 16, "load16_shared"));
+}
+inline uint2 load8_shared(unsigned address) {
+    return *reinterpret_cast<const uint2*>(emulator_shared(address, 8, "load8_shared"));
+}
+
 inline void copy16_async(void* to, const void* from, int bytes) { copy_ahead(to, from, bytes); }
 inline void copies_wait() {
     close_copies();

@@ -40,7 +40,7 @@ class Problem:
     contiguous
         Whether its rows are contiguous.
     direct
-        Whether packed rows of the weights follow each other and start on 16 bytes.
+        Whether packed rows of the weights follow each other, and components start on 16 bytes.
     arch
         Compute capability, 90 for 9.0.
     """
@@ -139,10 +139,10 @@ class Weight:
         return f"Rows<{name}, {words.WORDS[self.fmt.row_packing.dtype.itemsize]}>"
 
     def is_direct(self, backend: Backend) -> bool:
-        """Whether packed rows [N, K] follow each other and start on 16 bytes."""
+        """Whether packed rows [N, K] follow each other, and all components start on 16 bytes."""
         if "packed" not in self.parts or len(self.stored) != 2 or self.row_step != 1:
             return False
-        return backend.pointer(self.parts["packed"]) % 16 == 0
+        return all(backend.pointer(part) % 16 == 0 for part in self.parts.values())
 
     def pack(self, backend: Backend, steps: tuple[int, ...] = ()) -> bytes:
         """The operand's struct."""

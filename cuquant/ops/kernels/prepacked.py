@@ -75,18 +75,21 @@ def lie(fmt: Format, layout: str) -> int:
 
 
 def takes_rows(fmt: Format, depth: int) -> bool:
-    """Whether matmul_stream.cu reads a QuantArray of so many columns as it is.
+    """Whether matmul_stream.cu reads a QuantArray of so many columns as it is: see rows.cuh.
 
-    Codes are of 2, 4 or 8 bits, rows and groups whole units: in a smaller group a lane's 16
-    neighbouring codes would not be the other lanes'.
+    Rows are whole units. Groups are too, or 16 or 32 columns of 2, 4 or 8 bits.
     """
     packing = fmt.row_packing
     if fmt.is_blocks or fmt.scale is None or packing.order not in ("low", "high", "dense"):
         return False
-    if packing.bits not in (2, 4, 8) or depth % UNIT:
+    if packing.bits > 8 or depth % UNIT:
         return False
     block = fmt.rule.block
-    return block == "row" or (isinstance(block, int) and (block >= depth or block % UNIT == 0))
+    if not isinstance(block, int):
+        return block == "row"
+    if block in (16, 32) and block < depth:
+        return packing.bits in (2, 4, 8) and fmt.scale.nested is None
+    return block >= depth or block % UNIT == 0
 
 
 def table_bytes(fmt: Format) -> int:

@@ -1,0 +1,134 @@
+// Rows of a QuantArray, as they are packed -> operands of matrix products: the codes of 64 columns of two
+// rows, and the same columns of x.
+//
+// Of each 64 columns, lane 4 g + t loads the 16 from 16 t on, of rows g and g + 8: `bits` half words. It multiplies
+// them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
+// scale. Where groups are shorter than 64 columns (kFine) the four lanes of a row therefore exchange theirs first,
+// so that step s has columns 16 s .. 16 s + 15.
+#pragma once
+#include "cluster.cuh"
+#include "fragment.cuh"
+
+namespace cuquant {
+
+// Swaps bits: a lane's part of x's line of 128 bytes lies at part ^ twist(token), so that no bank is met twice
+// by 8 tokens at one part, by 2 at every other part, or by 4 at two neighbours.
+__device__ constexpr int twist(int token) { return (token & 3) * 2 ^ (token & 1) ^ (token >> 2 & 1); }
+
+template <class Packing, bool kFine>
+struct RowWords {
+    static constexpr int bits = Packing::bits;
+    static constexpr int loaded = (bits + 1) / 2;  // words of a row
+    // Whether pairs are 16 bits apart as they lie. Where not, a row's codes 0 .. 7 are brought to the low halves
+    // of words, and 8 .. 15 to the high ones.
+    static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
+    static constexpr int words = in_place ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
+    u32 w[2 * loaded];
+
+    // Where a lane's words begin among the 8 * bits bytes of a unit.
+    __device__ static constexpr int byte_of(int t) { return 2 * bits * t & ~3; }
+    __device__ void load(const u8* first, const u8* second) {
+        load_row(first, w);
+        load_row(second, w + loaded);
+    }
+    __device__ static void load_row(const u8* from, u32* to) {
+        if constexpr (bits == 8) { const uint4 v = load16_once(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
+        else if constexpr (bits == 4) { const uint2 v = load8_once(from); to[0] = v.x; to[1] = v.y; }
+        else {
+#pragma unroll
+            for (int i = 0; i < loaded; ++i) to[i] = load4_once(from + 4 * i);
+        }
+    }
+
+    // Row g + 8 kRow as PairDecoder takes it.
+    template <int kRow>
+    __device__ void row(int t, u32 (&to)[words]) const {
+        const u32* own = w + kRow * loaded;
+        if constexpr (in_place) {
+#pragma unroll
+            for (int i = 0; i < loaded; ++i) to[i] = own[i] ^ Packing::flip;
+            if constexpr (kFine) exchange(t, to);
+        } else {
+            static_assert(!kFine, "only codes that lie in place are exchanged");
+            u32 string[loaded];  // the codes from its lowest bit on: odd lanes begin in the middle of a word
+#pragma unroll
+            for (int i = 0; i < loaded; ++i)
+                string[i] = bits % 2 ? __funnelshift_r(own[i], i + 1 < loaded ? own[i + 1] : 0u, t % 2 * 16) : own[i];
+            constexpr int each = RowPairs<bits>::fields * bits;
+#pragma unroll
+            for (int i = 0; i < words; ++i) to[i] = __byte_perm(bits_from(string, i * each), bits_from(string, 8 * bits + i * each), 0x5410);
+        }
+    }
+    // 16 bits or more of a string, from bit `at` on.
+    __device__ static u32 bits_from(const u32 (&string)[loaded], int at) {
+        const int i = at / 32;
+        return at % 32 == 0 ? string[i] : i + 1 < loaded ? __funnelshift_r(string[i], string[i + 1], at % 32) : string[i] >> at % 32;
+    }
+
+    // Lane t has the codes of columns 16 t .. of its row; it gets codes 4 t .. of each 16.
+    __device__ static void exchange(int t, u32 (&w)[words]) {
+        const bool upper = t & 2, odd = t & 1;
+        if constexpr (bits == 8) {
+            swap<2>(upper, w[0], w[2]);
+            swap<2>(upper, w[1], w[3]);
+            swap<1>(odd, w[0], w[1]);
+            swap<1>(odd, w[2], w[3]);
+        } else if constexpr (bits == 4) {
+            swap<2>(upper, w[0], w[1]);
+            const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], odd ? 0x5410 : 0x7632), 1);
+            w[0] = __byte_perm(w[0], got, odd ? 0x3524 : 0x5140);  // two bytes of two steps, alternately
+            w[1] = __byte_perm(w[1], got, odd ? 0x3726 : 0x7160);
+        } else {
+            w[0] = __byte_perm(w[0], __shfl_xor_sync(~0u, w[0], 2), upper ? 0x3276 : 0x5410);
+            w[0] = __byte_perm(w[0], __shfl_xor_sync(~0u, w[0], 1), odd ? 0x3715 : 0x6240);  // a byte a step
+            const u32 low = w[0] & 0x0F0F0F0Fu, high = w[0] >> 4 & 0x0F0F0F0Fu;
+            w[0] = __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+        }
+    }
+    // The first of a lane and the second of another one change places.
+    template <int kDistance>
+    __device__ static void swap(bool second, u32& a, u32& b) {
+        const u32 got = __shfl_xor_sync(~0u, second ? a : b, kDistance);
+        (second ? a : b) = got;
+    }
+
+    // ---- x ----------------------------------------------------------------------------------------
+
+    // Which of a lane's 16 columns (kFine: of its 4 of a step) pair `pair` has as element e.
+    __device__ static constexpr int column(int pair, int e) {
+        constexpr int apart = kFine ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
+        return Packing::place(kFine ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
+    }
+    template <int kPair, int kCount>
+    __device__ static u32 pair_of_x(const u32 (&x)[kCount]) {
+        constexpr int low = column(kPair, 0), high = column(kPair, 1);
+        return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
+    }
+    // Where lane 4 g + t reads x's line of a unit and token g.
+    __device__ static constexpr int x_place(int g, int t) {
+        return kFine ? ((t / 2) ^ twist(g)) * 16 + t % 2 * 8 : ((2 * t) ^ twist(g)) * 16;
+    }
+    // The second operands of the four steps; `line` is at x_place.
+    __device__ static void read_x(u32 line, u32 (&b)[8]) {
+        if constexpr (kFine) {
+            read_step<0>(line, b);
+            read_step<1>(line, b);
+            read_step<2>(line, b);
+            read_step<3>(line, b);
+        } else {
+            const uint4 low = load16_shared(line), high = load16_shared(line ^ 16);
+            const u32 x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            b[0] = pair_of_x<0>(x); b[1] = pair_of_x<1>(x); b[2] = pair_of_x<2>(x); b[3] = pair_of_x<3>(x);
+            b[4] = pair_of_x<4>(x); b[5] = pair_of_x<5>(x); b[6] = pair_of_x<6>(x); b[7] = pair_of_x<7>(x);
+        }
+    }
+    template <int kStep>
+    __device__ static void read_step(u32 line, u32 (&b)[8]) {
+        const uint2 four = load8_shared(line ^ kStep * 32);
+        const u32 x[2] = {four.x, four.y};
+        b[2 * kStep] = pair_of_x<0>(x);
+        b[2 * kStep + 1] = pair_of_x<1>(x);
+    }
+};
+
+}  // namespace cuquant
