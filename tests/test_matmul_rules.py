@@ -279,7 +279,8 @@ def test_usual_problems():
     assert choose(direct) == "stream"
     assert choose(replace(direct, rows=64)) == "plain_tiles"
     assert choose(replace(direct, direct=False)) == "plain_rows"
-    assert choose(replace(direct, format=LAID["k3"])) == "plain_rows"
+    assert choose(replace(direct, format=LAID["k3"])) == "stream"
+    assert choose(replace(direct, depth=4000)) == "plain_rows"
 
 
 def test_weights_of_two_kinds_are_not_multiplied_together():
