@@ -24,6 +24,9 @@ element has its bits in bits 0..15 of these words, the high element at the same 
     b = 6            bits 0..3 as b = 4 in words 0..3, bits 4..5 as b = 2 in words 4..5
     b = 7            as b = 6, and bit 6 as b = 1 in word 6
 
+But for codebooks of 4 bits, whose pairs kernels look up: there pair p is byte p % 4 of word p // 4,
+with the low element in its lower four bits.
+
 The words of a lane are cut into sections of 4, then 2, then 1 words (b = 7: 4 + 2 + 1; b = 8:
 4 + 4; b = 3: 2 + 1). In memory the sections of a unit follow each other, each [32 lanes][its
 words]: word `first + j` of lane l, in a section of `count` words from `first` on, is word
@@ -64,7 +67,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuquant.formats import Format, Packing
+from cuquant.formats import Codebook, Format, Packing
 from cuquant.formats.format import Component
 from cuquant.reference import empty
 
@@ -85,6 +88,8 @@ Parts = dict[str, np.ndarray]
 @cache
 def position(bits: int, pair: int) -> tuple[tuple[int, int], ...]:
     """(word, shift) of each bit of a pair's low element, in its lane; the high one's are 16 above.
+
+    Not of codebooks of 4 bits.
 
     >>> position(4, 5)
     ((1, 4), (1, 5), (1, 6), (1, 7))
@@ -225,6 +230,11 @@ class Fragments:
         return self.fmt.row_packing
 
     @property
+    def joined(self) -> bool:
+        """Whether a pair's two codes are a byte."""
+        return isinstance(self.fmt.codec, Codebook) and self.fmt.bits == 4
+
+    @property
     def tail_words(self) -> int:
         """Words at the end of a row that its codes do not fill."""
         packing, columns = self.packing, self.shape[-1]
@@ -305,7 +315,7 @@ class Fragments:
                 if (spare := self.spare_packing) is not None:
                     above = (packed >> np.uint32(32 - spare.bits)).astype(np.uint8)
                     self._by_expert(made["spare"])[expert, rows] = spare.pack(above, 0)
-            words[expert, strips] = _words_of_codes(self._padded(codes), self.fmt.bits)
+            words[expert, strips] = _words_of_codes(self._padded(codes), self.fmt.bits, self.joined)
         if "tail" in made:
             made["tail"][...] = parts["packed"][..., -self.tail_words :]
         for part in self.per_group:
@@ -324,7 +334,7 @@ class Fragments:
                 made[name][...] = found.reshape(made[name].shape)
         words = parts["codes"].reshape(self.experts, *parts["codes"].shape[-3:])
         for expert, strips, rows in self._slabs():
-            codes = _codes_of_words(words[expert, strips], self.fmt.bits)
+            codes = _codes_of_words(words[expert, strips], self.fmt.bits, self.joined)
             codes = codes[: rows.stop - rows.start, : self.shape[-1]]
             if self.fmt.is_blocks:
                 self._write_blocks(made["blocks"], codes, values, expert, rows)
@@ -414,19 +424,24 @@ class Fragments:
         target[...] = blocks.reshape(target.shape)
 
 
-def _words_of_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+def _words_of_codes(codes: np.ndarray, bits: int, joined: bool) -> np.ndarray:
     """uint32 [strips, units, 32 bits] of uint8 codes [16 strips, 64 units]."""
     strips, units = codes.shape[0] // STRIP, codes.shape[1] // UNIT
     eights = codes.view(np.uint64).reshape(strips, 2, 8, units, 4, 2)  # row 8 h + g; 16 s + 8 c
     order = np.ascontiguousarray(eights.transpose(4, 5, 1, 0, 3, 2))  # [s, c, h, strip, unit, g]
     pairs = order.view(np.uint16).reshape(PAIRS, strips, units, LANES)
     words = np.zeros((bits, strips, units, LANES), WORD)
-    spread = [_spread(pair) for pair in pairs]
-    for word, shift, pair, bit, own in pieces(bits):
-        value = spread[pair]
-        if own != bits:
-            value = value >> np.uint32(bit) & _both(own)
-        words[word] |= value << np.uint32(shift)
+    if joined:
+        for pair, codes_of_pair in enumerate(pairs):
+            byte = (codes_of_pair | codes_of_pair >> np.uint16(4)).astype(np.uint8)
+            words.view(np.uint8).reshape(*words.shape, 4)[pair // 4, ..., pair % 4] = byte
+    else:
+        spread = [_spread(pair) for pair in pairs]
+        for word, shift, pair, bit, own in pieces(bits):
+            value = spread[pair]
+            if own != bits:
+                value = value >> np.uint32(bit) & _both(own)
+            words[word] |= value << np.uint32(shift)
     laid = np.empty((strips, units, LANES * bits), WORD)
     for first, count in sections(bits):
         part = laid[..., LANES * first : LANES * (first + count)]
@@ -436,7 +451,7 @@ def _words_of_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     return laid
 
 
-def _codes_of_words(laid: np.ndarray, bits: int) -> np.ndarray:
+def _codes_of_words(laid: np.ndarray, bits: int, joined: bool) -> np.ndarray:
     """uint8 codes [16 strips, 64 units] of uint32 [strips, units, 32 bits]."""
     strips, units, _ = laid.shape
     words = np.empty((bits, strips, units, LANES), WORD)
@@ -444,9 +459,14 @@ def _codes_of_words(laid: np.ndarray, bits: int) -> np.ndarray:
         part = laid[..., LANES * first : LANES * (first + count)]
         words[first : first + count] = np.moveaxis(part.reshape(strips, units, LANES, count), -1, 0)
     pairs = np.zeros((PAIRS, strips, units, LANES), np.uint16)
-    for word, shift, pair, bit, own in pieces(bits):
-        value = words[word] >> np.uint32(shift) & _both(own)
-        pairs[pair] |= (value | value >> np.uint32(8)).astype(np.uint16) << np.uint16(bit)
+    if joined:
+        for pair in range(PAIRS):
+            byte = words.view(np.uint8).reshape(*words.shape, 4)[pair // 4, ..., pair % 4]
+            pairs[pair] = (byte | byte.astype(np.uint16) << np.uint16(4)) & np.uint16(0x0F0F)
+    else:
+        for word, shift, pair, bit, own in pieces(bits):
+            value = words[word] >> np.uint32(shift) & _both(own)
+            pairs[pair] |= (value | value >> np.uint32(8)).astype(np.uint16) << np.uint16(bit)
     order = pairs.view(np.uint64).reshape(4, 2, 2, strips, units, 8)  # [s, c, h, strip, unit, g]
     eights = np.ascontiguousarray(order.transpose(3, 2, 5, 4, 0, 1))
     return eights.view(np.uint8).reshape(strips * STRIP, units * UNIT)

@@ -119,12 +119,12 @@ __device__ u32 integers(const u32* w) {
 // two<Pairs, kPair, kZeroPoint>: pairs kPair, which is even, and kPair + 1. `tables` are in shared memory, and `lane`
 // is lane_table of it: where the lane's own part of an entry lies; `first_offset` and `second_offset` have a row's
 // minus zero point as a pair of T.
-template <class Codec, class T, int kBits> struct PairDecoder;
+template <class Codec, class T, int kBits, bool kWide> struct PairDecoder;
 
-template <int kLow, int kHigh, Rounding kRounding, class T, int kBits>
-struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits> {
+template <int kLow, int kHigh, Rounding kRounding, class T, int kBits, bool kWide>
+struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits, kWide> {
     static constexpr int table_bytes = 0;
-    __device__ static void fill(u8*, const float*, int, int) {}
+    __device__ static void fill(u8*, const float*, int, int, bool) {}
     __device__ static u32 lane_table(int) { return 0; }
 
     template <class Pairs, int kPair, bool kZeroPoint>
@@ -141,38 +141,43 @@ struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits> {
 };
 
 // Codebooks: tables in shared memory. Up to 4 bits an entry is a pair of levels, and each lane has a
-// copy of its own; above, it is one level, and some lanes share a copy.
-template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits>
-struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits> {
-    static constexpr bool pairs = kBits <= 4;
+// copy of its own; above, it is one level, and some lanes share a copy. Pairs of 4 bits are a byte (`joined`), whose
+// entry one byte permutation finds where entries are 256 bytes apart (kWide).
+template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits, bool kWide>
+struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {
+    static constexpr bool pairs = kBits <= 4, joined = kBits == 4;
     static constexpr int entries = pairs ? 1 << 2 * kBits : 1 << kBits;
     static constexpr int copies = pairs || kBits < 7 ? 32 : kBits == 7 ? 16 : 8;
-    static constexpr int table_bytes = entries * copies * 4;
+    static constexpr int apart = joined && kWide ? 256 : copies * 4;  // bytes from entry to entry
+    static constexpr int table_bytes = entries * apart;
     static constexpr u32 mask = (1u << kBits) - 1;
 
-    __device__ static void fill(u8* table, const float* values, int thread, int threads) {
+    // `turned`: the first code of a byte is the one in its upper bits.
+    __device__ static void fill(u8* table, const float* values, int thread, int threads, bool turned) {
         for (int i = thread; i < entries * copies / 4; i += threads) {
-            const int e = i / (copies / 4);
-            const u32 v = pairs ? pair_of<T>(values[e & mask], values[e >> kBits & mask]) : pair_of<T>(values[e], values[e]);
-            reinterpret_cast<uint4*>(table)[i] = make_uint4(v, v, v, v);
+            const int e = i / (copies / 4), low = e & mask, high = e >> kBits & mask;
+            const u32 v = !pairs ? pair_of<T>(values[e], values[e]) : turned ? pair_of<T>(values[high], values[low]) : pair_of<T>(values[low], values[high]);
+            *reinterpret_cast<uint4*>(table + e * apart + i % (copies / 4) * 16) = make_uint4(v, v, v, v);
         }
     }
     __device__ static u32 lane_table(int lane) { return lane % copies * 4; }
     // Entry `code`, where that stands `at` bits from the low end of a word.
     __device__ static u32 look_up(u32 word, int at, const u8* tables, u32 lane) {
-        constexpr int size = copies == 32 ? 7 : copies == 16 ? 6 : 5;  // log2 of the bytes from entry to entry
+        constexpr int size = copies == 32 ? 7 : copies == 16 ? 6 : 5;  // log2 of `apart`
         const u32 moved = at < size ? word << (size - at) : word >> (at - size);
         return *reinterpret_cast<const u32*>(tables + and_or(moved, static_cast<u32>(entries - 1) << size, lane));
+    }
+    template <int kByte>
+    __device__ static u32 entry_of_byte(u32 word, const u8* tables, u32 lane) {
+        if constexpr (kWide) return *reinterpret_cast<const u32*>(tables + __byte_perm(word, lane, 0x5504 | kByte << 4));
+        else return look_up(word, 8 * kByte, tables, lane);
     }
 
     template <class Pairs, int kPair, bool>
     __device__ static void two(const u32* w, const u8* tables, u32 lane, u32, u32, u32& first, u32& second) {
-        if constexpr (kBits == 4) {
-            // A byte holds an element of both pairs: look both up, then sort them.
-            const u32 word = w[kPair / 4];
-            const u32 low = look_up(word, 4 * (kPair % 4), tables, lane), high = look_up(word, 16 + 4 * (kPair % 4), tables, lane);
-            first = __byte_perm(low, high, 0x5410);
-            second = __byte_perm(low, high, 0x7632);
+        if constexpr (joined) {
+            first = entry_of_byte<kPair % 4>(w[kPair / 4], tables, lane);
+            second = entry_of_byte<kPair % 4 + 1>(w[kPair / 4], tables, lane);
         } else {
             first = one<Pairs, kPair>(w, tables, lane);
             second = one<Pairs, kPair + 1>(w, tables, lane);
@@ -186,11 +191,11 @@ struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits> {
     }
 };
 
-template <int kExponent, int kMantissa, Specials kSpecials, class T, int kBits>
-struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits> {
+template <int kExponent, int kMantissa, Specials kSpecials, class T, int kBits, bool kWide>
+struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits, kWide> {
     using Codec = Minifloat<kExponent, kMantissa, kSpecials>;
     static constexpr int table_bytes = 0;
-    __device__ static void fill(u8*, const float*, int, int) {}
+    __device__ static void fill(u8*, const float*, int, int, bool) {}
     __device__ static u32 lane_table(int) { return 0; }
 
     template <class Pairs, int kPair, bool>
@@ -225,9 +230,9 @@ struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits> {
     }
 };
 
-template <class Codec, class T, int kBits>
-struct Decoder : PairDecoder<Codec, T, kBits> {
-    using Two = PairDecoder<Codec, T, kBits>;
+template <class Codec, class T, int kBits, bool kWide = false>
+struct Decoder : PairDecoder<Codec, T, kBits, kWide> {
+    using Two = PairDecoder<Codec, T, kBits, kWide>;
 
     // The four pairs of step kStep of a unit, in the order of mma's registers: rows g, g + 8, g, g + 8.
     template <int kStep, bool kZeroPoint>

@@ -78,7 +78,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kGroups); }
         barrier_fence();
     }
-    Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128);
+    Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128, false);
     __syncthreads();
 
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;

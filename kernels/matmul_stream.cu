@@ -43,10 +43,10 @@ template <class A, class B> struct Choose<false, A, B> { using Type = B; };
 template <bool kFirst, class A, class B> using Choice = typename Choose<kFirst, A, B>::Type;
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
-// kLie: see Lie; in rows codes are as in a QuantArray. A
+// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. A
 // block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int vectors) {
@@ -55,10 +55,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
-    using Decode = Decoder<typename Format::Codec, T, kBits>;
+    using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
     using Own = Group<Format, kLie>;
     constexpr bool kRows = kLie == kInRows;
-    using Rows = RowWords<typename Format::Packing, (kFine > 1)>;
+    using Rows = RowWords<typename Format::Packing, (kFine > 1), (Format::Codec::is_codebook && kBits == 4)>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     extern __shared__ __align__(128) u8 shared[];
@@ -131,7 +131,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kFine == 1 && kLong) { if (count > 0) load_group(groups[0], 0); }
     if (!little) stage();
     if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    Decode::fill(tables, weights.values, threadIdx.x, kThreads);
+    Decode::fill(tables, weights.values, threadIdx.x, kThreads, kRows && Format::Packing::order == Order::High);
     copies_wait();
     __syncthreads();
 

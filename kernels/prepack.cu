@@ -26,14 +26,18 @@ __device__ constexpr bool is_odd(int bits) { return bits == 3 || bits == 5; }
 __device__ constexpr int fields_of(int bits) { return (is_odd(bits) ? 15 : 16) / bits; }
 
 // Put a pair's codes, the low one in bits 0.. and the high one in bits 16.. of `codes`, into a lane's words.
-template <int kBits, int kPair>
+// kJoined: of 4 bits, the pair becomes a byte.
+template <int kBits, bool kJoined, int kPair>
 __device__ void put(u32* words, u32 codes) {
-    if constexpr (kBits == 6) {
-        put<4, kPair>(words, codes & 0xFu * kPairOfOnes);
-        put<2, kPair>(words + 4, codes >> 4 & 0x3u * kPairOfOnes);
+    if constexpr (kJoined) {
+        static_assert(kBits == 4, "codes of 4 bits are joined");
+        words[kPair / 4] |= ((codes | codes >> 12) & 0xFFu) << 8 * (kPair % 4);
+    } else if constexpr (kBits == 6) {
+        put<4, false, kPair>(words, codes & 0xFu * kPairOfOnes);
+        put<2, false, kPair>(words + 4, codes >> 4 & 0x3u * kPairOfOnes);
     } else if constexpr (kBits == 7) {
-        put<6, kPair>(words, codes & 0x3Fu * kPairOfOnes);
-        put<1, kPair>(words + 6, codes >> 6 & kPairOfOnes);
+        put<6, false, kPair>(words, codes & 0x3Fu * kPairOfOnes);
+        put<1, false, kPair>(words + 6, codes >> 6 & kPairOfOnes);
     } else if constexpr (is_odd(kBits) && kPair == 15) {
 #pragma unroll
         for (int i = 0; i < kBits; ++i) words[i] |= (codes >> i & kPairOfOnes) << 15;
@@ -44,16 +48,16 @@ __device__ void put(u32* words, u32 codes) {
 
 // All pairs from kPair on. pair(half, chunk): the one that is the lane's in chunk 0..7 of its row in the
 // upper (0) or lower (1) eight rows.
-template <int kBits, int kPair = 0, class Pair>
+template <int kBits, bool kJoined, int kPair = 0, class Pair>
 __device__ void put_pairs(u32* words, Pair pair) {
-    put<kBits, kPair>(words, pair(kPair % 2, kPair / 2));
-    if constexpr (kPair < 15) put_pairs<kBits, kPair + 1>(words, pair);
+    put<kBits, kJoined, kPair>(words, pair(kPair % 2, kPair / 2));
+    if constexpr (kPair < 15) put_pairs<kBits, kJoined, kPair + 1>(words, pair);
 }
 
 // The same of single codes: code(row, column) of the unit.
-template <int kBits, class Code>
+template <int kBits, bool kJoined, class Code>
 __device__ void put_codes(u32* words, int lane, Code code) {
-    put_pairs<kBits>(words, [&](int half, int chunk) -> u32 {
+    put_pairs<kBits, kJoined>(words, [&](int half, int chunk) -> u32 {
         const int row = lane / 4 + half * 8, column = chunk * kChunk + lane % 4 * 2;
         return code(row, column) | code(row, column + 1) << 16;
     });
@@ -81,12 +85,14 @@ __device__ void store_words(u32* unit, int lane, const u32* words) {
 }
 
 // A code of a pair: `high` is 0 or 1. kBits of it, in words from `first` on, of a unit of kAll bits.
-template <int kBits, int kAll = kBits>
+template <int kBits, bool kJoined, int kAll = kBits>
 __device__ u32 code_of_pair(const u32* unit, int lane, int pair, int high, int first = 0) {
-    if constexpr (kBits == 6) {
-        return code_of_pair<4, kAll>(unit, lane, pair, high, first) | code_of_pair<2, kAll>(unit, lane, pair, high, first + 4) << 4;
+    if constexpr (kJoined) {
+        return unit[word_in_unit<kAll>(lane, pair / 4)] >> (8 * (pair % 4) + 4 * high) & 15u;
+    } else if constexpr (kBits == 6) {
+        return code_of_pair<4, false, kAll>(unit, lane, pair, high, first) | code_of_pair<2, false, kAll>(unit, lane, pair, high, first + 4) << 4;
     } else if constexpr (kBits == 7) {
-        return code_of_pair<6, kAll>(unit, lane, pair, high, first) | code_of_pair<1, kAll>(unit, lane, pair, high, first + 6) << 6;
+        return code_of_pair<6, false, kAll>(unit, lane, pair, high, first) | code_of_pair<1, false, kAll>(unit, lane, pair, high, first + 6) << 6;
     } else {
         if (is_odd(kBits) && pair == 15) {
             u32 code = 0;
@@ -100,11 +106,11 @@ __device__ u32 code_of_pair(const u32* unit, int lane, int pair, int high, int f
 }
 
 // The code of a weight at a row of all experts' and a column.
-template <int kBits>
+template <int kBits, bool kJoined>
 __device__ u32 code_at(const u32* codes, const Laid& laid, i64 expert, i64 row, i64 column) {
     const i64 unit = (expert * laid.strips + row / kStrip) * laid.units + column / kUnit;
     const int r = static_cast<int>(row % kStrip), c = static_cast<int>(column % kUnit);
-    return code_of_pair<kBits>(codes + unit * 32 * kBits, r % 8 * 4 + c % 8 / 2, c / 16 * 4 + c % 16 / 8 * 2 + r / 8, c % 2);
+    return code_of_pair<kBits, kJoined>(codes + unit * 32 * kBits, r % 8 * 4 + c % 8 / 2, c / 16 * 4 + c % 16 / 8 * 2 + r / 8, c % 2);
 }
 
 // What a warp makes: one unit of a strip.
@@ -144,7 +150,7 @@ struct RowOfUnit {
 // packed [experts, rows, row_words] -> codes, and where rows end inside a word: tail
 // [experts, rows, tail_words]; and where words have bits to spare: spare [experts, rows, spare_bytes].
 // `aligned`: rows start on 8 bytes.
-template <class Packing, typename Word>
+template <class Packing, typename Word, int kJoined>
 __global__ void fragments_of_rows(
     const Word* __restrict__ packed, Laid laid, i64 row_words, int aligned, u32* __restrict__ codes,
     Word* __restrict__ tail, i64 tail_words, u8* __restrict__ spare, i64 spare_bytes) {
@@ -177,10 +183,10 @@ __global__ void fragments_of_rows(
             RowOfUnit<Packing> row[2];
             row[0].load(reinterpret_cast<const u64*>(own + lane / 4 * row_words));
             row[1].load(reinterpret_cast<const u64*>(own + (lane / 4 + 8) * row_words));
-            put_pairs<bits>(words, [&](int half, int chunk) { return row[half].pair(chunk, lane % 4); });
+            put_pairs<bits, kJoined>(words, [&](int half, int chunk) { return row[half].pair(chunk, lane % 4); });
         }
     } else {
-        put_codes<bits>(words, lane, [&](int row, int column) -> u32 {
+        put_codes<bits, kJoined>(words, lane, [&](int row, int column) -> u32 {
             if (first_row + row >= laid.rows || first_column + column >= laid.columns) return 0;
             return Packing::get(own + row * row_words, whole ? column : first_column + column);
         });
@@ -194,7 +200,7 @@ __global__ void fragments_of_rows(
 }
 
 // The other way: a thread makes a word.
-template <class Packing, typename Word>
+template <class Packing, typename Word, int kJoined>
 __global__ void rows_of_fragments(
     const u32* __restrict__ codes, const Word* __restrict__ tail, const u8* __restrict__ spare, Laid laid,
     i64 row_words, i64 tail_words, i64 spare_bytes, Word* __restrict__ packed) {
@@ -209,7 +215,7 @@ __global__ void rows_of_fragments(
     }
     i64 row = line;
     const i64 expert = split(row, laid.rows);
-    u32 made = Packing::word(word, [&](i64 column) -> u32 { return code_at<bits>(codes, laid, expert, row, column); });
+    u32 made = Packing::word(word, [&](i64 column) -> u32 { return code_at<bits, kJoined>(codes, laid, expert, row, column); });
     if constexpr (Packing::order == Order::Word && 32 % bits) {
         constexpr int over = 32 % bits, per_byte = 8 / over;
         const u32 above = spare[line * spare_bytes + word / per_byte] >> static_cast<int>(word % per_byte) * over;
@@ -326,6 +332,7 @@ template <class Format>
 __global__ void fragments_of_blocks(const u8* __restrict__ blocks, Laid laid, u32* __restrict__ codes, BlockFields fields) {
     using Layout = typename Format::Layout;
     constexpr int bits = Format::Packing::bits;
+    constexpr bool joined = Format::Codec::is_codebook && bits == 4;
     const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (thread / 32 >= laid.experts * laid.strips * laid.units) return;
     const Unit at(thread / 32, laid);
@@ -334,7 +341,7 @@ __global__ void fragments_of_blocks(const u8* __restrict__ blocks, Laid laid, u3
     const i64 row_bytes = laid.columns / Layout::elements * Layout::bytes;
     const u8* rows = blocks + at.expert * laid.rows * row_bytes;  // of the expert
     u32 words[bits] = {};
-    put_codes<bits>(words, lane, [&](int row, int column) -> u32 {
+    put_codes<bits, joined>(words, lane, [&](int row, int column) -> u32 {
         if (first_row + row >= laid.rows || first_column + column >= laid.columns) return 0;
         // A unit begins in a block of 256, or has two of 32.
         const i64 block = first_column / Layout::elements + (Layout::elements < kUnit ? column / Layout::elements : 0);
@@ -359,6 +366,7 @@ template <class Format>
 __global__ void blocks_of_fragments(const u32* __restrict__ codes, BlockFields fields, Laid laid, u8* __restrict__ blocks) {
     using Layout = typename Format::Layout;
     constexpr int bits = Format::Packing::bits;
+    constexpr bool joined = Format::Codec::is_codebook && bits == 4;
     const i64 row_blocks = laid.columns / Layout::elements, subs = laid.columns / Layout::sub_block;
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= laid.experts * laid.rows * row_blocks * Layout::bytes) return;
@@ -367,7 +375,7 @@ __global__ void blocks_of_fragments(const u32* __restrict__ codes, BlockFields f
     i64 row = split(block, row_blocks);
     const i64 expert = split(row, laid.rows);
     u32 made = Bits<typename Layout::Codes>::template of_byte<Layout::elements>(byte, [&](int i) -> u32 {
-        const u32 code = code_at<bits>(codes, laid, expert, row, block * Layout::elements + i);
+        const u32 code = code_at<bits, joined>(codes, laid, expert, row, block * Layout::elements + i);
         return Layout::is_signed ? code ^ 0x80u : code;
     });
     const i64 place = place_in_strips(laid, row_blocks, expert, row, block);

@@ -15,7 +15,8 @@ namespace cuquant {
 // by 8 tokens at one part, by 2 at every other part, or by 4 at two neighbours.
 __device__ constexpr int twist(int token) { return (token & 3) * 2 ^ (token & 1) ^ (token >> 2 & 1); }
 
-template <class Packing, bool kFine>
+// kJoined: neighbouring codes are a pair, a byte: see PairDecoder.
+template <class Packing, bool kFine, bool kJoined>
 struct RowWords {
     static constexpr int bits = Packing::bits;
     static constexpr int loaded = (bits + 1) / 2;  // words of a row
@@ -76,8 +77,13 @@ struct RowWords {
         } else if constexpr (bits == 4) {
             swap<2>(upper, w[0], w[1]);
             const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], odd ? 0x5410 : 0x7632), 1);
-            w[0] = __byte_perm(w[0], got, odd ? 0x3524 : 0x5140);  // two bytes of two steps, alternately
-            w[1] = __byte_perm(w[1], got, odd ? 0x3726 : 0x7160);
+            if constexpr (kJoined) {
+                w[0] = __byte_perm(w[0], got, odd ? 0x3254 : 0x5410);
+                w[1] = __byte_perm(w[1], got, odd ? 0x3276 : 0x7610);
+            } else {
+                w[0] = __byte_perm(w[0], got, odd ? 0x3524 : 0x5140);  // two bytes of two steps, alternately
+                w[1] = __byte_perm(w[1], got, odd ? 0x3726 : 0x7160);
+            }
         } else {
             w[0] = __byte_perm(w[0], __shfl_xor_sync(~0u, w[0], 2), upper ? 0x3276 : 0x5410);
             w[0] = __byte_perm(w[0], __shfl_xor_sync(~0u, w[0], 1), odd ? 0x3715 : 0x6240);  // a byte a step
@@ -101,6 +107,7 @@ struct RowWords {
     }
     template <int kPair, int kCount>
     __device__ static u32 pair_of_x(const u32 (&x)[kCount]) {
+        if constexpr (kJoined) return x[kPair];
         constexpr int low = column(kPair, 0), high = column(kPair, 1);
         return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
     }

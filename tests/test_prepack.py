@@ -17,6 +17,7 @@ from prepack_cases import Case, random_weight
 
 import cuquant as cq
 from cuquant import fragments, interop, jit
+from cuquant.formats import Codebook
 from cuquant.fragments import Fragments
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.ops.kernels.prepack import Prepack
@@ -79,17 +80,21 @@ def test_a_lane_holds_what_mma_wants_of_it():
                     assert found == (lane, 4 * step + register)
 
 
-def code_in(unit: np.ndarray, bits: int, row: int, column: int) -> int:
+def code_in(unit: np.ndarray, fmt: cq.Format, row: int, column: int) -> int:
     """A code of a unit, bit by bit."""
+    bits, high = fmt.bits, column % 2
     lane, pair = fragments.lane_and_pair(row, column)
-    code = 0
-    for i, (word, shift) in enumerate(fragments.position(bits, pair)):
-        whole = int(unit[fragments.word_in_unit(bits, lane, word)])
-        code |= (whole >> (shift + 16 * (column % 2)) & 1) << i
-    return code
+    if isinstance(fmt.codec, Codebook) and bits == 4:
+        places = [(pair // 4, 8 * (pair % 4) + 4 * high + i) for i in range(4)]
+    else:
+        places = [(word, shift + 16 * high) for word, shift in fragments.position(bits, pair)]
+    words = [int(unit[fragments.word_in_unit(bits, lane, word)]) for word, _ in places]
+    return sum(
+        (word >> at & 1) << i for i, (word, (_, at)) in enumerate(zip(words, places, strict=True))
+    )
 
 
-@pytest.mark.parametrize("name", ["int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8"])
+@pytest.mark.parametrize("name", [*(f"int{bits}" for bits in BITS), "k3", "nf4", "k5", "fp4_e2m1"])
 def test_codes_lie_at_their_positions(name):
     q = Case(name, (21, 75)).weight()
     codes, laid = q.codes(), cq.prepack(q).arrays()["codes"]
@@ -97,7 +102,7 @@ def test_codes_lie_at_their_positions(name):
     for row, column in np.ndindex(32, 128):
         wanted = codes[row, column] if row < 21 and column < 75 else 0
         unit = laid[row // 16, column // 64]
-        assert code_in(unit, q.format.bits, row % 16, column % 64) == wanted
+        assert code_in(unit, q.format, row % 16, column % 64) == wanted
 
 
 def test_experts_lie_alone():

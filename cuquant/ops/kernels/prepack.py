@@ -121,7 +121,7 @@ class Prepack:
             facts = words.facts(fmt)
             return Program("prepack.cu", entry, (facts.type,), facts.text)
         packing = self.layout.packing
-        arguments = (packing_type(packing), WORDS[packing.dtype.itemsize])
+        arguments = (packing_type(packing), WORDS[packing.dtype.itemsize], int(self.layout.joined))
         return Program("prepack.cu", entry, arguments)
 
     def _laid(self) -> bytes:

@@ -92,11 +92,13 @@ def takes_rows(fmt: Format, depth: int) -> bool:
     return block >= depth or block % UNIT == 0
 
 
-def table_bytes(fmt: Format) -> int:
-    """Shared memory of fragment.cuh's Decoder."""
+def table_bytes(fmt: Format, wide: bool = False) -> int:
+    """Shared memory of fragment.cuh's Decoder; `wide`: with 256 bytes for a pair of 4 bits."""
     if not isinstance(fmt.codec, Codebook):
         return 0
     bits = fmt.bits
+    if bits == 4:
+        return 256 * (256 if wide else 128)
     copies = 32 if bits < 7 else 16 if bits == 7 else 8
     return (1 << (2 * bits if bits <= 4 else bits)) * copies * 4
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from cuquant.formats import Format
+from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
@@ -14,9 +15,11 @@ from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES = 128  # of a unit of x in shared memory
-WARPS = 16  # of a block, at most
+WARPS = (16, 12, 8)  # of a block, at most: by how many registers a thread needs
 TILE = 8  # rows of x that one product of a warp takes
 MOST_TILES = 4
+MOST_DEPTH = 8
+MOST_MORE = 8  # rounds than the fewest
 MOST_GRID_Y = 65535
 
 
@@ -44,13 +47,25 @@ class Shape:
     ahead: int
 
 
-def _ahead(groups: Groups, heavy: bool) -> int:
-    """Units that are loaded ahead: about 4, in step with the groups; few where registers are."""
-    if heavy and (groups.fine > 1 or groups.units % 2 == 0):
-        return 2
+def _ahead(groups: Groups) -> int:
+    """Units that are loaded ahead: about 4, in step with the groups."""
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
         return 4
     return next(n for n in (4, 3, 6, 5, 7, 2, 1) if groups.units % n == 0)
+
+
+def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
+    """Registers that decoding takes: 0 few, 1 too many for 16 warps and 16 rows of x, 2 more."""
+    if groups.fine > 1 or fmt.offset or fmt.bits not in (2, 4):
+        return 2
+    if isinstance(fmt.codec, Uniform):  # integers of bfloat16 take more steps
+        return 2 if dtype == "bfloat16" else int(layout != FRAGMENTS_LAYOUT)
+    return 1 if layout == FRAGMENTS_LAYOUT or fmt.bits == 4 else 2
+
+
+def _warps(tiles: int, pressure: int) -> int:
+    """Of a block, at most."""
+    return WARPS[2] if tiles > 2 else WARPS[pressure + tiles > 2]
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bool) -> int:
@@ -72,16 +87,15 @@ def divide(
     arch: int,
     multiprocessors: int,
     gated: bool = False,
-    heavy: bool = False,
+    pressure: int = 0,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
-    One wave of blocks, each with about 16 warps, or more where the sums of so many rows of the
-    weight do not fit; K is shared by warps of a block first, since their sums meet in shared
-    memory, and by two blocks of a cluster where x is large. `heavy`: what is loaded ahead takes
-    many registers.
+    One wave of blocks, or more where the sums of so many rows of the weight do not fit, with as
+    many warps as have work; K is shared by warps of a block first, since their sums meet in
+    shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
     """
-    strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups, heavy)
+    strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups)
     clusters = 90 <= arch < 100
     most = prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD
     tokens = min(rows, MOST_TILES * TILE)
@@ -89,42 +103,58 @@ def divide(
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
         splits = (1,) if not clusters or units < 2 * ahead else (1, 2) if tokens <= TILE else (2, 1)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
-        for split, each in _shares(splits, all_each):
-            for rounds in range(-(-each // WARPS), each + 1):
+        warps = _warps(tiles, pressure)
+        for split, each in _shares(splits, all_each, warps):
+            found: list[Shape] = []
+            least = -(-each // warps)
+            for rounds in range(least, min(each, least + MOST_MORE) + 1):
                 own = -(-each // rounds)
-                deep = 1
-                while own * deep * 2 <= WARPS and deep < 8 and units >= 2 * deep * split * ahead:
-                    deep *= 2
+                deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
                 shape = Shape(tokens, tiles, own, deep, split, rounds, ahead)
                 if shared_bytes(shape, groups, units, table, gated) <= most:
-                    return shape
-                if rounds > 8:
-                    break
+                    found.append(shape)
+            if found:  # the fewest rounds in which about as many warps have work as in any
+                best = max(shape.depth / shape.rounds for shape in found)
+                return next(s for s in found if s.depth / s.rounds >= 0.8 * best)
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
 
 
-def _shares(splits: tuple[int, ...], each: list[int]) -> Iterator[tuple[int, int]]:
+def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tuple[int, int]]:
     """A split and the strips of a block: one wave for each split, then more of them."""
     while each:
         yield from zip(splits, each, strict=True)
-        each = [-(-n // 2) for n in each] if max(each) > WARPS else []
+        each = [-(-n // 2) for n in each] if max(each) > warps else []
 
 
-def _is_heavy(fmt: Format, groups: Groups, layout: str) -> bool:
-    return layout != FRAGMENTS_LAYOUT and (groups.fine == 4 or fmt.bits == 8)
+class Division(NamedTuple):
+    """A Shape, groups of the weight's scales, and the table of a codebook."""
+
+    shape: Shape
+    groups: Groups
+    wide: bool
+    table: int
+
+
+def division_of(problem: Problem) -> Division | None:
+    """How to divide a Problem; None where matmul_stream.cu does not take it."""
+    p, fmt = problem, problem.format
+    assert fmt is not None
+    groups, table = Groups.of(fmt, p.depth), prepacked.table_bytes(fmt)
+    pressure = _pressure(fmt, groups, p.layout, p.dtype)
+    numbers, rest = (p.rows, p.columns, p.depth), (p.arch, p.multiprocessors, p.gated, pressure)
+    shape = divide(*numbers, groups, table, *rest)
+    if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
+        return None
+    larger = prepacked.table_bytes(fmt, wide=True)
+    wide = larger > table and divide(*numbers, groups, larger, *rest) == shape
+    return Division(shape, groups, wide, larger if wide else table)
 
 
 def shape_of(problem: Problem) -> Shape | None:
-    """How to divide a Problem; None where matmul_stream.cu does not take it."""
-    p = problem
-    assert p.format is not None
-    groups, table = Groups.of(p.format, p.depth), prepacked.table_bytes(p.format)
-    heavy = _is_heavy(p.format, groups, p.layout)
-    shape = divide(
-        p.rows, p.columns, p.depth, groups, table, p.arch, p.multiprocessors, p.gated, heavy
-    )
-    return None if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y else shape
+    """How the rows and columns of a Problem are divided, or None."""
+    division = division_of(problem)
+    return None if division is None else division.shape
 
 
 @dataclass(frozen=True)
@@ -138,17 +168,14 @@ class Stream:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
         first, second = weights[0], weights[-1]
         fmt, gated = first.fmt, len(product.weights) > 1
-        groups = Groups.of(fmt, product.depth)
-        table = prepacked.table_bytes(fmt)
-        numbers = (product.rows, product.columns, product.depth)
-        heavy = _is_heavy(fmt, groups, first.layout)
-        shape = divide(*numbers, groups, table, backend.arch, backend.multiprocessors, gated, heavy)
-        assert shape is not None
+        division = division_of(product.problem(backend))
+        assert division is not None
+        shape, groups, wide, table = division
         strips = -(-product.columns // STRIP)
         blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated),
+            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated, wide),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             shared_bytes(shape, groups, units, table, gated),
@@ -159,6 +186,7 @@ class Stream:
         ]
         stride = product.x.row_stride
         vectors = int(product.x.is_aligned())
+        numbers = (product.rows, product.columns, product.depth)
         rest = (*numbers, shape.rounds, shape.tokens, vectors)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
@@ -169,7 +197,7 @@ class Stream:
 
 @lru_cache(maxsize=4096)
 def _program(
-    fmt: Format, dtype: str, shape: Shape, groups: Groups, layout: str, gated: bool
+    fmt: Format, dtype: str, shape: Shape, groups: Groups, layout: str, gated: bool, wide: bool
 ) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
@@ -184,5 +212,6 @@ def _program(
         groups.fine,
         prepacked.lie(fmt, layout),
         int(gated),
+        int(wide),
     )
     return Program("matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True)
