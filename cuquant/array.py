@@ -1,6 +1,6 @@
 """QuantArray: an immutable array in a quantization format."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,12 @@ from cuquant import interop, reference, slicing
 from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
-
-# Methods that are shorthands for operations of the layers above; those register themselves here,
-# so that imports go one way.
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+from cuquant.formats.format import Component
+from cuquant.stored import OPERATIONS, Stored
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantArray:
+class QuantArray(Stored):
     """An array in a quantization format: a few component arrays and what they mean.
 
     Made by `quantize`, `load` or `from_blocks`.
@@ -52,14 +50,10 @@ class QuantArray:
     components: Mapping[str, Any]
     axes: tuple[int, ...]
 
-    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
-
     # ---- what it is -------------------------------------------------------------------------
 
-    @property
-    def ndim(self) -> int:
-        """Axes of the array it stands for."""
-        return len(self.shape)
+    def _wanted(self) -> tuple[Component, ...]:
+        return self.format.components(self.stored_shape)
 
     @property
     def size(self) -> int:
@@ -77,24 +71,9 @@ class QuantArray:
         return tuple(self.shape[self.axes.index(i)] for i in range(self.ndim))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all components."""
-        return self.format.nbytes(self.stored_shape)
-
-    @property
     def bits_per_element(self) -> float:
         """8 * nbytes / size; 0 for an empty array."""
         return self.nbytes * 8 / self.size if self.size else 0.0
-
-    @property
-    def kind(self) -> str:
-        """ "numpy", "cupy" or "torch": the library of the components."""
-        return interop.kind(next(iter(self.components.values()))) or "numpy"
-
-    @property
-    def device(self) -> str:
-        """ "cpu", "cuda:0", ..."""
-        return interop.device(next(iter(self.components.values())))
 
     def __repr__(self) -> str:
         return (
@@ -102,19 +81,7 @@ class QuantArray:
             f"{self.bits_per_element:.4g} bits/element, device={self.device})"
         )
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     # ---- its parts --------------------------------------------------------------------------
-
-    def arrays(self) -> dict[str, Any]:
-        """The component arrays by name; they are what is stored, not copies."""
-        return dict(self.components)
-
-    @property
-    def _host(self) -> dict[str, np.ndarray]:
-        """NumPy views of the components, made anew: a copy of q must not keep old ones."""
-        return {name: interop.to_numpy(part, name) for name, part in self.components.items()}
 
     def codes(self) -> Any:
         """The unsigned code of each element: uint8 (uint16 for fp16 and bf16), of `shape`."""
@@ -180,42 +147,6 @@ class QuantArray:
     def T(self) -> "QuantArray":
         """The transpose, on the same components: `x @ w.T` multiplies by quantized rows."""
         return self._with(shape=self.shape[::-1], axes=self.axes[::-1])
-
-    def to(self, device: object) -> "QuantArray":
-        """The same array on "cpu", "cuda" or "cuda:N": NumPy becomes CuPy and back.
-
-        Raises
-        ------
-        BackendUnavailable
-            Where there is no GPU or no CuPy.
-        """
-        name = interop.device_name(device)
-        parts = {key: interop.to_device(part, name) for key, part in self.components.items()}
-        return self._with(components=parts)
-
-    def numpy(self) -> "QuantArray":
-        """The same array with NumPy components (torch's memory is shared)."""
-        parts = {k: interop.to_numpy(v, k) for k, v in self.to("cpu").components.items()}
-        return self._with(components=parts)
-
-    def save(self, path: Any) -> None:
-        """Write a safetensors file that `cuquant.load` reads back as {"array": q}."""
-        OPERATIONS["save"](path, {"array": self})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""
-        parts = {name: interop.to_pickle(part) for name, part in self.components.items()}
-        return {**self.__dict__, "components": parts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        dtypes = {c.name: c.dtype for c in self.format.components(self.stored_shape)}
-        parts = {n: interop.from_pickle(p, dtypes[n]) for n, p in self.components.items()}
-        self.__dict__["components"] = parts
-
-    def _with(self, **changes: Any) -> "QuantArray":
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return QuantArray(**{**fields, **changes})
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(

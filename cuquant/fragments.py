@@ -24,8 +24,8 @@ element has its bits in bits 0..15 of these words, the high element at the same 
     b = 6            bits 0..3 as b = 4 in words 0..3, bits 4..5 as b = 2 in words 4..5
     b = 7            as b = 6, and bit 6 as b = 1 in word 6
 
-But for codebooks of 4 bits, whose pairs kernels look up: there pair p is byte p % 4 of word p // 4,
-with the low element in its lower four bits.
+But for codebooks and floats of 4 bits, whose pairs kernels look up: there pair p is byte p % 4 of
+word p // 4, with the low element in its lower four bits.
 
 The words of a lane are cut into sections of 4, then 2, then 1 words (b = 7: 4 + 2 + 1; b = 8:
 4 + 4; b = 3: 2 + 1). In memory the sections of a unit follow each other, each [32 lanes][its
@@ -67,7 +67,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuquant.formats import Codebook, Format, Packing
+from cuquant.formats import Codebook, Format, Minifloat, Packing
 from cuquant.formats.format import Component
 from cuquant.reference import empty
 
@@ -89,7 +89,7 @@ Parts = dict[str, np.ndarray]
 def position(bits: int, pair: int) -> tuple[tuple[int, int], ...]:
     """(word, shift) of each bit of a pair's low element, in its lane; the high one's are 16 above.
 
-    Not of codebooks of 4 bits.
+    Not of codebooks and floats of 4 bits.
 
     >>> position(4, 5)
     ((1, 4), (1, 5), (1, 6), (1, 7))
@@ -232,7 +232,7 @@ class Fragments:
     @property
     def joined(self) -> bool:
         """Whether a pair's two codes are a byte."""
-        return isinstance(self.fmt.codec, Codebook) and self.fmt.bits == 4
+        return isinstance(self.fmt.codec, (Codebook, Minifloat)) and self.fmt.bits == 4
 
     @property
     def tail_words(self) -> int:

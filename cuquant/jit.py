@@ -356,16 +356,20 @@ def _cupy() -> Any:
         raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
 
 
-def refuse_capture(stream: int, what: str) -> None:
-    """RuntimeError where a stream is being captured into a CUDA graph, which `what` would break."""
+def is_capturing(stream: int) -> bool:
+    """Whether a stream is being captured into a CUDA graph."""
     runtime = _cupy().cuda.runtime
     try:
-        capturing = runtime.streamIsCapturing(stream)
+        return bool(runtime.streamIsCapturing(stream))
     except runtime.CUDARuntimeError as error:
         if _IMPLICIT not in str(error):
             raise
-        capturing = True  # asked of the default stream while another one is captured
-    if capturing:
+        return True  # asked of the default stream while another one is captured
+
+
+def refuse_capture(stream: int, what: str) -> None:
+    """RuntimeError where a stream is being captured into a CUDA graph, which `what` would break."""
+    if is_capturing(stream):
         raise RuntimeError(
             f"{what} is used for the first time while a CUDA graph is being captured, and loading "
             "it would break the capture; call cuquant.precompile() and the operation once before"

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import OPERATIONS, QuantArray
+from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
+from cuquant.stored import OPERATIONS, Stored
 
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
 
@@ -39,7 +40,7 @@ def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight:
+class PackedWeight(Stored):
     """A quantized weight [N, K] or [E, N, K], laid out once for matmul; made by `prepack`.
 
     Attributes
@@ -68,76 +69,14 @@ class PackedWeight:
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    __array_ufunc__ = None
-
-    @property
-    def ndim(self) -> int:
-        """Axes of the array it stands for."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all components."""
-        wanted = layout_components(self.format, self.shape, self.layout)
-        return sum(c.dtype.itemsize * int(np.prod(c.shape, dtype=object)) for c in wanted)
-
-    @property
-    def kind(self) -> str:
-        """ "numpy", "cupy" or "torch": the library of the components."""
-        return interop.kind(next(iter(self.components.values()))) or "numpy"
-
-    @property
-    def device(self) -> str:
-        """ "cpu", "cuda:0", ..."""
-        return interop.device(next(iter(self.components.values())))
+    def _wanted(self) -> tuple[Component, ...]:
+        return layout_components(self.format, self.shape, self.layout)
 
     def __repr__(self) -> str:
         return (
             f"PackedWeight({self.format}, layout={self.layout}, shape={self.shape}, "
             f"dtype={self.dtype}, device={self.device})"
         )
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def arrays(self) -> dict[str, Any]:
-        """The component arrays by name; they are what is stored, not copies."""
-        return dict(self.components)
-
-    def to(self, device: object) -> "PackedWeight":
-        """The same weight on "cpu", "cuda" or "cuda:N": NumPy becomes CuPy and back.
-
-        Raises
-        ------
-        BackendUnavailable
-            Where there is no GPU or no CuPy.
-        """
-        name = interop.device_name(device)
-        return self._with({k: interop.to_device(v, name) for k, v in self.components.items()})
-
-    def numpy(self) -> "PackedWeight":
-        """The same weight with NumPy components (torch's memory is shared)."""
-        parts = self.to("cpu").components
-        return self._with({name: interop.to_numpy(part, name) for name, part in parts.items()})
-
-    def save(self, path: Any) -> None:
-        """Write a safetensors file that `cuquant.load` reads back as {"array": p}."""
-        OPERATIONS["save"](path, {"array": self})
-
-    def _with(self, components: Mapping[str, Any]) -> "PackedWeight":
-        return PackedWeight(self.format, self.layout, components, self.shape, self.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""
-        parts = {name: interop.to_pickle(part) for name, part in self.components.items()}
-        return {**self.__dict__, "components": parts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        wanted = layout_components(self.format, self.shape, self.layout)
-        dtypes = {part.name: part.dtype for part in wanted}
-        parts = {n: interop.from_pickle(p, dtypes[n]) for n, p in self.components.items()}
-        self.__dict__["components"] = parts
 
     @classmethod
     def __torch_function__(
@@ -216,7 +155,7 @@ def unpack(p: PackedWeight) -> QuantArray:
     if not isinstance(p, PackedWeight):
         raise TypeError(f"unpack takes a PackedWeight, got {type(p).__name__}")
     parts = p.arrays()
-    _check_parts(parts, layout_components(p.format, p.shape, p.layout), p)
+    _check_parts(parts, p)
     if p.layout == FRAGMENTS_LAYOUT:
         parts = _converted(Fragments(p.format, p.shape), "rows", parts, p.device)
     return QuantArray(p.format, p.shape, p.dtype, parts, tuple(range(p.ndim)))
@@ -234,8 +173,9 @@ def _converted(
     return {name: interop.from_numpy(part, kind) for name, part in made.items()}
 
 
-def _check_parts(parts: Mapping[str, Any], wanted: tuple[Component, ...], p: PackedWeight) -> None:
-    """FormatError unless the arrays have these names, dtypes and shapes."""
+def _check_parts(parts: Mapping[str, Any], p: PackedWeight) -> None:
+    """FormatError unless the arrays have the names, dtypes and shapes of p's layout."""
+    wanted = p._wanted()
     found = {name: (interop.dtype_of(v), tuple(v.shape)) for name, v in parts.items()}
     if found != {part.name: (part.dtype, part.shape) for part in wanted}:
         raise FormatError(f"{p!r} holds {found}; its layout is {list(wanted)}")

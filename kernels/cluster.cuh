@@ -38,13 +38,20 @@ __device__ inline void cluster_wait() {}
 __device__ inline float4 load_remote(const void* p, u32) { return *static_cast<const float4*>(p); }
 #endif
 
+// Which row of the output row m of a product is: itself, or where it was before rows were sorted.
+struct Straight { __device__ i64 operator()(i64 m) const { return m; } };
+struct Sorted {
+    const i64* order;
+    __device__ i64 operator()(i64 m) const { return order[m]; }
+};
+
 // Add up the partial sums of a tile in shared memory and store what they finish to: `depth` of them in
 // each of the cluster's kSplit blocks, one at a distance of `apart` floats from the next, [tokens][pitch].
 // Block `rank` does every kSplit-th token, each thread four rows of the weight at once. kGated: each `set`
 // rows are followed by those of the second weight, and the result is silu(first) * second.
-template <int kSplit, bool kGated>
+template <int kSplit, bool kGated, class Place = Straight>
 __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int depth, int apart, int tokens, int rows, int set,
-                           i64 token, i64 row, i64 M, i64 N, int thread, int threads, int rank) {
+                           i64 token, i64 row, i64 M, i64 N, int thread, int threads, int rank, Place place = {}) {
     const int fours = rows / 4;
     const auto added = [&](const float* from) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -70,7 +77,7 @@ __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitc
                                 activated(kSilu, total.z) * other.z, activated(kSilu, total.w) * other.w);
         }
         const float y[4] = {total.x, total.y, total.z, total.w};
-        finish_4(epilogue, y, m, n, N);
+        finish_4(epilogue, y, place(m), n, N);
     }
 }
 

@@ -260,4 +260,8 @@ struct Minifloat {  // the bits of a small float; saturating, round to nearest e
     __device__ static float shift_of(int) { return 0.0f; }
 };
 
+// Whether kernels look pairs of codes up, of which the layout "fragments/1" therefore makes a byte.
+template <class Codec, int kBits> inline constexpr bool is_joined = kBits == 4;
+template <int kLow, int kHigh, Rounding kRounding, int kBits> inline constexpr bool is_joined<Uniform<kLow, kHigh, kRounding>, kBits> = false;
+
 }  // namespace cuquant

@@ -40,6 +40,12 @@ struct FragmentPairs {
     // One field holds the whole code: all pairs of 1, 2, 4, 8 bits, and 15 of the 16 of 3 and 5.
     __device__ static constexpr bool one_field(int pair) { return odd ? pair < 15 : kBits < 6 || kBits == 8; }
 };
+template <>
+struct FragmentPairs<0> {  // joined: of 4 bits, a byte a pair
+    static constexpr int fields = 4;
+    __device__ static constexpr bool one_field(int) { return true; }
+};
+template <class Codec, int kBits> using PairsOf = FragmentPairs<is_joined<Codec, kBits> ? 0 : kBits>;
 // Of a row's words: see rows.cuh.
 template <int kBits>
 struct RowPairs {
@@ -50,7 +56,11 @@ struct RowPairs {
 template <class Pairs, int kBits, int kPair>
 __device__ u32 raw_codes(const u32* w) {  // a pair's codes, each in the low bits of its half
     constexpr u32 ones = 0x00010001u;
-    if constexpr (Pairs::one_field(kPair)) {
+    if constexpr (is_same<Pairs, FragmentPairs<0>>) {
+        const u32 byte = w[kPair / 4] >> 8 * (kPair % 4);
+        return (byte & 15u) | (byte & 0xF0u) << 12;
+    }
+    else if constexpr (Pairs::one_field(kPair)) {
         constexpr int at = kBits * (kPair % Pairs::fields);
         return w[kPair / Pairs::fields] >> at & ((1u << kBits) - 1) * ones;
     }
@@ -140,11 +150,19 @@ struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits, kWide> {
     }
 };
 
-// Codebooks: tables in shared memory. Up to 4 bits an entry is a pair of levels, and each lane has a
+// The level of a code: of a codebook from the values that are told.
+template <class Codec> struct Levels {
+    __device__ static float level(const float*, u32 code) { return Codec::decode(code); }
+};
+template <int kCount, Grid kGrid, bool kSorted, int kCodes> struct Levels<Codebook<kCount, kGrid, kSorted, kCodes>> {
+    __device__ static float level(const float* values, u32 code) { return values[code]; }
+};
+
+// Tables of levels in shared memory. Up to 4 bits an entry is a pair of levels, and each lane has a
 // copy of its own; above, it is one level, and some lanes share a copy. Pairs of 4 bits are a byte (`joined`), whose
 // entry one byte permutation finds where entries are 256 bytes apart (kWide).
-template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits, bool kWide>
-struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {
+template <class Codec, class T, int kBits, bool kWide>
+struct TableDecoder {
     static constexpr bool pairs = kBits <= 4, joined = kBits == 4;
     static constexpr int entries = pairs ? 1 << 2 * kBits : 1 << kBits;
     static constexpr int copies = pairs || kBits < 7 ? 32 : kBits == 7 ? 16 : 8;
@@ -156,7 +174,8 @@ struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {
     __device__ static void fill(u8* table, const float* values, int thread, int threads, bool turned) {
         for (int i = thread; i < entries * copies / 4; i += threads) {
             const int e = i / (copies / 4), low = e & mask, high = e >> kBits & mask;
-            const u32 v = !pairs ? pair_of<T>(values[e], values[e]) : turned ? pair_of<T>(values[high], values[low]) : pair_of<T>(values[low], values[high]);
+            const int first = !pairs ? e : turned ? high : low, second = !pairs ? e : turned ? low : high;
+            const u32 v = pair_of<T>(Levels<Codec>::level(values, first), Levels<Codec>::level(values, second));
             *reinterpret_cast<uint4*>(table + e * apart + i % (copies / 4) * 16) = make_uint4(v, v, v, v);
         }
     }
@@ -190,6 +209,11 @@ struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {
         else return __byte_perm(look_up(codes, 0, tables, lane), look_up(codes, 16, tables, lane), 0x5410);
     }
 };
+
+template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits, bool kWide>
+struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> : TableDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {};
+template <int kExponent, int kMantissa, Specials kSpecials, class T, bool kWide>
+struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, 4, kWide> : TableDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, 4, kWide> {};
 
 template <int kExponent, int kMantissa, Specials kSpecials, class T, int kBits, bool kWide>
 struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits, kWide> {

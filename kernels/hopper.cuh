@@ -51,6 +51,12 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, in
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
 }
 
+// The same number, of which the compiler does not know: what depends on it is made anew, and not kept in registers.
+__device__ inline int hidden(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 // ---- warps with different tasks -----------------------------------------------------------------
 
 template <int kRegisters> __device__ inline void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
@@ -75,114 +81,56 @@ __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligne
 template <class T, int kColumns>
 __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u64 b, int keep);
 
-#define CUQUANT_WGMMA_8(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 8>(float (&d)[4], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3" \
-            "}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
-    }
-CUQUANT_WGMMA_8(Half, "f16")
-CUQUANT_WGMMA_8(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_8
+// asm wants every operand written out: the names of the first 8, 16, ... 128 of them, and as many sums from i on.
+#define CUQUANT_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUQUANT_NAMES_16 CUQUANT_NAMES_8 \
+    ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define CUQUANT_NAMES_32 CUQUANT_NAMES_16 \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUQUANT_NAMES_64 CUQUANT_NAMES_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUQUANT_NAMES_128 CUQUANT_NAMES_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define CUQUANT_SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define CUQUANT_SUMS_8(i) CUQUANT_SUMS_4(i), CUQUANT_SUMS_4(i + 4)
+#define CUQUANT_SUMS_16(i) CUQUANT_SUMS_8(i), CUQUANT_SUMS_8(i + 8)
+#define CUQUANT_SUMS_32(i) CUQUANT_SUMS_16(i), CUQUANT_SUMS_16(i + 16)
+#define CUQUANT_SUMS_64(i) CUQUANT_SUMS_32(i), CUQUANT_SUMS_32(i + 32)
+#define CUQUANT_SUMS_128(i) CUQUANT_SUMS_64(i), CUQUANT_SUMS_64(i + 64)
 
-#define CUQUANT_WGMMA_16(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 16>(float (&d)[8], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3, %4, %5, %6, %7" \
-            "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
+// `sums` is half of `columns`; what follows are the names of the operands behind them.
+#define CUQUANT_WGMMA(T, type, columns, sums, a0, a1, a2, a3, matrix, kept) \
+    template <> __device__ inline void wgmma<T, columns>(float (&d)[sums], const u32 (&a)[4], u64 b, int keep) { \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " kept ", 0; " \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" CUQUANT_NAMES_##sums "}, " \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, " matrix ", p, 1, 1, 0;}" \
+                     : CUQUANT_SUMS_##sums(0) \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
     }
-CUQUANT_WGMMA_16(Half, "f16")
-CUQUANT_WGMMA_16(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_16
+#define CUQUANT_WGMMAS(...) CUQUANT_WGMMA(Half, "f16", __VA_ARGS__) CUQUANT_WGMMA(Bfloat16, "bf16", __VA_ARGS__)
+CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
+CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-#define CUQUANT_WGMMA_32(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 32>(float (&d)[16], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-            "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
-    }
-CUQUANT_WGMMA_32(Half, "f16")
-CUQUANT_WGMMA_32(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_32
-
-#define CUQUANT_WGMMA_64(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 64>(float (&d)[32], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
-            "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
-    }
-CUQUANT_WGMMA_64(Half, "f16")
-CUQUANT_WGMMA_64(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_64
-
-#define CUQUANT_WGMMA_128(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 128>(float (&d)[64], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
-            "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
-    }
-CUQUANT_WGMMA_128(Half, "f16")
-CUQUANT_WGMMA_128(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_128
-
-#define CUQUANT_WGMMA_256(T, TYPE) \
-    template <> __device__ inline void wgmma<T, 256>(float (&d)[128], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" \
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127" \
-            "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;}" \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
-              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-              "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), \
-              "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), \
-              "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), \
-              "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
-              "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
-              "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
-    }
-CUQUANT_WGMMA_256(Half, "f16")
-CUQUANT_WGMMA_256(Bfloat16, "bf16")
-#undef CUQUANT_WGMMA_256
+#undef CUQUANT_WGMMAS
+#undef CUQUANT_WGMMA
+#undef CUQUANT_SUMS_4
+#undef CUQUANT_NAMES_8
+#undef CUQUANT_SUMS_8
+#undef CUQUANT_NAMES_16
+#undef CUQUANT_SUMS_16
+#undef CUQUANT_NAMES_32
+#undef CUQUANT_SUMS_32
+#undef CUQUANT_NAMES_64
+#undef CUQUANT_SUMS_64
+#undef CUQUANT_NAMES_128
+#undef CUQUANT_SUMS_128
 
 #endif  // CUQUANT_EMULATOR
 

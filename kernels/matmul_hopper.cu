@@ -1,18 +1,31 @@
 // x [M, K] times a prepacked weight [N, K], on Hopper's tensor cores. A warpgroup takes 64 rows of the
 // weight: each warp streams the codes of its strip straight to registers and decodes them to the A
 // operand; x comes to shared memory by the copy engine, started by a warp of its own, and is the B
-// operand. The warpgroups of a block share rows or K, the blocks of a cluster K.
+// operand. The warpgroups of a block share rows or K, the blocks of a cluster K. Of a gated unit the two
+// warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
+// a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "cluster.cuh"
 #include "hopper.cuh"
 #include "prepacked.cuh"
+#include "segment.cuh"
 
 namespace cuquant {
 
-// The operand times the scales of rows g and g + 8, plus their minimums, rounded once.
-template <class Format, class T, int kLie>
+enum Kind { kOne = 0, kTwo = 1, kExperts = 2 };  // of weights: one, the two of a gated unit, or experts'
+
+// The rows of x that each expert has; null but for kExperts.
+struct Routed {
+    const i64* order;
+    const Segment* segments;
+    const i64* count;  // of segments
+};
+
+// The operand times the scales of rows g and g + 8, plus their minimums, rounded once. Integers times float16
+// scales are in range, unless `kWide`, where `unit` brings them there.
+template <class Format, class T, int kLie, bool kWide>
 __device__ void apply(const Group<Format, kLie>& own, float unit, u32 (&a)[4]) {
     using Own = Group<Format, kLie>;
-    if constexpr (Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks) {
+    if constexpr (Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks && !kWide) {
         const u32 s0 = __byte_perm(own.scale[0], 0, 0x1010), s1 = __byte_perm(own.scale[0], 0, 0x3232);
         a[0] = mul_pair<T>(a[0], s0); a[1] = mul_pair<T>(a[1], s1); a[2] = mul_pair<T>(a[2], s0); a[3] = mul_pair<T>(a[3], s1);
     } else {
@@ -30,8 +43,8 @@ __device__ void apply(const Group<Format, kLie>& own, float unit, u32 (&a)[4]) {
 constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
 
 // 64 rows x kTokens of sums to 16-bit results in whole vectors; `staged` belongs to the warpgroup.
-template <class T, int kTokens>
-__device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i64 token, i64 row, i64 M, i64 N, int thread, int barrier) {
+template <class T, int kTokens, class Place>
+__device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i64 token, i64 row, i64 M, i64 N, int thread, int barrier, Place place) {
     constexpr int kPitch = 144;  // bytes
     const int warp = thread / 32, lane = thread % 32, g = lane / 4;
     const i64 n = row + warp * kStrip + g;
@@ -48,30 +61,47 @@ __device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i
 #pragma unroll
     for (int i = thread; i < kTokens * 8; i += 128) {
         const i64 m = token + i / 8, first = row + i % 8 * 8;
-        if (m < M && first < N) store16(static_cast<u16*>(e.out) + m * e.out_stride + first, *reinterpret_cast<const uint4*>(staged + i / 8 * kPitch + i % 8 * 16));
+        if (m < M && first < N) store16(static_cast<u16*>(e.out) + place(m) * e.out_stride + first, *reinterpret_cast<const uint4*>(staged + i / 8 * kPitch + i % 8 * 16));
     }
     named_barrier(barrier, 128);
 }
 
+// A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
+template <int kTokens>
+__device__ void put(const float* sum, float* to, int pitch, int t) {
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[(8 * j + 2 * t + e % 2) * pitch + e / 2 * 8] = sum[4 * j + e];
+}
+
 // kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and different parts of K.
-// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1; kLie: see Lie.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine, int kLie>
+// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1; kLie: see Lie;
+// kKind: see Kind; kWide: see apply.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine, int kLie,
+          int kKind, bool kWide>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
-matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Epilogue epilogue,
-              i64 M, i64 N, int token_tiles, int row_tiles) {
-    constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kRows = 64 * kRowGroups, kThreads = 128 * kGroups;
+matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
+              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles) {
+    constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
+    constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
+    constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
     constexpr int kBoxBytes = kTokens * kUnit * 2, kStageBytes = kBoxBytes * kDepthGroups;
     static_assert(kGroups <= 3, "registers are for up to three warpgroups");
-    constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need nobody else's
-    constexpr int kPitch = kRows + 4;                              // of shared sums: lanes of a fragment meet no bank twice
+    static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup");
+    static_assert(!kRouted || kSplit == 1, "how many tiles there are is not known before");
+    constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
+    constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
+    constexpr int kPitch = kWidth + 4;                             // of shared sums: lanes of a fragment meet no bank twice
     constexpr int kDrain = kTokens < 64 ? kTokens : 64;            // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits>;
     using Own = Group<Format, kLie>;
+    constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* tables = stages + kStages * kStageBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : 0));
+    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : kApart ? kDepthGroups * kTokens * kPitch : 0));
     u64* empty = full + kStages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -86,16 +116,23 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     const int all_steps = (weights.units + kDepthGroups - 1) / kDepthGroups;
     const int first_step = static_cast<int>(static_cast<i64>(all_steps) * rank / kSplit);
     const int steps = static_cast<int>(static_cast<i64>(all_steps) * (rank + 1) / kSplit) - first_step;
+    if constexpr (kRouted) token_tiles = static_cast<int>(*routed.count);
     const int tiles = token_tiles * row_tiles;
     // Where sums take the place of x, a cluster has one tile.
-    const int next_tile = kAlone ? gridDim.x : tiles;
+    const int next_tile = kApart ? gridDim.x : tiles;
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
-    i64 token, row;
+    int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
     const auto locate = [&](int tile) {
         const int set = tile / (kTogether * row_tiles), in_set = tile - set * kTogether * row_tiles;
         const int wide = min(kTogether, token_tiles - set * kTogether);
-        token = static_cast<i64>(set * kTogether + in_set % wide) * kTokens;
-        row = static_cast<i64>(in_set / wide) * kRows;
+        const int own = set * kTogether + in_set % wide;
+        token = own * kTokens;
+        if constexpr (kRouted) {
+            const Segment segment = routed.segments[own];
+            token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
+            end = token + static_cast<int>(segment.count);
+        }
+        row = in_set / wide * kRows;
     };
 
     if (warp >= 4 * kGroups) {
@@ -105,12 +142,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             int stage = 0; u32 parity = 1;
             for (int tile = cluster; tile < tiles; tile += next_tile) {
                 locate(tile);
+                if (kRouted && expert < 0) continue;
                 for (int i = 0; i < steps; ++i) {
                     barrier_wait(empty + stage, parity);
                     barrier_expect(full + stage, kStageBytes);
 #pragma unroll
                     for (int d = 0; d < kDepthGroups; ++d)
-                        copy_box(stages + stage * kStageBytes + d * kBoxBytes, &x, full + stage, ((first_step + i) * kDepthGroups + d) * kUnit, static_cast<int>(token));
+                        copy_box(stages + stage * kStageBytes + d * kBoxBytes, &x, full + stage, ((first_step + i) * kDepthGroups + d) * kUnit, token);
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
                 }
             }
@@ -124,28 +162,42 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
     int stage = 0; u32 parity = 0;
+    Prepacked moved;
+    if constexpr (kPair) {
+        moved = weights;
+        if (row_group) moved = second;
+    }
+    const Prepacked& own_weights = kKind == kOne ? weights : moved;
     for (int tile = cluster; tile < tiles; tile += next_tile) {
         locate(tile);
-        const i64 strip = min(row / kStrip + row_group * 4 + warp % 4, static_cast<i64>(weights.strips - 1));
-        const u32* codes = weights.codes + strip * weights.units * Words<kBits>::unit_words();
+        const bool lost = kRouted && expert < 0;
+        if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
+        const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
+        const i64 before = kRouted && !lost ? static_cast<i64>(expert) * weights.strips : 0;  // strips of other experts
+        const u32* codes = own_weights.codes + (before + strip) * weights.units * Words<kBits>::unit_words();
         Words<kBits> words[kAhead];
         Own groups[kAhead][kFine];
         const auto fetch = [&](int d, int i) {
             const int unit = min((first_step + i) * kDepthGroups + depth, weights.units - 1);
             words[d].load(codes + unit * Words<kBits>::unit_words(), lane);
+            if constexpr (kPair && Own::blocks) {  // more pointers than there are registers
+                moved = weights;
+                if (hidden(row_group)) moved = second;
+            }
             typename Own::Cursor cursor;
             const i64 first = kFine > 1 ? static_cast<i64>(unit) * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
-            cursor.set(weights, strip, first, g);
+            cursor.set(own_weights, kLie == kInBlocks ? strip : before + strip, first, g);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
-                groups[d][f].load(weights, cursor, kFine > 1 ? static_cast<int>(min(static_cast<i64>(f), weights.groups - 1 - first)) : 0, g);
+                groups[d][f].load(own_weights, cursor, kWhole ? f : kFine > 1 ? static_cast<int>(min(static_cast<i64>(f), weights.groups - 1 - first)) : 0, g,
+                                  kWhole && f ? &groups[d][0] : nullptr);
         };
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) fetch(d, d);
 
         float sum[kTokens / 2];
 #pragma unroll
-        for (int j = 0; j < kTokens / 2; ++j) sum[j] = 0.0f;
+        for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
         u32 a[2][4][4];  // the products of one unit read one half while the other is made
         int last = -1;
         const auto unit = [&](int d, int i) {
@@ -159,7 +211,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, tables, table, offset, now[1]);
                 if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, tables, table, offset, now[2]);
                 if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, tables, table, offset, now[3]);
-                apply<Format, T, kLie>(own, weights.unit, now[s]);
+                apply<Format, T, kLie, kWide>(own, own_weights.unit, now[s]);
             }
             barrier_wait(full + stage, parity);
             wgmma_fence();
@@ -172,57 +224,66 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             last = stage;
             if (++stage == kStages) { stage = 0; parity ^= 1; }
         };
+        const int own_steps = lost ? 0 : steps;
         int i = 0;
 #pragma unroll 1
-        for (; i + kAhead <= steps; i += kAhead) {
+        for (; i + kAhead <= own_steps; i += kAhead) {
 #pragma unroll
             for (int d = 0; d < kAhead; ++d) unit(d, i + d);
         }
 #pragma unroll
-        for (int d = 0; d < kAhead - 1; ++d) if (i + d < steps) unit(d, i + d);
+        for (int d = 0; d < kAhead - 1; ++d) if (i + d < own_steps) unit(d, i + d);
         wgmma_wait<0>();
-        const float factor = weights.per_unit * (weights.global_scale ? *weights.global_scale : 1.0f);
+        float factor = 1.0f / own_weights.unit;
+        if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
         if (factor != 1.0f) {
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
         }
-        if constexpr (kAlone) {
-            if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+        const i64 rows = kRouted ? end : M;
+        const auto place = [&] {
+            if constexpr (kRouted) return Sorted{routed.order};
+            else return Straight{};
+        }();
+        if constexpr (kApart) if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+        if constexpr (kAlone && kPair) {
+            float* own = drain + row_group * 64 + warp % 4 * kStrip + g;
+#pragma unroll
+            for (int part = 0; part < kTokens / kDrain; ++part) {
+                put<kDrain>(sum + part * kDrain / 2, own, kPitch, t);
+                named_barrier(1, kThreads);
+                store_sums<1, true>(epilogue, drain, kPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, row, rows, N, threadIdx.x, kThreads, 0);
+                named_barrier(1, kThreads);
+            }
+        } else if constexpr (kAlone) {
             float* sums = drain + row_group * kDrain * kDrainPitch;
             float* own = sums + warp % 4 * kStrip + g;
             const int thread = threadIdx.x % 128;
-            const i64 first_row = row + row_group * 64;
+            const int first_row = row + row_group * 64;
             const bool quick = !epilogue.residual && epilogue.activation == kNone && epilogue.out_column == 1 && N % 8 == 0 &&
                                epilogue.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
                                !((reinterpret_cast<u64>(epilogue.out) | static_cast<u64>(epilogue.out_stride) * 2) & 15);
 #pragma unroll
             for (int part = 0; part < kTokens / kDrain; ++part) {
                 if (quick) {
-                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, M, N, thread, 1 + row_group);
+                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, rows, N, thread, 1 + row_group, place);
                     continue;
                 }
-#pragma unroll
-                for (int j = 0; j < kDrain / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        own[(8 * j + 2 * t + e % 2) * kDrainPitch + e / 2 * 8] = sum[part * kDrain / 2 + 4 * j + e];
+                put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                 named_barrier(1 + row_group, 128);
-                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, M, N, thread, 128, 0);
+                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, N, thread, 128, 0, place);
                 named_barrier(1 + row_group, 128);
             }
         } else {
+            float* sums = kApart ? drain : reinterpret_cast<float*>(stages);
+            static_assert(kApart || kDepthGroups * kTokens * kPitch * 4 <= kStages * kStageBytes, "the sums do not fit");
             // Every x of this tile has been used: the sums take its place.
-            float* sums = reinterpret_cast<float*>(stages);
-            static_assert(kAlone || kDepthGroups * kTokens * kPitch * 4 <= kStages * kStageBytes, "the sums do not fit");
-            named_barrier(1, kThreads);
-            float* own = sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g;
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) own[(8 * j + 2 * t + e % 2) * kPitch + e / 2 * 8] = sum[4 * j + e];
+            if constexpr (!kApart) named_barrier(1, kThreads);
+            put<kTokens>(sum, sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
             if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
             else named_barrier(1, kThreads);
-            store_sums<kSplit, false>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, kRows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
+            store_sums<kSplit, kPair>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, kRows, kRows, token, row, rows, N, threadIdx.x, kThreads, rank, place);
+            if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
         }
     }
     if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }  // until no other block reads these sums

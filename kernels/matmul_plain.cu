@@ -3,6 +3,7 @@
 // gated unit, or neighbouring rows of one.
 // matmul_tiles: a thread block makes a tile of the output from tiles in shared memory, a thread 4 x 8 of it.
 // matmul_rows: for few rows of x; a warp (or several, each a part of the depth) takes two rows of weights.
+#include "segment.cuh"
 #include "weights.cuh"
 
 namespace cuquant {
@@ -23,9 +24,6 @@ struct Batch {
         return sum;
     }
 };
-
-// Rows of x that have the same weights: `count` from order[first] on; expert -1 does not exist.
-struct Segment { i64 expert, first, count; };
 
 struct Problem {
     i64 rows, columns, depth;              // of x, of the weights, and of both

@@ -15,8 +15,10 @@ __global__ void __launch_bounds__(32 * kWarps, kTokens > 8 ? 1 : kResident / kWa
     using Own = Products<Block, kTokens>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 token_tiles = static_cast<u32>((n + kTokens - 1) / kTokens);  // grids have less than 2^31
-    const i64 first_row = static_cast<i64>(blockIdx.x / token_tiles) * kRows;
-    const i64 first_token = static_cast<i64>(blockIdx.x % token_tiles) * kTokens;
+    // A division would hold up the first copies.
+    const u32 row_tile = token_tiles == 1 ? blockIdx.x : blockIdx.x / token_tiles;
+    const i64 first_row = static_cast<i64>(row_tile) * kRows;
+    const i64 first_token = static_cast<i64>(blockIdx.x - row_tile * token_tiles) * kTokens;
     const int tokens = static_cast<int>(min(static_cast<i64>(kTokens), n - first_token));
     const i64 token_bytes = columns / 32 * kTokenBytes;
     const u8* const own_tokens = activations + first_token * token_bytes;
@@ -29,14 +31,15 @@ __global__ void __launch_bounds__(32 * kWarps, kTokens > 8 ? 1 : kResident / kWa
     const int token_scales = scales + Place::tables * Place::table_bytes;
 
     Weights<Block> rows;
-    Copies<kTokens, 32, 32 / kTokens, kTokenVectors, kTokenPitch> token_copies;
-    rows.begin(weights, first_row, m, columns, warp, lane);
+    Copies<kTokens, 32, 32 / kTokens, kTokenGroup, kTokenPitch> token_copies;
+    rows.begin(weights, first_row, m, columns);
     token_copies.begin(own_tokens + warp * kTokenGroup, token_bytes, tokens, lane);
+    const int easy_tokens = easy_groups(columns, token_bytes);
     const auto copy_group = [&](int group, int stage) {
         if (group < groups) {
             const i64 start = static_cast<i64>(group) * kTokenGroup;
-            rows.copy(stage, group, groups, kWarps, lane);
-            if (group + 2 < groups) token_copies.copy(stage + Place::group_bytes, kWarps * kTokenGroup, lane);
+            rows.copy(stage, group, lane);
+            if (group < easy_tokens) token_copies.copy(stage + Place::group_bytes, kWarps * kTokenGroup, lane);
             else copy_last<32, kTokenVectors, kTokenPitch>(stage + Place::group_bytes, own_tokens + start, token_bytes, token_bytes - start, tokens, lane);
         }
         close_copies();

@@ -28,15 +28,16 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
     constexpr int kTokenScales = 2 * kTokensBytes;
 
     Weights<Block> rows;
-    Copies<kTokens, kThreads, kThreads / kTokens, kTokenVectors, kTokenPitch> token_copies;
-    rows.begin(weights, min(first_row, (m - 1) / kRows * kRows), m, columns, 0, lane);  // warps without rows repeat the last ones
+    Copies<kTokens, kThreads, kThreads / kTokens, kTokenGroup, kTokenPitch> token_copies;
+    rows.begin(weights, min(first_row, (m - 1) / kRows * kRows), m, columns);  // warps without rows repeat the last ones
     token_copies.begin(own_tokens, token_bytes, tokens, thread);
+    const int easy_tokens = easy_groups(columns, token_bytes);
     const auto copy_group = [&](int group) {
         const int half = group % 2;
         if (group < groups) {
             const i64 start = static_cast<i64>(group) * kTokenGroup;
-            rows.copy(ring + half * Place::group_bytes, group, groups, 1, lane);
-            if (group + 2 < groups) token_copies.copy(half * kTokensBytes, kTokenGroup, thread);
+            rows.copy(ring + half * Place::group_bytes, group, lane);
+            if (group < easy_tokens) token_copies.copy(half * kTokensBytes, kTokenGroup, thread);
             else copy_last<kThreads, kTokenVectors, kTokenPitch>(half * kTokensBytes, own_tokens + start, token_bytes, token_bytes - start, tokens, thread);
         }
         close_copies();

@@ -58,7 +58,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
     using Own = Group<Format, kLie>;
     constexpr bool kRows = kLie == kInRows;
-    using Rows = RowWords<typename Format::Packing, (kFine > 1), (Format::Codec::is_codebook && kBits == 4)>;
+    constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
+    using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     extern __shared__ __align__(128) u8 shared[];
@@ -108,7 +109,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     Loaded words[kAhead];
     Own groups[kGroups], coming;  // `coming`: where one group lasts longer than what is loaded ahead
-    const auto load_group = [&](Own& to, int ahead) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g); };
+    const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g, beside); };
     const auto load = [&](int d, bool whole) {
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
@@ -118,7 +119,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             } else if constexpr (kFine > 1) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
-                    load_group(groups[d * kFine + f], min(d * kFine + f, last_group));  // beyond the last one x is 0
+                    load_group(groups[d * kFine + f], kWhole ? d * kFine + f : min(d * kFine + f, last_group), kWhole && f ? groups + d * kFine : nullptr);  // beyond the last one x is 0
             }
         }
         if constexpr (kFine == 1 && !kLong) {

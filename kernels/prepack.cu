@@ -332,7 +332,7 @@ template <class Format>
 __global__ void fragments_of_blocks(const u8* __restrict__ blocks, Laid laid, u32* __restrict__ codes, BlockFields fields) {
     using Layout = typename Format::Layout;
     constexpr int bits = Format::Packing::bits;
-    constexpr bool joined = Format::Codec::is_codebook && bits == 4;
+    constexpr bool joined = is_joined<typename Format::Codec, bits>;
     const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (thread / 32 >= laid.experts * laid.strips * laid.units) return;
     const Unit at(thread / 32, laid);
@@ -366,7 +366,7 @@ template <class Format>
 __global__ void blocks_of_fragments(const u32* __restrict__ codes, BlockFields fields, Laid laid, u8* __restrict__ blocks) {
     using Layout = typename Format::Layout;
     constexpr int bits = Format::Packing::bits;
-    constexpr bool joined = Format::Codec::is_codebook && bits == 4;
+    constexpr bool joined = is_joined<typename Format::Codec, bits>;
     const i64 row_blocks = laid.columns / Layout::elements, subs = laid.columns / Layout::sub_block;
     const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= laid.experts * laid.rows * row_blocks * Layout::bytes) return;

@@ -6,6 +6,8 @@
 
 namespace cuquant {
 
+constexpr int kAllRows = 1 << 30;  // Prepacked::tall of one scale for all rows, and for all experts
+
 struct Prepacked {  // null where the format has none
     const u32* codes;           // [strips, units, 32 * bits]; by rows: [rows, 2 * units * bits]
     const void* scale;          // [strips, groups, 16], or by rows: see `tall`; ggml: [strips, blocks, 16]
@@ -20,10 +22,10 @@ struct Prepacked {  // null where the format has none
     const float* values;        // [256], a codebook's level of each code
     i64 rows, groups, blocks;   // N, and groups and ggml's blocks of a row
     i64 scale_rows;             // where scales are by rows
+    i64 nested_first;           // added to the number of a scale that double quantization counts: see of_expert
     int strips, units;
     int tall;                   // rows that share a scale, where these are not laid out in strips
-    int per_block;              // groups of ggml's block
-    float unit, per_unit;       // a power of two that brings weights into the range of T, and 1 / that
+    float unit;                 // a power of two that brings weights into the range of T
 };
 
 template <class Format, class = void> struct HasLayout { static constexpr bool value = false; };
@@ -33,11 +35,11 @@ template <class Format> struct HasLayout<Format, Void<typename Format::Layout>> 
 // What ggml's blocks hold beside codes and a scale.
 template <class Format, bool kBlocks> struct Pieces {
     static constexpr bool sub_scales = false, minimums = false;
-    static constexpr int zero = 0;
+    static constexpr int zero = 0, per_block = 1;  // groups of a block
 };
 template <class Format> struct Pieces<Format, true> {
     static constexpr bool sub_scales = Format::Layout::ScaleRuns::any, minimums = Format::Layout::minimum_byte >= 0;
-    static constexpr int zero = Format::Layout::scale_zero;
+    static constexpr int zero = Format::Layout::scale_zero, per_block = Format::Layout::elements / Format::Layout::sub_block;
 };
 
 // How scales lie: laid out in strips, [rows / tall, groups], or [rows, groups] as zero points then also do.
@@ -77,15 +79,15 @@ struct Group {
         }
     };
 
-    // Group `ahead` of a cursor; it must exist.
-    __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g) {
+    // Group `ahead` of a cursor; it must exist. `beside`: another one of the same block of ggml's, whose scale this is too.
+    __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g, const Group* beside = nullptr) {
         if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
         if constexpr (zeros && kLie == kInRows) zero = from.zero[ahead] | from.zero[from.apart + ahead] << 8;
         if constexpr (blocks) {
             const i64 group = from.group + ahead, at = (from.strip * w.groups + group) * kStrip + 2 * g;
-            const i64 block = (from.strip * w.blocks + group / w.per_block) * kStrip + 2 * g;
-            scale[0] = *reinterpret_cast<const u32*>(static_cast<const u16*>(w.scale) + block);
-            if constexpr (Parts::minimums) minimum = *reinterpret_cast<const u32*>(static_cast<const u16*>(w.minimum) + block);
+            const i64 block = (from.strip * w.blocks + group / Parts::per_block) * kStrip + 2 * g;
+            scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(static_cast<const u16*>(w.scale) + block);
+            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(static_cast<const u16*>(w.minimum) + block);
             if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(w.sub_scale + at);
             if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(w.sub_minimum + at);
         } else if constexpr (kLie == kInRows) {
@@ -107,7 +109,9 @@ struct Group {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 // Padding has no nested scale of its own.
-                const i64 block = min(from.strip * kStrip + g + 8 * h, w.rows - 1) * w.groups + from.group + ahead;
+                i64 row = min(from.strip * kStrip + g + 8 * h, w.rows - 1);
+                if constexpr (kLie == kInBlocks) row = min(row / w.tall, w.scale_rows - 1);
+                const i64 block = w.nested_first + row * w.groups + from.group + ahead;
                 const float inner = __fmul_rn(w.nested_map[scale[0] >> 8 * h & 0xFFu], w.nested_scale[block / 256]);
                 nested[h] = __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, *w.nested_offset);
             }
@@ -165,6 +169,9 @@ struct Group {
             const u32 byte = scale[0] >> 8 * h & 0xFFu;
             return float_of(byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u);
         }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+        else if constexpr (stored == Stored::E4M3) return half_of(halves_of_e4m3_pair(scale[0]), h);
+#endif
         else if constexpr (stored == Stored::E4M3) return Minifloat<4, 3, Specials::OneNan>::decode(scale[0] >> 8 * h & 0xFFu);
         else if constexpr (stored == Stored::Double) return nested[h];
         else return 1.0f;
@@ -184,5 +191,25 @@ struct Group {
         }
     }
 };
+
+// The weight of an expert. In strips it goes on where that of the expert before ends, and strips are counted
+// through; what lies by rows begins anew.
+template <class Format, int kLie>
+__device__ Prepacked of_expert(const Prepacked& w, i64 expert) {
+    using Own = Group<Format, kLie>;
+    static_assert(kLie != kInRows, "experts are laid out in strips");
+    Prepacked own = w;
+    if constexpr (kLie == kInBlocks) {
+        const i64 before = w.tall == kAllRows ? 0 : expert * w.scale_rows * w.groups;
+        own.scale = static_cast<const u8*>(w.scale) + before * Own::bytes;
+        if constexpr (Own::zeros) own.zero_point += before;
+        if constexpr (Own::stored == Stored::Double) own.nested_first = before;
+    } else if constexpr (Own::stored == Stored::Double) {
+        const i64 padded = expert * w.strips * kStrip;
+        own.rows += padded;
+        own.nested_first = (expert * w.rows - padded) * w.groups;
+    }
+    return own;
+}
 
 }  // namespace cuquant

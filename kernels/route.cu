@@ -1,11 +1,9 @@
 // Rows sorted by the expert that each of them goes through, in the order in which they came: a counting
 // sort, by one thread block, of which every warp takes a stretch of the rows. Integers only: every run
 // gives the same. Rows whose expert does not exist come last.
-#include "format.cuh"
+#include "segment.cuh"
 
 namespace cuquant {
-
-struct Segment { i64 expert, first, count; };  // as matmul_plain.cu has it
 
 // Integer `i` of an array of 1, 2, 4 or 8 bytes each; below 0: they have a sign.
 __device__ i64 integer_at(const void* from, int bytes, i64 i) {

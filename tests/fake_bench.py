@@ -1,4 +1,4 @@
-"""NumPy in the place of a GPU that is measured."""
+"""NumPy in the place of a GPU that is measured, and of the libraries beside it."""
 
 import numpy as np
 
@@ -49,3 +49,49 @@ class FakeGpu:
 
     def release(self):
         self.released += 1
+
+
+class QuickEngine(FakeEngine):
+    """Replays of a graph do nothing: the results are there already."""
+
+    def capture(self, run):
+        super().capture(run)
+        return lambda: None
+
+
+class FakeProductPeer:
+    """Multiplies with what a weight decodes to."""
+
+    is_dense = False
+
+    def __init__(self, name="other 1.0", formats=("int4",), factor=1.0, problem=None):
+        self.engine, self.name = QuickEngine(), name
+        self.formats, self.factor, self.problem = formats, factor, problem
+        self.prepared = []
+
+    def prepare(self, q, dtype, l2_bytes):
+        self.prepared.append((q.format.name, dtype, l2_bytes))
+        if q.format.name not in self.formats:
+            return None
+        if self.problem == "prepare":
+            raise OSError("no\nnvcc")
+        w = q.dequantize(dtype="float32") * self.factor
+        return lambda xs: [lambda x=x: self.call(x, w) for x in xs]
+
+    def call(self, x, w):
+        if self.problem == "call":
+            raise ValueError("no kernel")
+        return x.astype(np.float32) @ w.T
+
+    def columns(self, y, which):
+        return y[:, which].astype(np.float64)
+
+
+class FakeCublas(FakeProductPeer):
+    is_dense = True
+
+    def __init__(self):
+        super().__init__("cuBLAS (fake 1.0)", ("int4", "nf4"))
+
+    def products(self, weights, xs):
+        return [lambda x=x, w=w: x @ w.T for w, x in zip(weights, xs, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import Emulator
+from emulator import Emulator, compiler
 
 from cuquant import interop
 from cuquant.errors import BackendUnavailable
@@ -22,6 +22,16 @@ try:
     import torch
 except ImportError:
     torch = None
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+# Arrays that only look like a library's, and real ones: what `use` takes.
+KINDS = [
+    pytest.param("fake cupy", marks=needs_compiler),
+    pytest.param("fake torch", marks=[needs_compiler, needs_torch]),
+    pytest.param("cupy", marks=pytest.mark.gpu),
+    pytest.param("torch", marks=pytest.mark.gpu),
+]
 
 OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
 SWAPPED = "add sub mul and_ or_ xor"
@@ -251,6 +261,7 @@ def install(kind: str, monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> 
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(gpu.Gpu, "launch", launch)
+    monkeypatch.setattr(gpu.Gpu, "has_vendor", backend.has_vendor)
     monkeypatch.setattr(gpu.Gpu, "upload", lambda self, array: CupyArray(backend.upload(array)))
     monkeypatch.setattr(gpu, "_multiprocessors", lambda device: backend.multiprocessors)
     monkeypatch.setattr(gpu, "_arch", lambda device: backend.arch)
@@ -279,3 +290,9 @@ def real(kind: str) -> Any:
     if kind == "torch" and (torch is None or not torch.cuda.is_available()):
         pytest.skip("torch has no GPU")
     return mover(kind)
+
+
+def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`install` or `real`, for one of KINDS."""
+    *fake, library = kind.split()
+    return install(library, monkeypatch) if fake else real(library)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from emulator import Recorder
 from kernel_arrays import LAYOUTS, LEVELS, placed
-from oracle import DTYPES
+from oracle import DTYPES, bits_equal
 from prepack_cases import LAID
-from products import F64, ULP, UNIT, is_close, normal, values
+from products import F64, ULP, UNIT, Products, finished, is_close, normal, values
 
 import cuquant as cq
 from cuquant.formats import Codebook
@@ -122,6 +122,17 @@ class Expected:
             off = np.abs(a) @ each.T
         return cls(a @ w.T, np.abs(a) @ size.T, off)
 
+    @classmethod
+    def routed(cls, x: np.ndarray, q: cq.QuantArray, experts: np.ndarray) -> "Expected":
+        """Row i of x times w[experts[i]] of [E, N, K], as matmul_hopper.cu does it."""
+        unit, shape = unit_of(x, q), (len(x), q.shape[1])
+        sums, size, off = (np.zeros(shape) for _ in range(3))
+        for expert in np.unique(experts).tolist():
+            own = experts == expert
+            found = cls.of(x[own], q[expert], unit)
+            sums[own], size[own], off[own] = found.sums, found.size, found.off
+        return cls(sums, size, off)
+
     def admits(self, y: np.ndarray, depth: int, *, on_gpu: bool = False) -> bool:
         """Float32 sums of K products in any order, then one rounding to y's dtype.
 
@@ -144,9 +155,75 @@ class Expected:
 
 def unit_of(x: np.ndarray, q: cq.QuantArray) -> float:
     """What matmul_hopper.cu multiplies weights by before it rounds them to x's dtype."""
-    if x.dtype == np.float16 and prepacked.is_wide(q.format):
-        return prepacked.unit_of(Recorder(), q.format, q.arrays())
-    return 1.0
+    return prepacked.scaling(Recorder(), q.format, cq.prepack(q).arrays(), x.dtype.name).unit
+
+
+# ---- what kernels are asked, and how they answer ------------------------------------------------
+
+
+def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
+    return run(cq.linear, case.x, cq.prepack(case.weight), **options)
+
+
+def with_scale(q: cq.QuantArray, scale: np.ndarray) -> cq.QuantArray:
+    return cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), "scale": scale}, q.axes)
+
+
+def check_nan_scales(run: Products, q: cq.QuantArray, x: np.ndarray, second: int) -> None:
+    """A scale that is NaN hurts its row alone: one of row 4, and the last one of row `second`."""
+    scale = q.arrays()["scale"].copy()
+    scale[4, 0], scale[second, -1] = (255, 255) if scale.dtype == np.uint8 else (np.nan, np.nan)
+    hurt = with_scale(q, scale)
+    y, clean = (run(cq.linear, x, cq.prepack(w), out_dtype="float32") for w in (hurt, q))
+    rows = [4, second]
+    assert np.isnan(y[:, rows]).all()
+    others = np.delete(np.arange(len(scale)), rows)
+    assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])
+
+
+def check_nonfinite_x(run: Products, q: cq.QuantArray, x: np.ndarray) -> None:
+    """Where the CPU's result is not finite this is the same, and nowhere else."""
+    x[0, 3], x[1, 130] = np.nan, np.inf
+    y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    wanted = cq.linear(x, q, out_dtype="float32")
+    finite = np.isfinite(wanted)
+    assert (np.isfinite(y) == finite).all() and not finite.all()
+    assert bits_equal(np.isnan(y), np.isnan(wanted))
+    assert (y[np.isinf(wanted)] == wanted[np.isinf(wanted)]).all()
+
+
+def check_epilogues(run: Products, q: cq.QuantArray, x: np.ndarray, activation: str | None) -> None:
+    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding."""
+    x[0] *= 30  # where silu and gelu are 0 or x
+    p, (columns, _) = cq.prepack(q), q.shape
+    sums = run(cq.linear, x, p, out_dtype="float32")
+    names = list(DTYPES)
+    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        bias = normal((columns,), names[i % 3]) if with_bias else None
+        kind = names[(i + 1) % 3]
+        residual = normal((len(x), 2 * columns), kind)[:, ::2] if with_residual else None
+        wanted = finished(sums, bias, activation, residual)
+        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
+        for dtype in names:
+            y = run(
+                cq.linear, x, p, bias, activation=activation, residual=residual, out_dtype=dtype
+            )
+            assert y.dtype == DTYPES[dtype]
+            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
+            assert (np.abs(values(y) - wanted) <= bound).all()
+
+
+def check_out(run: Products, case: Case, layout: str, expected: Expected) -> None:
+    """`out` lies anywhere, and what lies between and beside its elements is left alone."""
+    where, shape = LAYOUTS[layout], (case.rows, case.shape[0])
+    for dtype in DTYPES.values():
+        base = run.backend.empty(where.base(shape), dtype)
+        base[...] = 7
+        out = where.view(base, shape)
+        assert run_case(run, case, out=out) is out
+        assert expected.admits(np.array(out), case.shape[1])
+        out[...] = 7
+        assert (base == 7).all()
 
 
 # ---- the matrix ---------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ It shares no code with cuquant.reference: levels come from the catalogue, everyt
 written out from the formulas, so that a slip in the vectorised code shows.
 """
 
+import functools
+import itertools
+
 import ml_dtypes
 import numpy as np
 
@@ -82,11 +85,17 @@ def encode_one(value: np.float32, codec) -> int:
     return int(min(max(value, -top), top).astype(codec.dtype).view(codec.code_dtype))
 
 
+@functools.cache
+def midpoints(levels: tuple[float, ...]) -> list[float]:
+    """Between neighbours, in float32."""
+    return [float((F(low) + F(high)) * F(0.5)) for low, high in itertools.pairwise(levels)]
+
+
 def nearest(value: np.float32, levels: tuple[float, ...], tie: str) -> int:
     """By float32 midpoints, one after the other."""
-    for rank in range(len(levels) - 1):
-        middle = (F(levels[rank]) + F(levels[rank + 1])) * F(0.5)
-        if value < middle or (value == middle and (tie == "lower" or rank % 2 == 0)):
+    number = float(value)
+    for rank, middle in enumerate(midpoints(levels)):
+        if number < middle or (number == middle and (tie == "lower" or rank % 2 == 0)):
             return rank
     return len(levels) - 1
 

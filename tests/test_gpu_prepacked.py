@@ -1,6 +1,6 @@
 """Products with prepacked weights on a GPU, by the stream and Hopper kernels, against float64.
 
-Capture, streams and waiting are tested with those of all products in test_gpu_matmul.py.
+Capture, streams and waiting are tested with those of all products in test_gpu_matmul_streams.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,16 +1,30 @@
 """matmul_hopper.cu against float64, on the CPU under the emulator."""
 
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
-from fragment_products import BLOCKS, OPTIONS, TYPES, Case, Expected, unit_of
+from fragment_products import (
+    BLOCKS,
+    OPTIONS,
+    TYPES,
+    Case,
+    Expected,
+    check_epilogues,
+    check_nan_scales,
+    check_nonfinite_x,
+    check_out,
+    run_case,
+    unit_of,
+)
 from kernel_arrays import LAYOUTS, WRITABLE
-from oracle import DTYPES, bits_equal
+from oracle import bits_equal
 from prepack_cases import LAID
-from products import ULP, UNIT, Products, finished, normal, values, weight
+from products import TINY, ULP, UNIT, Products, normal, values, weight
 
 import cuquant as cq
 from cuquant.ops.kernels import hopper, stream
@@ -57,11 +71,24 @@ DIVIDED = [
         for shape in (SHAPES[1], SHAPES[2])
     ),
 ]
-GATED = ["nf4", "q4_k"]
-
-
-def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
-    return run(cq.linear, case.x, cq.prepack(case.weight), **options)
+# Format, rows of x, [N, K], sizes of the gate's and the other's numbers, and a shape or ().
+GATED = [
+    *((name, 20, (70, 256), (1, 1), ()) for name in ("nf4", "q4_k", "int4", "uint4", "nvfp4")),
+    ("q3_k", 300, (70, 256), (1, 1), ()),
+    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 2, 4, 5, hopper.GATED)),
+    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 1, 4, 3, hopper.GATED)),
+    ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 1, 2, 3, hopper.GATED)),
+    ("int4", 270, (150, 648), (1, 1), (256, 2, 1, 1, 2, 2, hopper.GATED)),
+    ("int4", 22, (70, 256), (1e-4, 2e4), ()),  # one is in float16's range, and one is not
+    ("nf4", 22, (70, 256), (1e-3, 1e3), ()),
+]
+# Weights of about this size, whose scales their format holds.
+SIZES = [
+    *(("nf4", size) for size in (1e-30, 1e-6, 1.0, 1e5, 1e30)),
+    *((name, 1e5) for name in ("int4", "uint4", "fp6_e3m2", "q4_0", "q4_k", "iq4_nl")),
+    *((name, 1e-6) for name in ("int4", "k4", "fp6_e3m2")),
+    *((name, 1e-5) for name in ("q4_0", "iq4_nl")),
+]
 
 
 def expected(case: Case) -> Expected:
@@ -77,6 +104,11 @@ def divided(numbers: tuple[int, ...]) -> Any:
     return mock.patch.object(hopper, "divide", lambda *_: Shape(*numbers))
 
 
+@cache
+def sized(name: str, size: float) -> cq.QuantArray:
+    return cq.quantize(normal((70, 256)) * F32(size), name)
+
+
 @pytest.fixture(scope="module")
 def built() -> None:
     """The programs of all cases, compiled together."""
@@ -87,9 +119,13 @@ def built() -> None:
     for case, numbers in DIVIDED:
         with divided(numbers):
             run_case(run, case)
-    for name in GATED:
-        p = cq.prepack(weight(name, (70, 256)))
-        run(cq.swiglu, normal((20, 256), "float16"), p, p)
+    for name, rows, shape, sizes, numbers in GATED:
+        with divided(numbers) if numbers else nullcontext():
+            packed = map(cq.prepack, pair(name, shape, sizes))
+            run(cq.swiglu, normal((rows, shape[1]), TYPES[rows % 2]), *packed)
+    for name, size in SIZES:
+        for dtype in TYPES:
+            run(cq.linear, normal((19, 256), dtype), cq.prepack(sized(name, size)))
     assert {program.file for program in recorder.programs} == {"matmul_hopper.cu"}
     Emulator().build(recorder.programs)
 
@@ -132,42 +168,34 @@ def test_the_same_bits_in_every_order_of_threads(built):
         assert all(bits_equal(run, runs[0]) for run in runs)
 
 
-def with_parts(q: cq.QuantArray, **parts: np.ndarray) -> cq.QuantArray:
-    return cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), **parts}, q.axes)
-
-
 @pytest.mark.parametrize("name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3"])
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
     """Also that of the last group, which the columns behind K share."""
-    dtype = TYPES[LAID.index(name) % 2]
-    q, x = weight(name, (70, 136)), normal((19, 136), dtype)
-    scale = q.arrays()["scale"].copy()
-    scale[4, 0], scale[61, -1] = (255, 255) if scale.dtype == np.uint8 else (np.nan, np.nan)
-    y = run(cq.linear, x, cq.prepack(with_parts(q, scale=scale)), out_dtype="float32")
-    clean = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
-    assert np.isnan(y[:, [4, 61]]).all()
-    others = np.delete(np.arange(70), [4, 61])
-    assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])
+    q, x = weight(name, (70, 136)), normal((19, 136), TYPES[LAID.index(name) % 2])
+    check_nan_scales(run, q, x, 61)
 
 
 def test_nan_and_infinity_of_x_go_through(run):
-    """Where the CPU's result is not finite this is the same, and nowhere else."""
-    q, x = weight("nf4", (70, 136)), normal((19, 136), "float16")
-    x[0, 3], x[1, 130] = np.nan, np.inf
-    y, wanted = run(cq.linear, x, cq.prepack(q), out_dtype="float32"), cq.linear(x, q)
-    finite = np.isfinite(wanted)
-    assert (np.isfinite(y) == finite).all() and not finite.all()
-    assert bits_equal(np.isnan(y), np.isnan(wanted))
-    assert (y[np.isinf(wanted)] == wanted[np.isinf(wanted)]).all()
+    check_nonfinite_x(run, weight("nf4", (70, 136)), normal((19, 136), "float16"))
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e5, 1e30])
-def test_weights_of_any_size(size, run):
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_weights_of_any_size(name, size, run):
     """float16 does not hold them, but with a power of two."""
-    q = cq.quantize(normal((70, 136)) * F32(size), "nf4")
-    x = normal((19, 136), "float16")
+    q = sized(name, size)
+    x = normal((19, 256), "float16")
     y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
-    assert np.isfinite(y).all() and expect(x, q).admits(y, 136)
+    assert np.isfinite(y).all() and expect(x, q).admits(y, 256)
+    largest = np.abs(values(q)).max()
+    assert largest > 65504 if size > 1e4 else largest < 1e-3 or size == 1.0
+    assert np.abs(y).max() > largest / 4
+
+
+@pytest.mark.parametrize(("name", "size"), [("int4", 1e5), ("fp6_e3m2", 1e-6), ("nf4", 1e30)])
+def test_bfloat16_needs_no_power_of_two(name, size, run):
+    q, x = sized(name, size), normal((19, 256), "bfloat16")
+    y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    assert unit_of(x, q) == 1.0 and Expected.of(x, q, 1.0).admits(y, 256)
 
 
 def test_one_row_that_shared_memory_does_not_hold(run):
@@ -186,53 +214,70 @@ def test_one_row_that_shared_memory_does_not_hold(run):
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("columns", [70, 72])
 def test_epilogues(run, activation, columns):
-    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding.
-
-    Results of 16 bits without activation and residual go a way of their own where N goes with it.
-    """
-    p, x = cq.prepack(weight("int4", (columns, 264))), normal((129, 264), "bfloat16")
-    x[0] *= 30  # where silu and gelu are 0 or x
-    sums = run(cq.linear, x, p, out_dtype="float32")
-    names = list(DTYPES)
-    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
-        bias = normal((columns,), names[i % 3]) if with_bias else None
-        residual = normal((129, 2 * columns), names[i % 2])[:, ::2] if with_residual else None
-        wanted = finished(sums, bias, activation, residual)
-        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
-        for dtype in names:
-            y = run(
-                cq.linear, x, p, bias, activation=activation, residual=residual, out_dtype=dtype
-            )
-            assert y.dtype == DTYPES[dtype]
-            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
-            assert (np.abs(values(y) - wanted) <= bound).all()
+    """Results of 16 bits without activation and residual go a way of their own where N does."""
+    check_epilogues(run, weight("int4", (columns, 264)), normal((129, 264), "bfloat16"), activation)
 
 
 @pytest.mark.parametrize("layout", ["whole", *WRITABLE])
 @pytest.mark.parametrize("case", [CASES[0], Case("int4", "bfloat16", 129, (72, 264))], ids=str)
 def test_out_lies_anywhere(run, layout, case):
-    """What lies between and beside its elements is left alone."""
-    where, shape = LAYOUTS[layout], (case.rows, case.shape[0])
-    for dtype in DTYPES.values():
-        base = run.backend.empty(where.base(shape), dtype)
-        base[...] = 7
-        out = where.view(base, shape)
-        assert run_case(run, case, out=out) is out
-        assert expected(case).admits(np.array(out), case.shape[1])
-        out[...] = 7
-        assert (base == 7).all()
+    check_out(run, case, layout, expected(case))
 
 
-@pytest.mark.parametrize("name", GATED)
-def test_swiglu(name, run):
+# ---- gated units --------------------------------------------------------------------------------
+
+
+def pair(name: str, shape: tuple[int, int], sizes: tuple[float, float]) -> list[cq.QuantArray]:
+    """Gate and up, of numbers of about these sizes."""
+    return [cq.quantize(normal(shape, seed=i + 3) * F32(sizes[i]), name) for i in range(2)]
+
+
+def check_swiglu(run: Products, x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray) -> None:
     """|silu'| < 1.1 and |silu(a)| <= |a|."""
-    gate = weight(name, (70, 256))
-    up = cq.quantize(normal((70, 256), seed=5), name)
-    x = normal((20, 256), "float16")
     y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
     a, b = expect(x, gate), expect(x, up)
-    true = a.sums / (1 + np.exp(-a.sums)) * b.sums
-    first, second = (side.off + UNIT * 280 * (side.size + side.off) for side in (a, b))
+    with np.errstate(over="ignore"):
+        true = a.sums / (1 + np.exp(-a.sums)) * b.sums
+    roundings = UNIT * (x.shape[1] + 24)
+    first, second = (side.off + roundings * (side.size + side.off) for side in (a, b))
     bound = 1.1 * first * (np.abs(b.sums) + second) + np.abs(a.sums) * second
-    bound += (8 * UNIT + ULP["float16"]) * (np.abs(true) + bound) + 2.0**-25
+    name = np.dtype(x.dtype).name
+    bound += (8 * UNIT + ULP[name]) * (np.abs(true) + bound) + TINY[name]
+    assert y.dtype == x.dtype and np.isfinite(values(y)).all()
     assert (np.abs(values(y) - true) <= bound).all()
+
+
+@pytest.mark.parametrize("gated", GATED, ids=str)
+def test_swiglu(gated, run):
+    name, rows, shape, sizes, numbers = gated
+    x = normal((rows, shape[1]), TYPES[rows % 2])
+    with divided(numbers) if numbers else nullcontext():
+        check_swiglu(run, x, *pair(name, shape, sizes))
+
+
+def test_swiglu_takes_no_memory_but_for_its_result(run):
+    """One launch, and no array beside `out`."""
+    name, rows, shape, sizes, _ = GATED[0]
+    packed = [run.guarded(cq.prepack(q)) for q in pair(name, shape, sizes)]
+    x, out = run.guarded(normal((rows, shape[1]), "float16")), np.zeros((rows, shape[0]), "f2")
+    recorder = Recorder(arch=ARCH)
+    with (
+        mock.patch.object(recorder, "empty", side_effect=AssertionError("an array was made")),
+        Products(recorder).in_place(),
+    ):
+        cq.swiglu(x, *packed, out=out)
+    assert len(recorder.launches) == 1
+
+
+@pytest.mark.parametrize("layout", WRITABLE)
+def test_out_of_a_gated_unit_lies_anywhere(run, layout):
+    name, rows, shape, sizes, _ = GATED[0]
+    weights = [cq.prepack(q) for q in pair(name, shape, sizes)]
+    x, where = normal((rows, shape[1]), TYPES[rows % 2]), LAYOUTS[layout]
+    base = run.backend.empty(where.base((rows, shape[0])), x.dtype)
+    base[...] = 7
+    out = where.view(base, (rows, shape[0]))
+    assert run(cq.swiglu, x, *weights, out=out) is out
+    assert bits_equal(np.array(out), run(cq.swiglu, x, *weights))
+    out[...] = 7
+    assert (base == 7).all()

@@ -15,7 +15,7 @@ from kernel_arrays import LEVELS
 from products import normal, weight
 
 import cuquant as cq
-from cuquant.formats import Codebook
+from cuquant.formats import Codebook, Minifloat
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.ops.kernels import hopper, prepacked, stream
 from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
@@ -71,7 +71,10 @@ def test_tables_hold_pairs_of_levels_or_levels():
     """For each of 32, 16 or 8 lanes, 4 bytes an entry; within what the oldest GPU has."""
     for fmt in LAID.values():
         found = prepacked.table_bytes(fmt)
-        if not isinstance(fmt.codec, Codebook):
+        looked_up = isinstance(fmt.codec, Codebook) or (
+            fmt.bits == 4 and isinstance(fmt.codec, Minifloat)
+        )
+        if not looked_up:
             assert found == 0
         elif fmt.bits <= 4:
             assert found == 4**fmt.bits * 128
@@ -126,14 +129,14 @@ def parts_of_k(shape: stream.Shape, groups: Groups, units: int) -> list[int]:
 
 @given(
     st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
-    processors, st.booleans(), st.booleans(),
+    processors, st.booleans(), st.integers(0, 4),
 )  # fmt: skip
-@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, False)
-@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, False)
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0)
 def test_streams_fit_and_cover_everything_once(
-    rows, columns, depth, groups, table, arch, processors, gated, heavy
+    rows, columns, depth, groups, table, arch, processors, gated, pressure
 ):
-    shape = stream.divide(rows, columns, depth, groups, table, arch, processors, gated, heavy)
+    shape = stream.divide(rows, columns, depth, groups, table, arch, processors, gated, pressure)
     units, strips = -(-depth // 64), -(-columns // 16)
     if shape is None:
         # One row of x, the table and the sums of one round of strips are too much.
@@ -144,7 +147,8 @@ def test_streams_fit_and_cover_everything_once(
     assert bytes <= SHARED[arch] * 1024
     assert shape.split == 1 or (shape.split == 2 and 90 <= arch < 100)
     assert 1 <= shape.tokens <= min(rows, 8 * shape.tiles) and shape.tiles in (1, 2, 4)
-    assert shape.strips * shape.depth <= 16 and shape.rounds >= 1
+    most = stream.WARPS[min(shape.tiles - 1, 2)][pressure]
+    assert shape.strips * shape.depth <= most and shape.rounds >= 1
     # The kernel's static_assert.
     units_of_group = groups.units or 1 << 20
     long = units_of_group >= shape.ahead
@@ -242,6 +246,7 @@ problems = st.builds(
     experts=st.sampled_from([0, 8]),
     gated=st.booleans(),
     swapped=st.booleans(),
+    vendor=st.booleans(),
 )
 
 
@@ -251,8 +256,15 @@ def test_each_kernel_gets_only_what_it_takes(problem):
     if name.startswith("plain"):
         return
     assert p.layout in ORCHESTRATORS[name].layouts
-    assert p.dtype != "float32" and p.contiguous and p.depth
-    assert p.batches == 1 and not p.experts and not p.swapped
+    assert p.depth and p.batches == 1 and not p.swapped
+    if p.experts:
+        assert name == "hopper" and p.arch == 90 and p.dtype != "float32" and not p.gated
+        return
+    assert p.contiguous
+    if name == "vendor":
+        assert p.vendor and p.rows > 16 and (p.dtype != "bfloat16" or p.arch >= 80)
+        return
+    assert p.dtype != "float32"
     if name == "hopper":
         assert p.arch == 90 and p.aligned
     else:
@@ -274,13 +286,83 @@ def test_usual_problems():
     assert choose(replace(PROBLEM, depth=1 << 18)) == "hopper"  # x fits no block
     assert choose(replace(PROBLEM, arch=75)) == "plain_rows"
     assert choose(replace(PROBLEM, dtype="float32", rows=64)) == "plain_tiles"
-    assert choose(replace(PROBLEM, experts=8)) == "plain_rows"
+    assert choose(replace(PROBLEM, experts=8)) == "hopper"
+    assert choose(replace(PROBLEM, experts=8, aligned=False)) == "hopper"
+    assert choose(replace(PROBLEM, experts=8, arch=80)) == "plain_rows"
     direct = replace(PROBLEM, layout="rows/1", direct=True)
     assert choose(direct) == "stream"
     assert choose(replace(direct, rows=64)) == "plain_tiles"
     assert choose(replace(direct, direct=False)) == "plain_rows"
     assert choose(replace(direct, format=LAID["k3"])) == "stream"
     assert choose(replace(direct, depth=4000)) == "plain_rows"
+
+
+VENDOR = replace(PROBLEM, rows=4096, columns=8192, depth=8192, vendor=True)
+NOT_DIRECT = replace(VENDOR, layout="rows/1")
+
+
+def test_the_vendors_gemm_takes_many_rows():
+    """Of weights that are not prepacked from a few dozen on, of others where a kernel is slower."""
+    for arch in ARCHS:
+        for dtype in ("float16", "bfloat16"):
+            known = "vendor" if dtype == "float16" or arch >= 80 else "plain_tiles"
+            for rows in (64, 4096):
+                assert choose(replace(NOT_DIRECT, arch=arch, dtype=dtype, rows=rows)) == known
+    assert choose(replace(NOT_DIRECT, rows=20)) == "plain_tiles"
+    assert choose(replace(NOT_DIRECT, rows=64, dtype="float32")) == "plain_tiles"
+    assert choose(replace(NOT_DIRECT, dtype="float32")) == "vendor"
+    assert choose(replace(NOT_DIRECT, rows=64, columns=64, depth=64)) == "plain_tiles"
+    for rows, name in ((32, "stream"), (256, "vendor"), (4096, "vendor")):
+        assert choose(replace(VENDOR, arch=89, rows=rows)) == name
+    nf4 = replace(VENDOR, format=LAID["nf4"])
+    assert choose(nf4) == "vendor" and choose(replace(nf4, rows=1024)) == "hopper"
+    assert choose(VENDOR) == "hopper" and choose(replace(VENDOR, rows=20_000)) == "vendor"
+    assert choose(replace(VENDOR, aligned=False)) == "vendor"
+
+
+@given(problems)
+def test_the_vendors_gemm_is_never_the_only_path(problem):
+    """Where it is not installed the rule is what it was; and more rows do not lead away from it."""
+    without = choose(replace(problem, vendor=False))
+    assert without != "vendor"
+    found = choose(replace(problem, vendor=True))
+    assert found in ("vendor", without)
+    few_now = without.startswith("plain") and problem.rows <= 1 << 29
+    if found == "vendor" and few_now and not problem.gated:
+        assert choose(replace(problem, vendor=True, rows=2 * problem.rows)) == "vendor"
+
+
+@pytest.mark.parametrize("change", ["batches", "experts", "swapped", "contiguous", "depth", "wide"])
+def test_what_a_gemm_does_not_take(change):
+    changes = {
+        "batches": {"batches": 2},
+        "experts": {"experts": 8},
+        "swapped": {"swapped": True},
+        "contiguous": {"contiguous": False},
+        "depth": {"depth": 0},
+        "wide": {"columns": 2**31},
+    }
+    assert choose(NOT_DIRECT) == "vendor"
+    assert choose(replace(NOT_DIRECT, **changes[change])) == "plain_tiles"
+
+
+def test_problems_that_a_gemm_takes():
+    """By their strides and weights; that cuBLAS is installed is asked of the backend."""
+    fmt = LAID["int4"]
+    part = {"packed": np.empty(0, np.uint8)}
+    x = Dense(1 << 20, np.dtype(np.float16), 256, 1)
+    w = Weight(fmt, part, (64, 256))
+
+    def takes(rows: int = 40, x: Dense = x, *weights: Any) -> bool:
+        return Product(rows, 64, 256, x, weights or (w,)).problem(Recorder()).vendor
+
+    assert takes() and takes(40, replace(x, row_stride=1000)) and takes(1, replace(x, row_stride=0))
+    for stride in (0, 255, -256, 2**31):
+        assert not takes(40, replace(x, row_stride=stride))
+    assert not takes(40, replace(x, column_stride=2))
+    assert takes(40, x, w, replace(w, layout=FRAGMENTS_LAYOUT))
+    for other in (replace(w, row_step=2), replace(w, stored=(1, 64, 256)), x):
+        assert not takes(40, x, w, other)
 
 
 def test_weights_of_two_kinds_are_not_multiplied_together():

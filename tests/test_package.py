@@ -31,7 +31,7 @@ LAYERS = [
     ["interop"],
     ["elf", "sources"],
     ["cubins", "kernel"],
-    ["slicing", "fragments", "array", "jit", "devices"],
+    ["slicing", "fragments", "stored", "array", "jit", "devices"],
     ["packed", "ahead"],
     ["ops", "metrics"],
     ["functional", "io", "diagnosis", "demo", "bench", "torch"],
@@ -165,7 +165,8 @@ def public_functions() -> list[tuple[str, object]]:
     found += [(f"functional.{n}", getattr(cq.functional, n)) for n in cq.functional.__all__]
     found += [
         (f"QuantArray.{n}", v)
-        for n, v in vars(cq.QuantArray).items()
+        for kind in cq.QuantArray.__mro__[:-1]
+        for n, v in vars(kind).items()
         if not n.startswith("_") and (callable(v) or isinstance(v, property | classmethod))
     ]
     return [(n, v) for n, v in found if not inspect.ismodule(v)]

@@ -17,7 +17,7 @@ from prepack_cases import Case, random_weight
 
 import cuquant as cq
 from cuquant import fragments, interop, jit
-from cuquant.formats import Codebook
+from cuquant.formats import Codebook, Minifloat
 from cuquant.fragments import Fragments
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.ops.kernels.prepack import Prepack
@@ -84,7 +84,7 @@ def code_in(unit: np.ndarray, fmt: cq.Format, row: int, column: int) -> int:
     """A code of a unit, bit by bit."""
     bits, high = fmt.bits, column % 2
     lane, pair = fragments.lane_and_pair(row, column)
-    if isinstance(fmt.codec, Codebook) and bits == 4:
+    if isinstance(fmt.codec, (Codebook, Minifloat)) and bits == 4:
         places = [(pair // 4, 8 * (pair % 4) + 4 * high + i) for i in range(4)]
     else:
         places = [(word, shift + 16 * high) for word, shift in fragments.position(bits, pair)]

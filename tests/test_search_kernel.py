@@ -109,7 +109,7 @@ def test_bytes_are_the_references(name, dtype, nonfinite, rng):
 @pytest.mark.parametrize("name", NAMES)
 def test_rounding_shows_in_many_blocks(name, rng):
     """Sums in another order, or with an FMA, change some of 4096 blocks only."""
-    x = rng.standard_t(5, 4096 * 256).astype(F32)
+    x = rng.standard_t(5, 4096 * BLOCK_LAYOUTS[name].elements).astype(F32)
     found, wanted = both(name, x, "propagate")
     assert np.array_equal(found, wanted)
 

@@ -6,10 +6,21 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
-from fragment_products import CASES, OWN, TYPES, Case, Expected
-from kernel_arrays import LAYOUTS, LEVELS, WRITABLE
-from oracle import DTYPES, bits_equal
-from products import ULP, UNIT, Products, exact, finished, is_close, normal, values, weight
+from fragment_products import (
+    CASES,
+    OWN,
+    TYPES,
+    Case,
+    Expected,
+    check_epilogues,
+    check_nan_scales,
+    check_nonfinite_x,
+    check_out,
+    run_case,
+)
+from kernel_arrays import LEVELS, WRITABLE
+from oracle import bits_equal
+from products import ULP, UNIT, Products, exact, is_close, normal, values, weight
 
 import cuquant as cq
 from cuquant.ops.kernels import prepacked, stream
@@ -88,10 +99,6 @@ GATED = [
 ]
 UNLIKE = [("nf4", "int4"), ("q4_0", "nf4")]
 NO_PLACE = ("huge", "tiny", "all sizes")  # levels in 16 bits: infinite, or all of them 0
-
-
-def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
-    return run(cq.linear, case.x, cq.prepack(case.weight), **options)
 
 
 def divided(numbers: tuple[int, ...]) -> Any:
@@ -197,37 +204,19 @@ def test_the_same_bits_in_every_order_of_threads(built):
     assert all(bits_equal(run, runs[0]) for run in runs)
 
 
-def with_parts(q: cq.QuantArray, **parts: np.ndarray) -> cq.QuantArray:
-    return cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), **parts}, q.axes)
-
-
 @pytest.mark.parametrize(
     ("name", "rows"),
     [("nf4", 3), ("uint4", 3), ("int8", 3), ("mxfp4", 3), ("fp8_e4m3", 3), ("k3", 3), ("int4", 12)],
 )
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, rows, run):
     """Also that of the last group, which the columns behind K share."""
-    q, x = weight(name, (35, 131)), normal((rows, 131), "float16")
-    scale = q.arrays()["scale"].copy()
-    scale[4, 0], scale[21, -1] = (255, 255) if scale.dtype == np.uint8 else (np.nan, np.nan)
-    y = run(cq.linear, x, cq.prepack(with_parts(q, scale=scale)), out_dtype="float32")
-    clean = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
-    assert np.isnan(y[:, [4, 21]]).all()
-    others = np.delete(np.arange(35), [4, 21])
-    assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])
+    check_nan_scales(run, weight(name, (35, 131)), normal((rows, 131), "float16"), 21)
 
 
 @pytest.mark.parametrize("rows", [3, 12])
 def test_nan_and_infinity_of_x_go_through(rows, run):
-    """Where the CPU's result is not finite this is the same, and nowhere else. K is ragged."""
-    q, x = weight("nf4", (35, 131)), normal((rows, 131), "bfloat16")
-    x[0, 3], x[1, 130] = np.nan, np.inf
-    y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
-    wanted = cq.linear(x, q, out_dtype="float32")
-    finite = np.isfinite(wanted)
-    assert (np.isfinite(y) == finite).all() and not finite.all()
-    assert bits_equal(np.isnan(y), np.isnan(wanted))
-    assert (y[np.isinf(wanted)] == wanted[np.isinf(wanted)]).all()
+    """K is ragged."""
+    check_nonfinite_x(run, weight("nf4", (35, 131)), normal((rows, 131), "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -245,37 +234,14 @@ def test_levels_without_a_place_in_16_bits_are_multiplied_by_the_plain_kernel(na
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize("rows", [3, 12])
 def test_epilogues(run, activation, rows):
-    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding."""
-    p, x = cq.prepack(weight("int4", (35, 131))), normal((rows, 131), "float16")
-    x[0] *= 30  # where silu and gelu are 0 or x
-    sums = run(cq.linear, x, p, out_dtype="float32")
-    names = list(DTYPES)
-    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
-        bias = normal((35,), names[i % 3]) if with_bias else None
-        residual = normal((rows, 70), names[(i + 1) % 3])[:, ::2] if with_residual else None
-        wanted = finished(sums, bias, activation, residual)
-        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
-        for dtype in names:
-            y = run(
-                cq.linear, x, p, bias, activation=activation, residual=residual, out_dtype=dtype
-            )
-            assert y.dtype == DTYPES[dtype]
-            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
-            assert (np.abs(values(y) - wanted) <= bound).all()
+    check_epilogues(run, weight("int4", (35, 131)), normal((rows, 131), "float16"), activation)
 
 
 @pytest.mark.parametrize("layout", ["whole", *WRITABLE])
 def test_out_lies_anywhere(run, layout):
-    """What lies between and beside its elements is left alone. N is no multiple of 4."""
-    case, where = Case("nf4", "float16", 3, (35, 131)), LAYOUTS[layout]
-    for dtype in DTYPES.values():
-        base = run.backend.empty(where.base((3, 35)), dtype)
-        base[...] = 7
-        out = where.view(base, (3, 35))
-        assert run_case(run, case, out=out) is out
-        assert Expected.of(case.x, case.weight).admits(np.array(out), 131)
-        out[...] = 7
-        assert (base == 7).all()
+    """N is no multiple of 4."""
+    case = Case("nf4", "float16", 3, (35, 131))
+    check_out(run, case, layout, Expected.of(case.x, case.weight))
 
 
 # ---- gated units --------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ import numpy as np
 
 from cuquant.array import QuantArray
 from cuquant.bench.gpu import Gpu
-from cuquant.bench.matmul_peers import Calls, ProductPeer, reason, time_product
+from cuquant.bench.matmul_peers import Calls, ProductPeer, time_product
 from cuquant.bench.matmul_report import ProductMeasurement
-from cuquant.bench.quantize import random_values
+from cuquant.bench.peers import reason
+from cuquant.bench.quantize import on_host, random_values
 from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import MIN_REPEATS, copies, host_time, measure
 from cuquant.formats import Format
@@ -167,7 +168,7 @@ class Bench:
         peers = [self._time_peer(peer, prepared, xs) for peer, prepared in self.peers]
         layout = getattr(self.weights[0], "layout", ROWS_LAYOUT)
         return ProductMeasurement(
-            self.name, self.dtype, shape, batch, layout, nbytes, timing, host, right,
+            self.name, self.dtype, shape, nbytes, timing, batch, layout, host, right,
             tuple(peer for peer in peers if peer is not None),
         )  # fmt: skip
 
@@ -218,14 +219,5 @@ def bounded_product(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return wanted, off + ROUNDING[dtype] * (np.abs(wanted) + off) + SMALLEST[dtype]
 
 
-def on_host(gpu: Gpu, q: QuantArray) -> QuantArray:
-    """The same QuantArray of NumPy arrays."""
-    return _with(q, {name: gpu.download(part) for name, part in q.arrays().items()})
-
-
 def _copy(gpu: Gpu, weight: QuantArray | PackedWeight) -> QuantArray | PackedWeight:
-    return _with(weight, {name: gpu.copy(part) for name, part in weight.arrays().items()})
-
-
-def _with(weight: Any, parts: dict[str, Any]) -> Any:
-    return replace(weight, components=parts)
+    return replace(weight, components={n: gpu.copy(part) for n, part in weight.arrays().items()})

@@ -17,7 +17,7 @@ import numpy as np
 
 from cuquant.array import QuantArray
 from cuquant.bench.gpu import CupyEngine
-from cuquant.bench.peers import TorchEngine
+from cuquant.bench.peers import TorchPeer, reason
 from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import Call, Engine, copies, measure
 from cuquant.formats import Uniform
@@ -57,11 +57,6 @@ class ProductPeer(Protocol):
     def columns(self, y: Any, which: np.ndarray) -> np.ndarray:
         """Some columns of a call's result [M, N] on the host, in float64."""
         ...
-
-
-def reason(error: Exception) -> str:
-    """An error as one line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def time_product(
@@ -148,23 +143,10 @@ class CupyCublas:
         return y.get()[:, which].astype(np.float64)
 
 
-class TorchPeer:
-    """What peers share that take torch's tensors."""
+class TorchProductPeer(TorchPeer):
+    """What peers share that multiply torch's tensors."""
 
     is_dense = False
-
-    def __init__(self) -> None:
-        self.torch = importlib.import_module("torch")
-        if not self.torch.cuda.is_available():
-            raise RuntimeError("its torch has no CUDA")
-        self.engine = TorchEngine(self.torch)
-
-    def tensor(self, x: Any) -> Any:
-        """A CuPy array as a tensor, on the same memory; bfloat16 goes as int16."""
-        name = str(x.dtype)
-        array = x.view(np.int16) if name == "bfloat16" else x
-        tensor = self.torch.as_tensor(array, device=f"cuda:{x.device.id}")
-        return tensor.view(self.torch.bfloat16) if name == "bfloat16" else tensor
 
     def dtype(self, name: str) -> Any:
         return getattr(self.torch, name)
@@ -188,7 +170,7 @@ class TorchPeer:
         return calls
 
 
-class TorchCublas(TorchPeer):
+class TorchCublas(TorchProductPeer):
     """cuBLAS by torch, with decoded weights."""
 
     is_dense = True
@@ -239,7 +221,7 @@ def _is_signed(q: QuantArray) -> bool:
     )
 
 
-class BitsandbytesMatmul(TorchPeer):
+class BitsandbytesMatmul(TorchProductPeer):
     """nf4 and fp4 of bitsandbytes."""
 
     def __init__(self) -> None:
@@ -260,7 +242,7 @@ class BitsandbytesMatmul(TorchPeer):
         return self.paired(weights, lambda x, w: self._library.matmul_4bit(x, w[0].t(), w[1]))
 
 
-class Tinygemm(TorchPeer):
+class Tinygemm(TorchProductPeer):
     """torch's own product with int4 weights; x and y are bfloat16 whatever was asked for."""
 
     GROUPS = (32, 64, 128, 256)
@@ -297,7 +279,7 @@ HUMMING_FLOATS = {
 }  # fmt: skip
 
 
-class Humming(TorchPeer):
+class Humming(TorchProductPeer):
     """humming-kernels: signed integers of 2 to 8 bits, and small floats."""
 
     def __init__(self) -> None:
@@ -332,7 +314,7 @@ class Humming(TorchPeer):
         return self.paired(layers, lambda x, layer: layer(x))
 
 
-class Gemlite(TorchPeer):
+class Gemlite(TorchProductPeer):
     """gemlite: signed integers of 2, 4 and 8 bits."""
 
     def __init__(self) -> None:

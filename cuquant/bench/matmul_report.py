@@ -1,50 +1,33 @@
 """Results of the benchmark of products: values, JSON, rows of a table.
 
-The JSON of a run (`ProductResults.to_json`), schema "cuquant.bench.matmul/1":
+The JSON of a run, schema "cuquant.bench.matmul/1": that of cuquant/bench/report.py, where shape is
+[N, K] of the weight, dtype that of x and y, nbytes those of the weight with its scales, of x and of
+y; beside it there are
 
-    schema        "cuquant.bench.matmul/1"
-    command       what was typed
-    formula       how bytes, operations and the floor are counted
-    machine       as in cuquant/bench/report.py
-    ceilings      {copy, read, write}: TB/s
     gemm          {dtype: TFLOP/s of cuBLAS}; empty where there is none
-    notes         texts, such as why a peer is absent
-    measurements  a list of
-        format      as it was asked for, "int4+64"
-        dtype       of x and y
-        shape       [N, K] of the weight
-        batch       rows of x
-        layout      of the weight: "fragments/1" where it was prepacked, "rows/1" as it is stored
-        nbytes      weight with its scales, x and y
-        timing      {microseconds, lowest, highest: of one call; graph: whether it was the replay
-                    of a CUDA graph; repeats; calls}
-        host_us     microseconds that the host spends in one call with out=
-        right       whether the timed calls' results are within the bound of the float64 product
-        peers       a list of {name, timing: as above or null, problem: why it has none, or null}
-        tbps, tflops, floor_us, of_floor   derived
+
+and of a measurement
+
+    batch       rows of x
+    layout      of the weight: "fragments/1" where it was prepacked, "rows/1" as it is stored
+    host_us     microseconds that the host spends in one call with out=
+    right       whether the timed calls' results are within the bound of the float64 product
+    peers       a list of them
+    tflops, floor_us, of_floor   derived
 """
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from cuquant.bench.report import Ceilings, Machine, PeerTiming
-from cuquant.bench.timing import Timing
-
-SCHEMA = "cuquant.bench.matmul/1"
+from cuquant.bench.report import Measured, PeerTiming, Run
 
 
 @dataclass(frozen=True)
-class ProductMeasurement:
+class ProductMeasurement(Measured):
     """x @ w.T of one format, dtype, shape and batch; see the schema above."""
 
-    format: str
-    dtype: str
     shape: tuple[int, int]
     batch: int
     layout: str
-    nbytes: int
-    timing: Timing
     host_us: float
     right: bool
     peers: tuple[PeerTiming, ...] = ()
@@ -56,14 +39,17 @@ class ProductMeasurement:
         return 2 * self.batch * rows * depth
 
     @property
-    def tbps(self) -> float:
-        """Bytes by the formula over time, 10^12 a second."""
-        return self.nbytes / self.timing.microseconds / 1e6
-
-    @property
     def tflops(self) -> float:
         """Operations over time, 10^12 a second."""
         return self.flops / self.timing.microseconds / 1e6
+
+    @property
+    def case(self) -> str:
+        return " ".join(self.cells())
+
+    @property
+    def beside(self) -> tuple[PeerTiming, ...]:
+        return self.peers
 
     @property
     def fastest_peer(self) -> float | None:
@@ -72,16 +58,13 @@ class ProductMeasurement:
 
 
 @dataclass(frozen=True)
-class ProductResults:
+class ProductResults(Run[ProductMeasurement]):
     """All of one run."""
 
-    machine: Machine
-    ceilings: Ceilings
-    formula: str
-    measurements: tuple[ProductMeasurement, ...]
+    SCHEMA = "cuquant.bench.matmul/1"
+    MEASURED = ProductMeasurement
+
     gemm: dict[str, float] = field(default_factory=dict)
-    command: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -98,41 +81,17 @@ class ProductResults:
         """The floor over the time: 1 is as fast as can be."""
         return self.floor(m) / m.timing.microseconds
 
-    def to_json(self) -> str:
-        """The text of a JSON file; the schema stands at the top of this module."""
-        described = {"schema": SCHEMA, **asdict(self)}
-        for entry, m in zip(described["measurements"], self.measurements, strict=True):
-            entry["tbps"], entry["tflops"] = m.tbps, m.tflops
-            entry["floor_us"], entry["of_floor"] = self.floor(m), self.of_floor(m)
-        return json.dumps(described, indent=1) + "\n"
+    def derived(self, m: ProductMeasurement) -> dict[str, float]:
+        floor, fraction = self.floor(m), self.of_floor(m)
+        return {**super().derived(m), "tflops": m.tflops, "floor_us": floor, "of_floor": fraction}
 
-    @classmethod
-    def from_json(cls, text: str) -> "ProductResults":
-        """What `to_json` wrote; ValueError for another schema."""
-        described = json.loads(text)
-        if not isinstance(described, dict) or described.get("schema") != SCHEMA:
-            raise ValueError(f"no results of this benchmark; their schema is {SCHEMA!r}")
-        return cls(
-            Machine(**described["machine"]),
-            Ceilings(**described["ceilings"]),
-            described["formula"],
-            tuple(_measurement(entry) for entry in described["measurements"]),
-            described["gemm"],
-            described["command"],
-            tuple(described["notes"]),
-        )
+    def rates(self) -> list[str]:
+        vendor = [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in self.gemm.items()]
+        return [*super().rates(), *vendor]
 
-
-def _measurement(entry: dict[str, Any]) -> ProductMeasurement:
-    found = {name: entry[name] for name in ProductMeasurement.__dataclass_fields__}
-    peers = tuple(
-        PeerTiming(p["name"], Timing(**p["timing"]) if p["timing"] else None, p["problem"])
-        for p in found["peers"]
-    )
-    timing = Timing(**found["timing"])
-    return ProductMeasurement(
-        **{**found, "shape": tuple(found["shape"]), "timing": timing, "peers": peers}
-    )
+    def legend(self) -> list[str]:
+        peers = self.peer_names()
+        return [*super().legend(), *([f"peers, us: {', '.join(peers)}"] if peers else [])]
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -153,8 +112,7 @@ def short(name: str) -> str:
 
 def peer_columns(results: ProductResults) -> tuple[str, ...]:
     """The peers that were timed at least once."""
-    found = (p.name for m in results.measurements for p in m.peers if p.timing)
-    return tuple(dict.fromkeys(map(short, found)))
+    return tuple(dict.fromkeys(map(short, results.peer_names())))
 
 
 def headings(results: ProductResults) -> tuple[str, ...]:
@@ -169,11 +127,9 @@ def rows(results: ProductResults) -> list[tuple[str, ...]]:
     made = []
     for m in results.measurements:
         cells = (
-            m.format,
-            m.dtype,
-            "x".join(map(str, m.shape)),
+            *m.cells(),
             str(m.batch),
-            f"{m.timing.microseconds:.1f}" + ("" if m.timing.graph else " (no graph)"),
+            m.time_cell(),
             f"{m.tbps:.2f}",
             f"{m.tflops:.1f}",
             f"{results.of_floor(m):.2f}",
@@ -191,22 +147,3 @@ def _peer_cells(m: ProductMeasurement, columns: tuple[str, ...]) -> tuple[str, .
     fastest = m.fastest_peer
     faster = "" if fastest is None else f"{fastest / m.timing.microseconds:.2f}x"
     return (*(times.get(name, "") for name in columns), faster)
-
-
-def header(results: ProductResults) -> list[str]:
-    """The lines above the table."""
-    rates = [f"cuBLAS {name} {rate:.0f} TFLOP/s" for name, rate in results.gemm.items()]
-    peers = dict.fromkeys(p.name for m in results.measurements for p in m.peers if p.timing)
-    lines = [
-        str(results.machine),
-        f"ceilings measured here: {', '.join([str(results.ceilings), *rates])}",
-        results.formula,
-        *([f"peers, us: {', '.join(peers)}"] if peers else []),
-    ]
-    problems = dict.fromkeys(
-        f"{p.name} failed at {m.format} {m.dtype} {m.shape[0]}x{m.shape[1]}: {p.problem}"
-        for m in results.measurements
-        for p in m.peers
-        if p.problem
-    )
-    return [*lines, *results.notes, *problems]

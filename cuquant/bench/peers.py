@@ -35,6 +35,11 @@ class Peer(Protocol):
         ...
 
 
+def reason(error: Exception) -> str:
+    """An error as one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
 def time_peer(
     peer: Peer, operation: str, fmt: Format, xs: Sequence[Any], repeats: int
 ) -> PeerTiming | None:
@@ -45,8 +50,7 @@ def time_peer(
             return None
         return PeerTiming(peer.name, measure(peer.engine, calls, repeats))
     except Exception as error:  # whatever another library raises is no reason to stop
-        text = " ".join(str(error).split()) or type(error).__name__
-        return PeerTiming(peer.name, None, text[:200])
+        return PeerTiming(peer.name, None, reason(error))
 
 
 def find_peers() -> tuple[list[Peer], list[str]]:
@@ -56,7 +60,7 @@ def find_peers() -> tuple[list[Peer], list[str]]:
     try:
         return [Bitsandbytes()], []
     except Exception as error:  # its import loads libraries, which may fail in any way
-        return [], [f"bitsandbytes cannot be used: {' '.join(str(error).split())[:200]}"]
+        return [], [f"bitsandbytes cannot be used: {reason(error)}"]
 
 
 class TorchEngine:
@@ -82,21 +86,35 @@ class TorchEngine:
         return start.elapsed_time(stop) * 1e3
 
 
-class Bitsandbytes:
+class TorchPeer:
+    """What peers share that take torch's tensors."""
+
+    def __init__(self) -> None:
+        self.torch = importlib.import_module("torch")
+        if not self.torch.cuda.is_available():
+            raise RuntimeError("its torch has no CUDA")
+        self.engine = TorchEngine(self.torch)
+
+    def tensor(self, x: Any) -> Any:
+        """A CuPy array as a tensor, on the same memory; bfloat16 goes as int16."""
+        name = str(x.dtype)
+        array = x.view(np.int16) if name == "bfloat16" else x
+        tensor = self.torch.as_tensor(array, device=f"cuda:{x.device.id}")
+        return tensor.view(self.torch.bfloat16) if name == "bfloat16" else tensor
+
+
+class Bitsandbytes(TorchPeer):
     """nf4, fp4 and the dynamic 8-bit map of bitsandbytes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._functional = importlib.import_module("bitsandbytes").functional
-        self._torch = importlib.import_module("torch")
-        if not self._torch.cuda.is_available():
-            raise RuntimeError("its torch has no CUDA")
-        self.engine = TorchEngine(self._torch)
         self.name = f"bitsandbytes {importlib.metadata.version('bitsandbytes')}"
 
     def calls(self, operation: str, fmt: Format, xs: Sequence[Any]) -> list[Call] | None:
         if fmt.scale is None or fmt.scale.nested or not isinstance(fmt.block_size, int):
             return None
-        tensors = [self._tensor(x) for x in xs]
+        tensors = [self.tensor(x) for x in xs]
         block, functional = fmt.block_size, self._functional
         if fmt.name in ("nf4", "fp4"):
             options = {"blocksize": block, "quant_type": fmt.name}
@@ -113,10 +131,3 @@ class Bitsandbytes:
         states = [forward(x, **options) for x in tensors]
         return [lambda packed=packed, state=state: backward(packed, state)
                 for packed, state in states]  # fmt: skip
-
-    def _tensor(self, x: Any) -> Any:
-        """A CuPy array as torch's, on the same memory; bfloat16 goes as int16."""
-        name = str(x.dtype)
-        integer = np.int32 if name == "float32" else np.int16
-        tensor = self._torch.as_tensor(x.view(integer), device=f"cuda:{x.device.id}")
-        return tensor.view(getattr(self._torch, name))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cuquant.array import QuantArray
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.peers import Peer, time_peer
-from cuquant.bench.report import Measurement
+from cuquant.bench.quantize_report import Measurement
 from cuquant.bench.timing import MIN_REPEATS, copies, measure
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.interop import INPUT_DTYPES, float_dtype
@@ -245,14 +245,14 @@ class Bench:
         found = (time_peer(p, operation, self.fmt, self.xs, self.repeats) for p in self.peers)
         peer = next((timed for timed in found if timed is not None), None)
         return Measurement(
-            operation, self.name, str(self.host.dtype), self.host.shape, nbytes, timing, exact, peer
+            self.name, str(self.host.dtype), self.host.shape, nbytes, timing, operation, exact, peer
         )
 
     # ---- checking -----------------------------------------------------------------------------
 
     def _codes_are_right(self, q: QuantArray) -> bool:
         """Against the NumPy reference: all rows where scales depend on all."""
-        found = _on_host(self.gpu, q)
+        found = on_host(self.gpu, q)
         return all(
             same_bytes(
                 quantize(self.host[rows], self.fmt, **self.given).arrays(),
@@ -262,7 +262,7 @@ class Bench:
         )
 
     def _values_are_right(self, q: QuantArray, out: Any) -> bool:
-        host = _on_host(self.gpu, q)
+        host = on_host(self.gpu, q)
         return all(
             same_bytes(
                 {"": host[rows].dequantize(dtype=self.host.dtype)},
@@ -285,9 +285,9 @@ class Bench:
                 (slice(last, count), False)]  # fmt: skip
 
 
-def _on_host(gpu: Gpu, q: QuantArray) -> QuantArray:
-    parts = {name: gpu.download(part) for name, part in q.arrays().items()}
-    return QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+def on_host(gpu: Gpu, q: QuantArray) -> QuantArray:
+    """The same QuantArray of NumPy arrays."""
+    return replace(q, components={n: gpu.download(part) for n, part in q.arrays().items()})
 
 
 def same_bytes(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:

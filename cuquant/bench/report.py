@@ -1,33 +1,31 @@
-"""Results of a benchmark: values, JSON, rows of a table.
+"""What the results of all benchmarks share: values, JSON, the lines above a table.
 
-The JSON of a run (`Results.to_json`), schema "cuquant.bench/1":
+The JSON of a run (`Run.to_json`), to which each benchmark adds what its own module tells:
 
-    schema        "cuquant.bench/1"
+    schema        names the benchmark and its version
     command       what was typed
     formula       how bytes are counted
     machine       {device, driver, cuda, cupy, nvrtc, cuquant: texts; l2_bytes}
     ceilings      {copy, read, write}: TB/s; a copy counts bytes read and bytes written
     notes         texts, such as why a peer is absent
     measurements  a list of
-        operation   "quantize" or "dequantize"
         format      as it was asked for, "nf4+double_quant"
-        dtype       of the values that go in or come out
-        shape       of these values
+        dtype       of the values
+        shape       of the matrix
         nbytes      moved, by the formula
         timing      {microseconds, lowest, highest: of one call; graph: whether it was the replay
                     of a CUDA graph; repeats; calls}
-        exact       whether the result of the timed calls equals the NumPy reference bit for bit
-        peer        null, or {name, timing: as above or null, problem: why it has none, or null}
-        tbps, of_copy, of_read   derived: TB/s, and its fractions of two ceilings
+        tbps        derived: TB/s
+
+A peer is {name, timing: as above or null, problem: why it has none, or null}.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
 
 from cuquant.bench.timing import Timing
-
-SCHEMA = "cuquant.bench/1"
 
 
 @dataclass(frozen=True)
@@ -71,124 +69,127 @@ class PeerTiming:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One operation on one format, dtype and shape; see the schema above."""
+class Measured:
+    """One measurement; see the schema above."""
 
-    operation: str
     format: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     timing: Timing
-    exact: bool
-    peer: PeerTiming | None = None
 
     @property
     def tbps(self) -> float:
         """Bytes by the formula over time, 10^12 a second."""
         return self.nbytes / self.timing.microseconds / 1e6
 
+    @property
+    def case(self) -> str:
+        """What was measured, in a few words."""
+        return f"{self.format} {self.dtype}"
+
+    @property
+    def beside(self) -> tuple[PeerTiming, ...]:
+        """The peers that were asked for it."""
+        return ()
+
+    def cells(self) -> tuple[str, ...]:
+        """What a row of a table begins with: format, dtype and shape."""
+        return self.format, self.dtype, "x".join(map(str, self.shape))
+
+    def time_cell(self) -> str:
+        """Microseconds, and whether the host's time is in them."""
+        return f"{self.timing.microseconds:.1f}" + ("" if self.timing.graph else " (no graph)")
+
+
+M = TypeVar("M", bound=Measured)
+R = TypeVar("R", bound="Run[Any]")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Results:
-    """All of one run."""
+class Run(Generic[M]):
+    """All measurements of one run of a benchmark."""
+
+    SCHEMA: ClassVar[str]
+    MEASURED: ClassVar[type[Measured]]
 
     machine: Machine
     ceilings: Ceilings
     formula: str
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[M, ...]
     command: str = ""
     notes: tuple[str, ...] = ()
 
-    @property
-    def exact(self) -> bool:
-        """Whether every timed result was right."""
-        return all(m.exact for m in self.measurements)
+    def derived(self, m: M) -> dict[str, float]:
+        """What the JSON has of a measurement beside its fields."""
+        return {"tbps": m.tbps}
 
     def to_json(self) -> str:
         """The text of a JSON file; the schema stands at the top of this module."""
-        described = {"schema": SCHEMA, **asdict(self)}
+        described = {"schema": self.SCHEMA, **asdict(self)}
         for entry, m in zip(described["measurements"], self.measurements, strict=True):
-            entry["tbps"] = m.tbps
-            entry["of_copy"] = m.tbps / self.ceilings.copy
-            entry["of_read"] = m.tbps / self.ceilings.read
+            entry |= self.derived(m)
         return json.dumps(described, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Results":
+    def from_json(cls: type[R], text: str) -> R:
         """What `to_json` wrote; ValueError for another schema."""
         described = json.loads(text)
-        if not isinstance(described, dict) or described.get("schema") != SCHEMA:
-            raise ValueError(f"no results of a benchmark; their schema is {SCHEMA!r}")
-        return cls(
-            Machine(**described["machine"]),
-            Ceilings(**described["ceilings"]),
-            described["formula"],
-            tuple(_measurement(entry) for entry in described["measurements"]),
-            described["command"],
-            tuple(described["notes"]),
+        if not isinstance(described, dict) or described.get("schema") != cls.SCHEMA:
+            raise ValueError(f"no results of this benchmark; their schema is {cls.SCHEMA!r}")
+        measured = tuple(_made(cls.MEASURED, entry) for entry in described["measurements"])
+        return _made(cls, {**described, "measurements": measured})
+
+    def peer_names(self) -> list[str]:
+        """The peers that were timed at least once."""
+        timed = (p.name for m in self.measurements for p in m.beside if p.timing)
+        return list(dict.fromkeys(timed))
+
+    def rates(self) -> list[str]:
+        """The ceilings, as texts."""
+        return [str(self.ceilings)]
+
+    def legend(self) -> list[str]:
+        """What explains the table's numbers."""
+        return [self.formula]
+
+    def header(self) -> list[str]:
+        """The lines above the table."""
+        problems = dict.fromkeys(
+            f"{p.name} failed at {m.case}: {p.problem}"
+            for m in self.measurements
+            for p in m.beside
+            if p.problem
         )
+        return [
+            str(self.machine),
+            f"ceilings measured here: {', '.join(self.rates())}",
+            *self.legend(),
+            *self.notes,
+            *problems,
+        ]
 
 
-def _measurement(entry: dict[str, Any]) -> Measurement:
-    found = {name: entry[name] for name in Measurement.__dataclass_fields__}
-    if peer := found["peer"]:
-        timing = Timing(**peer["timing"]) if peer["timing"] else None
-        found["peer"] = PeerTiming(peer["name"], timing, peer["problem"])
-    return Measurement(
-        **{**found, "shape": tuple(found["shape"]), "timing": Timing(**found["timing"])}
-    )
+def _made(kind: type[T], entry: dict[str, Any]) -> T:
+    """A value from its entry in a JSON file, which may hold more."""
+    found = {field.name: entry[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+    for name in found.keys() & _READ.keys():
+        found[name] = _READ[name](found[name])
+    return kind(**found)
 
 
-HEADINGS = ("format", "dtype", "shape", "operation", "us", "TB/s", "of copy", "of read", "check")
-PEER_HEADINGS = ("peer", "peer us", "faster")  # added where a peer was measured
-NUMBERS = ("us", "TB/s", "of copy", "of read", "peer us", "faster")
+def _peer(entry: dict[str, Any] | None) -> PeerTiming | None:
+    return _made(PeerTiming, entry) if entry else None
 
 
-def headings(results: Results) -> tuple[str, ...]:
-    """The columns of the table."""
-    return HEADINGS + (PEER_HEADINGS if any(m.peer for m in results.measurements) else ())
-
-
-def rows(results: Results) -> list[tuple[str, ...]]:
-    """The table, as texts: one row a measurement."""
-    width = len(headings(results))
-    made = []
-    for m in results.measurements:
-        cells = (
-            m.format,
-            m.dtype,
-            "x".join(map(str, m.shape)),
-            m.operation,
-            f"{m.timing.microseconds:.1f}" + ("" if m.timing.graph else " (no graph)"),
-            f"{m.tbps:.2f}",
-            f"{m.tbps / results.ceilings.copy:.2f}",
-            f"{m.tbps / results.ceilings.read:.2f}",
-            "exact" if m.exact else "WRONG",
-        )
-        made.append((*cells, *_peer_cells(m), "", "", "")[:width])
-    return made
-
-
-def _peer_cells(m: Measurement) -> tuple[str, ...]:
-    if m.peer is None:
-        return ()
-    if m.peer.timing is None:
-        return m.peer.name, "failed", ""
-    peer = m.peer.timing.microseconds
-    return m.peer.name, f"{peer:.1f}", f"{peer / m.timing.microseconds:.2f}x"
-
-
-def header(results: Results) -> list[str]:
-    """The lines above the table."""
-    lines = [
-        str(results.machine),
-        f"ceilings measured here: {results.ceilings}",
-        results.formula,
-    ]
-    problems = dict.fromkeys(
-        f"{m.peer.name} failed at {m.operation} {m.format} {m.dtype}: {m.peer.problem}"
-        for m in results.measurements
-        if m.peer and m.peer.problem
-    )
-    return [*lines, *results.notes, *problems]
+# What JSON does not give back as it was, by the name of the field.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "machine": lambda entry: _made(Machine, entry),
+    "ceilings": lambda entry: _made(Ceilings, entry),
+    "notes": tuple,
+    "shape": tuple,
+    "timing": lambda entry: _made(Timing, entry) if entry else None,
+    "peer": _peer,
+    "peers": lambda entries: tuple(map(_peer, entries)),
+}

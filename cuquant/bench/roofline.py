@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -11,11 +11,13 @@ from cuquant.bench.gpu import Gpu
 from cuquant.bench.matmul_peers import CupyCublas, TorchCublas
 from cuquant.bench.matmul_report import ProductMeasurement, ProductResults, peer_columns, short
 from cuquant.bench.quantize import random_values
-from cuquant.bench.report import Ceilings, Measurement, Results
+from cuquant.bench.quantize_report import Measurement, Results
+from cuquant.bench.report import Ceilings
 from cuquant.bench.timing import measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CEILING_BYTES = 1 << 30  # of each array: 20 times the largest cache
 COLOURS = {"float32": "#4c72b0", "float16": "#dd8452", "bfloat16": "#55a868"}
@@ -42,6 +44,26 @@ def measure_gemm(cublas: TorchCublas | CupyCublas, gpu: Gpu, dtype: str, repeats
     return 2 * GEMM_SIZE**3 / timing.microseconds / 1e6
 
 
+def _figure(width: float, height: float) -> Figure:
+    """An empty picture, sizes in inches, that no window shows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(axes: Axes, lines: Literal["x", "y", "both"]) -> None:
+    """A pale grid behind what is drawn, and no frame above it and on its right."""
+    axes.grid(axis=lines, color="0.9", zorder=0)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---- quantize and dequantize --------------------------------------------------------------------
+
+
 def plot(results: Results, path: Path) -> None:
     """Draw TB/s per format beside the ceilings: quantize on the left, dequantize on the right.
 
@@ -52,13 +74,9 @@ def plot(results: Results, path: Path) -> None:
     path
         png, svg or pdf.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = _largest(results.measurements)
     formats = list(dict.fromkeys(m.format for m in shown))
-    figure = Figure(figsize=(11, 1.8 + 0.34 * len(formats)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(11, 1.8 + 0.34 * len(formats))
     for axes, operation in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
         _panel(axes, [m for m in shown if m.operation == operation], formats, results)
         axes.set_title(operation)
@@ -104,9 +122,7 @@ def _panel(axes: Axes, shown: list[Measurement], formats: list[str], results: Re
     axes.set_yticks(range(len(formats)), formats)
     axes.set_ylim(len(formats) - 0.5, -0.5)
     axes.set_xlabel("TB/s")
-    axes.grid(axis="x", color="0.9", zorder=0)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    _tidy(axes, "x")
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -120,14 +136,10 @@ def plot_products(results: ProductResults, path: Path) -> None:
     path
         png, svg or pdf.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys((m.format, m.dtype) for m in results.measurements))
     columns = min(3, len(kinds))
     lines = -(-len(kinds) // columns)
-    figure = Figure(figsize=(5.2 * columns, 0.8 + 4.2 * lines), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(5.2 * columns, 0.8 + 4.2 * lines)
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).reshape(-1)
     for axes, (name, dtype) in zip(panels, kinds, strict=False):
         shown = [m for m in results.measurements if (m.format, m.dtype) == (name, dtype)]
@@ -180,6 +192,4 @@ def _product_panel(axes: Axes, shown: list[ProductMeasurement], results: Product
         span, roof if rate is None else np.minimum(roof, rate), color="0.2", lw=1, label="roof"
     )
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
-    axes.grid(color="0.9", zorder=0)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    _tidy(axes, "both")

@@ -59,7 +59,7 @@ def quantize(
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
     from cuquant.bench.peers import find_peers
-    from cuquant.bench.report import NUMBERS, Results, header, headings, rows
+    from cuquant.bench.quantize_report import NUMBERS, Results, headings, rows
 
     if shape and size is not None:
         raise typer.BadParameter("pass --shape or --size, not both", param_hint="--size")
@@ -80,7 +80,7 @@ def quantize(
         gpu.release()
         measured = tuple(cases.run(gpu, settings, beside, status.update))
     results = Results(gpu.machine, ceilings, cases.FORMULA, measured, _command(), tuple(notes))
-    _print(headings(results), NUMBERS, rows(results), header(results))
+    _print(headings(results), NUMBERS, rows(results), results.header())
     if json is not None:
         json.write_text(results.to_json(), encoding="utf-8")
     if plot is not None:
@@ -136,16 +136,16 @@ def matmul(
     from cuquant.bench import matmul as cases
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
-    from cuquant.bench.matmul_peers import PEERS, check_peers, cublas, find_product_peers, reason
+    from cuquant.bench.matmul_peers import PEERS, check_peers, cublas, find_product_peers
     from cuquant.bench.matmul_report import (
         FASTER,
         NUMBERS,
         ProductResults,
-        header,
         headings,
         peer_columns,
         rows,
     )
+    from cuquant.bench.peers import reason
     from cuquant.bench.quantize import check_dtypes, parse_formats
 
     _check_outputs(json, plot)
@@ -171,14 +171,14 @@ def matmul(
             notes.append(f"no cuBLAS here, the floor is that of the bytes alone: {reason(error)}")
         gpu.release()
         results = ProductResults(
-            gpu.machine, ceilings, cases.FORMULA, (), gemm, _command(), tuple(notes)
+            gpu.machine, ceilings, cases.FORMULA, (), _command(), tuple(notes), gemm
         )
         for measured in cases.run(gpu, settings, beside, status.update):
             results = replace(results, measurements=(*results.measurements, measured))
             if json is not None:  # it takes minutes: what was measured stays if it is ended
                 json.write_text(results.to_json(), encoding="utf-8")
     right = (*NUMBERS, *peer_columns(results), FASTER)
-    _print(headings(results), right, rows(results), header(results))
+    _print(headings(results), right, rows(results), results.header())
     if plot is not None:
         roofline.plot_products(results, plot)
     if not results.right:

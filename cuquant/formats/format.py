@@ -20,6 +20,11 @@ class Component(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
+
 
 @dataclass(frozen=True)
 class Format:
@@ -158,9 +163,7 @@ class Format:
 
     def nbytes(self, stored: tuple[int, ...]) -> int:
         """Bytes of all components of an array stored as [rows..., K]."""
-        return sum(
-            c.dtype.itemsize * int(np.prod(c.shape, dtype=object)) for c in self.components(stored)
-        )
+        return sum(part.nbytes for part in self.components(stored))
 
     @property
     def bits_per_element(self) -> float:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import OPERATIONS, QuantArray
+from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.packed import PackedWeight, layout_components, unpack
+from cuquant.stored import OPERATIONS
 
 KEY, VERSION = "cuquant", 1
 MAX_AXES = 64  # NumPy's own limit

@@ -1,10 +1,50 @@
 """Where kernels run: the few things that launching needs of an array library."""
 
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cuquant.jit import Launch
+
+
+class Matrix(NamedTuple):
+    """Rows of floats, whose elements follow each other.
+
+    Attributes
+    ----------
+    pointer, stride
+        The address, and elements from row to row.
+    dtype
+        Its name.
+    """
+
+    pointer: int
+    stride: int
+    dtype: str
+
+
+class Gemm(NamedTuple):
+    """out = factor * x @ weights.T, of [M, K], [N, K] and [M, N], with float32 sums.
+
+    Attributes
+    ----------
+    shape
+        M, N and K.
+    x, weights, out
+        x and the weights are of one dtype, and out is of the same or of float32.
+    factor
+        Is multiplied with the float32 sums.
+    scratch
+        Address and bytes of memory that the product may use.
+    """
+
+    shape: tuple[int, int, int]
+    x: Matrix
+    weights: Matrix
+    out: Matrix
+    factor: float
+    scratch: tuple[int, int]
 
 
 class Backend(Protocol):
@@ -56,6 +96,19 @@ class Backend(Protocol):
         self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
     ) -> bytes:
         """The tensor map of a matrix: see tensor_map.py."""
+        ...
+
+    @property
+    def has_vendor(self) -> bool:
+        """Whether `gemm` can be called."""
+        ...
+
+    def gemm(self, gemm: Gemm) -> None:
+        """A product by the vendor's library."""
+        ...
+
+    def workspace(self, nbytes: int) -> AbstractContextManager[int]:
+        """The address of memory on 256 bytes that a call has while it runs: see workspace.py."""
         ...
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, jit, reference
-from cuquant.array import OPERATIONS, QuantArray
+from cuquant.array import QuantArray
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
+from cuquant.stored import OPERATIONS
 
 
 def dequantize(

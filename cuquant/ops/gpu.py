@@ -1,8 +1,9 @@
 """CuPy and torch arrays on a GPU: the Backend that launches kernels on them."""
 
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 
 from cuquant import interop, jit
 from cuquant.jit import Launch
+from cuquant.ops.backend import Gemm
+from cuquant.ops.cublas import Cublas, CublasError, library
 from cuquant.ops.kernels.geometry import View
 from cuquant.ops.tensor_map import tensor_map
+from cuquant.ops.workspace import workspace
 
 # Constant tables by device and identity: the CuPy array, and the NumPy one that it copies.
 _uploaded: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}
@@ -50,6 +54,34 @@ def _arch(device: int) -> int:
     return jit.device_arch(device)
 
 
+_vendors: dict[int, Cublas | None] = {}  # by device
+_vendors_lock = threading.Lock()
+
+
+def _vendor(device: int, stream: int) -> Cublas | None:
+    """cuBLAS on the current device, made at the first call; None where it is not, or does not work.
+
+    Raises
+    ------
+    RuntimeError
+        At the first call, where `stream` is being captured into a CUDA graph.
+    """
+    if device in _vendors:
+        return _vendors[device]
+    import cupy  # type: ignore[import-not-found]
+
+    found = library(cupy.cuda.runtime.runtimeGetVersion() // 1000)
+    if found is not None:
+        jit.refuse_capture(stream, "cuBLAS")
+    with _vendors_lock:
+        if device not in _vendors:
+            try:
+                _vendors[device] = None if found is None else Cublas(found)
+            except CublasError:
+                _vendors[device] = None
+        return _vendors[device]
+
+
 class Gpu:
     """A Backend on one device and stream; subclasses say where memory comes from."""
 
@@ -82,6 +114,18 @@ class Gpu:
         return _uploaded.setdefault((self.device, id(array)), (copy, array))[0]
 
     tensor_map = staticmethod(tensor_map)
+
+    @property
+    def has_vendor(self) -> bool:
+        return _vendor(self.device, self.stream) is not None
+
+    def gemm(self, gemm: Gemm) -> None:
+        vendor = _vendor(self.device, self.stream)
+        assert vendor is not None
+        vendor.gemm(self.stream, gemm)
+
+    def workspace(self, nbytes: int) -> AbstractContextManager[int]:
+        return workspace(self, nbytes)  # type: ignore[arg-type]
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         kernel = jit.load(launch.program, self.device, self.stream)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, jit
-from cuquant.array import OPERATIONS, QuantArray
+from cuquant.array import QuantArray
 from cuquant.ops import multiply
 from cuquant.ops.kernels.plan import matmul_programs
 from cuquant.ops.product import (
@@ -21,6 +21,7 @@ from cuquant.ops.product import (
 from cuquant.ops.repeated import Call
 from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
+from cuquant.stored import OPERATIONS
 
 
 def matmul(
@@ -77,15 +78,7 @@ def matmul(
         raise TypeError(
             "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
         )
-    finish = Finish.check(
-        [left, right],
-        product_shape(left.shape, right.shape),
-        bias=bias,
-        activation=activation,
-        out_dtype=out_dtype,
-        out=out,
-        stream=stream,
-    )
+    finish = _finish(call, [left, right], product_shape(left.shape, right.shape), stream)
     if finish.place.is_gpu:
         return multiply.matmul(left, right, finish, stream, call)
     return finish(lambda: flat_matmul(left.values(), right.values()))
@@ -144,16 +137,7 @@ def linear(
     if stream is None and (known := call.known()) is not None:
         return call.again(known)
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
-    finish = Finish.check(
-        [left, right],
-        linear_shape(left, right),
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        out_dtype=out_dtype,
-        out=out,
-        stream=stream,
-    )
+    finish = _finish(call, [left, right], linear_shape(left, right), stream)
     if finish.place.is_gpu:
         return multiply.linear(left, (right,), finish, stream, call)
     return finish(lambda: flat_matmul(left.values(), right.values().T))
@@ -195,7 +179,7 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     shape = linear_shape(left, gate)
     if up.shape != gate.shape:
         raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
-    finish = Finish.check([left, gate, up], shape, out=out)
+    finish = _finish(call, [left, gate, up], shape, None)
     if finish.place.is_gpu:
         return multiply.linear(left, (gate, up), finish, None, call)
 
@@ -259,6 +243,22 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
         return result
 
     return finish(product)
+
+
+def _finish(call: Call, operands: list[Operand], shape: tuple[int, ...], stream: object) -> Finish:
+    """What a call's arguments but its operands ask for, after every check of them."""
+    _, bias, residual, out = call.arrays
+    _, activation, out_dtype = call.options
+    return Finish.check(
+        operands,
+        shape,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+        out=out,
+        stream=stream,
+    )
 
 
 def _experts(experts: Any, x: Operand, known: int) -> Any:

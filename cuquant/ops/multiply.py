@@ -18,9 +18,10 @@ from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.epilogue import Epilogue
 from cuquant.ops.kernels.geometry import View, c_strides
+from cuquant.ops.kernels.hopper import segment_rows
 from cuquant.ops.kernels.matmul_plain import MOST_DIMS, route
 from cuquant.ops.kernels.operands import Dense, Product, Weight
-from cuquant.ops.kernels.product import ORCHESTRATORS, choose
+from cuquant.ops.kernels.product import ORCHESTRATORS, choose, orchestrator_of
 from cuquant.ops.product import Finish, Operand
 from cuquant.ops.repeated import Call
 from cuquant.packed import ROWS_LAYOUT, PackedWeight
@@ -177,7 +178,7 @@ def linear(
             _dense(view, down, across, x),
             tuple(_weight(backend, operand)[0] for operand in weights),
         )
-        orchestrator = ORCHESTRATORS[choose(product.problem(backend))]
+        orchestrator = orchestrator_of(backend, product.problem(backend))
         if any(w.layout not in orchestrator.layouts for w in product.weights):
             unpacked = tuple(_row_weight(backend, operand)[0] for operand in weights)
             product = replace(product, weights=unpacked)
@@ -338,7 +339,7 @@ def matmul(
         )
         if not swapped:
             product, epilogue = _with_rows_of_batch(product, epilogue)
-        run = ORCHESTRATORS[choose(product.problem(backend))].prepare(backend, product)
+        run = orchestrator_of(backend, product.problem(backend)).prepare(backend, product)
         run(backend, product.x.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -401,7 +402,8 @@ def grouped_linear(left: Operand, right: Operand, experts: Any, finish: Finish) 
             weight, step = _row_weight(backend, right)
             product = replace(product, weights=(weight,))
         numbers = backend.array(experts) if isinstance(experts, np.ndarray) else experts
-        routing = route(backend, backend.view(numbers), known, orchestrator.height, step)
+        height = orchestrator.height or segment_rows(problem)
+        routing = route(backend, backend.view(numbers), known, height, step)
         down, across = backend.view(out).strides
         epilogue = Epilogue(out, finish.dtype.name, down, across)
         run = orchestrator.prepare(backend, replace(product, routing=routing))

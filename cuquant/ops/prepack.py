@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cuquant import jit
-from cuquant.array import OPERATIONS
 from cuquant.fragments import Fragments
 from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.prepack import Prepack, prepack_programs
+from cuquant.stored import OPERATIONS
 
 
 def lay_out(layout: Fragments, parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Gemm
+from cuquant.ops.cublas import Cublas
 from cuquant.ops.kernels.geometry import View
 from cuquant.ops.tensor_map import DATA_TYPES, MAP_BYTES
 from emulator import compile as compilation
+from emulator.cublas import Library
 from emulator.memory import Memory
 
 ORDERS = ("ascending", "descending", "shuffled", "mixed")
@@ -49,6 +53,7 @@ class _OnHost:
 
     kind = "numpy"
     arch: int
+    has_vendor = False
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         raise NotImplementedError
@@ -86,6 +91,11 @@ class _OnHost:
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    @contextmanager
+    def workspace(self, nbytes: int) -> Iterator[int]:
+        array = self.empty((nbytes,), np.dtype(np.uint8))
+        yield array.ctypes.data
+
     def tensor_map(
         self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
     ) -> bytes:
@@ -111,8 +121,9 @@ class Emulator(_OnHost):
         another one for each block.
     folders
         Where to look for kernel files before cuquant's own folder.
-    multiprocessors, arch
-        What launch rules see. Of sm_90 clusters of several blocks are not there.
+    multiprocessors, arch, vendor
+        What launch rules see. Of sm_90 clusters of several blocks are not there; `vendor` says
+        whether cuBLAS is.
     """
 
     def __init__(
@@ -121,10 +132,12 @@ class Emulator(_OnHost):
         folders: Sequence[Path] = (),
         multiprocessors: int = 2,
         arch: int = 75,
+        vendor: bool = False,
     ) -> None:
         self.order = ORDERS.index(order)
         self.folders = tuple(folders)
-        self.multiprocessors, self.arch = multiprocessors, arch
+        self.multiprocessors, self.arch, self.has_vendor = multiprocessors, arch, vendor
+        self._cublas = Cublas(Library())
         self.memory = Memory()
         self._uploaded: dict[tuple, np.ndarray] = {}
 
@@ -145,6 +158,11 @@ class Emulator(_OnHost):
             self.memory.protect(copy)
             self._uploaded[key] = copy
         return self._uploaded[key]
+
+    def gemm(self, gemm: Gemm) -> None:
+        self._cublas.gemm(0, gemm)
+        if problem := self.memory.changed():
+            raise KernelError(f"the vendor's GEMM: {problem}")
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         """Run a kernel to its end; KernelError says what went wrong and where."""
@@ -169,8 +187,8 @@ class Recorder(_OnHost):
     What `read` gives is zeros too: programs that depend on results are found with those only.
     """
 
-    def __init__(self, multiprocessors: int = 2, arch: int = 75) -> None:
-        self.multiprocessors, self.arch = multiprocessors, arch
+    def __init__(self, multiprocessors: int = 2, arch: int = 75, vendor: bool = False) -> None:
+        self.multiprocessors, self.arch, self.has_vendor = multiprocessors, arch, vendor
         self.launches: list[Launch] = []
 
     @property
@@ -183,6 +201,9 @@ class Recorder(_OnHost):
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         return array
+
+    def gemm(self, gemm: Gemm) -> None:
+        pass
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         _check(launch)

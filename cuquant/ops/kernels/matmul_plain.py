@@ -143,4 +143,4 @@ def route(backend: Backend, experts: View, known: int, height: int, expert_step:
         height,
         *(backend.pointer(array) for array in (places, order, segments, count)),
     )
-    return Routing(order, segments, count, most, expert_step)
+    return Routing(order, segments, count, most, expert_step, height)

@@ -20,6 +20,7 @@ from cuquant.ops.kernels.task import scale_arrays
 from cuquant.reference.tiles import Tiles
 
 F32 = np.dtype(np.float32)
+MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Problem:
         Whether packed rows of the weights follow each other, and components start on 16 bytes.
     arch
         Compute capability, 90 for 9.0.
+    vendor
+        Whether a GEMM takes x as it is, and the weights are decoded to what it takes: rows of x do
+        not overlap, and the weights are quantized [N, K]. That it is installed is not looked at.
     """
 
     rows: int
@@ -60,6 +64,7 @@ class Problem:
     experts: int = 0
     gated: bool = False
     swapped: bool = False
+    vendor: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,15 @@ class Weight:
             return f"Blocks<{name}>"
         return f"Rows<{name}, {words.WORDS[self.fmt.row_packing.dtype.itemsize]}>"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the matrix is the array, [N, K]."""
+        return len(self.stored) == 2 and self.row_step == 1
+
     def is_direct(self, backend: Backend) -> bool:
-        """Whether packed rows [N, K] follow each other, and all components start on 16 bytes."""
-        if "packed" not in self.parts or len(self.stored) != 2 or self.row_step != 1:
+        """Whether packed rows [N, K] or blocks follow each other and arrays start on 16 bytes."""
+        known = not {"packed", "blocks"}.isdisjoint(self.parts)
+        if not known or not self.is_whole:
             return False
         return all(backend.pointer(part) % 16 == 0 for part in self.parts.values())
 
@@ -220,8 +231,8 @@ class Routing:
     ----------
     order, segments, count
         int64 [T], what Segment structs fill, and int64 [1].
-    most
-        At least as many as there are segments.
+    most, height
+        At least as many as there are segments, and how many rows one has at most.
     step
         From the rows of an expert's weights to those of the next.
     """
@@ -231,6 +242,7 @@ class Routing:
     count: Any
     most: int
     step: int
+    height: int
 
 
 @dataclass(frozen=True)
@@ -282,4 +294,7 @@ class Product:
             batches=self.batches,
             gated=len(self.weights) > 1,
             swapped=self.swapped,
+            vendor=self.x.column_stride == 1
+            and (self.rows == 1 or self.depth <= self.x.row_stride < MOST_STRIDE)
+            and all(isinstance(w, Weight) and w.is_whole for w in self.weights),
         )

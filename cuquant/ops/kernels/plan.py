@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Gemm
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
 from cuquant.ops.kernels.matmul_plain import route
@@ -34,7 +37,10 @@ PRODUCTS = (
     (128, (14336, 4096)),
     (512, (4096, 4096)),
     (512, (14336, 4096)),
+    (16384, (4096, 4096)),
 )
+# And those that matmul_blocks.cu divides in still other ways.
+BLOCK_PRODUCTS = ((8, (4096, 14336)), (16, (14336, 2048)))
 
 
 class _Nothing:
@@ -48,6 +54,7 @@ class Plan:
     """A Backend that launches nothing and notes the programs."""
 
     multiprocessors = MULTIPROCESSORS
+    has_vendor = True
 
     def __init__(self, arch: int = ARCH) -> None:
         self.arch = arch
@@ -81,6 +88,12 @@ class Plan:
 
     def upload(self, array: np.ndarray) -> Any:
         return _Nothing(array.shape)
+
+    def gemm(self, gemm: Gemm) -> None:
+        pass
+
+    def workspace(self, nbytes: int) -> AbstractContextManager[int]:
+        return nullcontext(ADDRESS)
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         self.programs[launch.program] = None
@@ -150,10 +163,12 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
                 for plain in (PLAIN_ROWS, PLAIN_TILES):
                     product = Product(plain.height, columns, depth, x, (weight,))
                     plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
-        for rows, shape in PRODUCTS:
-            for weight in _weights(fmt, shape):
-                product = Product(rows, *shape, Dense(ADDRESS, dtype, shape[1], 1), (weight,))
-                chosen = ORCHESTRATORS[choose(product.problem(plan))]
+        for rows, weight in _products(fmt):
+            columns, depth = weight.stored
+            product = Product(rows, columns, depth, Dense(ADDRESS, dtype, depth, 1), (weight,))
+            problem = product.problem(plan)
+            for vendor in {problem.vendor, False}:  # also where it is not installed
+                chosen = ORCHESTRATORS[choose(replace(problem, vendor=vendor))]
                 if chosen not in (PLAIN_ROWS, PLAIN_TILES):
                     chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
     return list(plan.programs)
@@ -161,6 +176,15 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
 
 def _parts(components: Iterable[Component]) -> dict[str, Any]:
     return {c.name: _Nothing(c.shape) for c in components}
+
+
+def _products(fmt: Format) -> Iterator[tuple[int, Weight]]:
+    """Rows of x, and weights."""
+    for rows, shape in PRODUCTS:
+        for weight in _weights(fmt, shape):
+            yield rows, weight
+    for rows, shape in BLOCK_PRODUCTS if fmt.is_blocks else ():
+        yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
 
 
 def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:

@@ -5,12 +5,13 @@ import struct
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from cuquant.formats import Codebook, Format, get_format
+from cuquant.formats import Codebook, Format, Minifloat, Uniform, get_format
+from cuquant.formats.blocks import Run
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
@@ -18,6 +19,9 @@ from cuquant.ops.kernels import facts as words
 SHARED_MOST = 227 * 1024  # bytes of shared memory of a block, on the GPUs with clusters
 SHARED_OLD = 99 * 1024  # on every GPU from sm_80 on
 ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows
+
+# Largest weights, or powers of two below, that float16 holds as exactly as a weight near 1.
+LEAST, MOST = 2.0**-4, 2.0**14
 
 _units: dict[int, float] = {}  # by the identity of a scale array
 
@@ -94,13 +98,13 @@ def takes_rows(fmt: Format, depth: int) -> bool:
 
 def table_bytes(fmt: Format, wide: bool = False) -> int:
     """Shared memory of fragment.cuh's Decoder; `wide`: with 256 bytes for a pair of 4 bits."""
+    bits = fmt.bits
+    if bits == 4 and isinstance(fmt.codec, (Codebook, Minifloat)):
+        return 256 * (256 if wide else 128)
     if not isinstance(fmt.codec, Codebook):
         return 0
-    bits = fmt.bits
-    if bits == 4:
-        return 256 * (256 if wide else 128)
     copies = 32 if bits < 7 else 16 if bits == 7 else 8
-    return (1 << (2 * bits if bits <= 4 else bits)) * copies * 4
+    return (1 << (2 * bits if bits < 4 else bits)) * copies * 4
 
 
 def fits(fmt: Format) -> bool:
@@ -127,10 +131,9 @@ def pack(
     """
     rows, depth = shape
     blocks, groups = 0, Groups.of(fmt, depth).count(fmt, depth)
-    tall, scale_rows, per_block = 0, rows, 1
+    tall, scale_rows = 0, rows
     if fmt.is_blocks:
-        per_block = fmt.layout.elements // fmt.layout.sub_block
-        blocks = groups // per_block
+        blocks = groups * fmt.layout.sub_block // fmt.layout.elements
     else:
         block = fmt.rule.block
         if block == "tensor":
@@ -148,7 +151,7 @@ def pack(
     if isinstance(fmt.codec, Codebook):
         values = backend.pointer(backend.upload(fmt.codec.values))
     return struct.pack(
-        "<11Q4q4i2f",
+        "<11Q5q3if",
         *pointers,
         nested,
         values,
@@ -156,17 +159,49 @@ def pack(
         groups,
         blocks,
         scale_rows,
+        0,
         -(-rows // STRIP),
         -(-depth // UNIT),
         tall,
-        per_block,
         unit,
-        1 / unit,
     )
 
 
+class Scaling(NamedTuple):
+    """How scaled weights come into the range of the dtype that kernels round them to.
+
+    Attributes
+    ----------
+    unit
+        A power of two that they are multiplied by.
+    wide
+        Whether codes times float16 scales must be, which else are multiplied in float16.
+    """
+
+    unit: float
+    wide: bool = False
+
+
+def scaling(backend: Backend, fmt: Format, parts: Mapping[str, Any], dtype: str) -> Scaling:
+    """Of a weight that kernels multiply by its scales and then round to `dtype`.
+
+    bfloat16 has float32's range. For float16 it is the scales that say it: they are read once for
+    a weight, and so the host waits for the device.
+    """
+    scale = fmt.scale
+    if dtype != "float16" or scale is None or scale.dtype == "e4m3":
+        return Scaling(1.0)
+    found = unit_of(backend, fmt, parts)
+    pure = scale.dtype == "float16" and not fmt.is_blocks
+    # An integer times a float16 has few enough bits, however small the scale is.
+    smallest = 0.0 if pure and isinstance(fmt.codec, Uniform) else LEAST
+    if smallest <= 1 / found <= MOST:
+        return Scaling(1.0)
+    return Scaling(found, pure and not isinstance(fmt.codec, Codebook))
+
+
 def is_wide(fmt: Format) -> bool:
-    """Whether scaled weights may lie outside of float16's range: scales are wider than float16."""
+    """Whether scales are wider than float16."""
     scale = fmt.scale
     return not fmt.is_blocks and scale is not None and scale.dtype in ("float32", "e8m0")
 
@@ -180,16 +215,35 @@ def unit_of(backend: Backend, fmt: Format, parts: Mapping[str, Any]) -> float:
     array = parts[name]
     found = _units.get(id(array))
     if found is None:
-        values = np.asarray(backend.read(array))
-        if fmt.scale is not None and fmt.scale.dtype == "e8m0" and values.dtype == np.uint8:
-            values = values.view(ml_dtypes.float8_e8m0fnu)
-        sizes = np.abs(values.astype(np.float64))
-        largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
+        dtype = None if fmt.is_blocks or fmt.scale is None else fmt.scale.dtype
+        largest = _largest(backend, array, dtype)
         if name == "nested_scale":
-            largest += float(np.abs(np.asarray(backend.read(parts["nested_offset"]))).max())
+            largest += _largest(backend, parts["nested_offset"])
         largest *= words.largest_value(fmt)
+        if fmt.is_blocks:
+            layout = fmt.layout
+            largest *= _largest_field(layout.sc_runs)
+            if "minimum" in parts:
+                largest += _largest(backend, parts["minimum"]) * _largest_field(layout.m_runs)
         exponent = math.frexp(largest)[1] - 1 if largest else 0
         found = 2.0 ** -min(max(exponent, -120), 120)
         _units[id(array)] = found
         weakref.finalize(array, _units.pop, id(array), None)
     return found
+
+
+def _largest(backend: Backend, array: Any, dtype: str | None = None) -> float:
+    """The largest finite magnitude of an array, of scales where a dtype is named."""
+    values = np.asarray(backend.read(array))
+    if dtype == "e8m0" and values.dtype == np.uint8:
+        values = values.view(ml_dtypes.float8_e8m0fnu)
+    sizes = np.abs(values.astype(np.float64))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
+
+
+def _largest_field(runs: tuple[Run, ...]) -> int:
+    """What the integers of ggml's sub-blocks are at most; 1 where there are none."""
+    bits = 0
+    for run in runs:
+        bits |= run.mask << run.shift
+    return bits or 1

@@ -1,11 +1,12 @@
 """Which kernel multiplies: `choose` names it for a Problem, and ORCHESTRATORS launches it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.ops.backend import Backend
-from cuquant.ops.kernels import hopper, stream
+from cuquant.ops.kernels import blocks_product, hopper, stream, vendor
 from cuquant.ops.kernels.matmul_plain import FEW, TILE, Plain
 from cuquant.ops.kernels.operands import Problem, Product
 from cuquant.ops.kernels.prepacked import fits, takes_rows
@@ -21,20 +22,27 @@ def choose(problem: Problem) -> str:
     """The name in ORCHESTRATORS of the kernel that multiplies."""
     p = problem
     single = p.contiguous and p.batches == 1 and not p.swapped and not p.experts and p.depth > 0
+    gemm = single and vendor.takes(p)
     small = p.format is not None and p.dtype in ("float16", "bfloat16") and fits(p.format)
+    if small and hopper.takes_experts(p):
+        return "hopper"
     if small and single and p.arch >= 80:
         assert p.format is not None
         if p.layout == FRAGMENTS_LAYOUT:
             shape = stream.shape_of(p)
             many = p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows
             if many and p.arch == 90 and p.aligned:
-                return "hopper"
+                return "vendor" if gemm and vendor.beats_hopper(p) else "hopper"
             if shape is not None:
-                return "stream"
+                return "vendor" if gemm and vendor.beats_stream(p, shape.tokens) else "stream"
+        elif blocks_product.takes(p):
+            return "blocks"
         elif p.rows <= FEW_ROWS and p.direct and takes_rows(p.format, p.depth):
             shape = stream.shape_of(p)
             if shape is not None:
                 return "stream"
+    if gemm and vendor.beats_plain(p):
+        return "vendor"
     return "plain_rows" if problem.rows <= MOST_ROWS else "plain_tiles"
 
 
@@ -65,4 +73,14 @@ ORCHESTRATORS: dict[str, Orchestrator] = {
     "plain_rows": PLAIN_ROWS,
     "stream": stream.Stream(),
     "hopper": hopper.Hopper(),
+    "vendor": vendor.Vendor(),
+    "blocks": blocks_product.BlocksProduct(),
 }
+
+
+def orchestrator_of(backend: Backend, problem: Problem) -> Orchestrator:
+    """What multiplies on a backend, which may lack the vendor's library."""
+    name = choose(problem)
+    if name == "vendor" and not backend.has_vendor:
+        name = choose(replace(problem, vendor=False))
+    return ORCHESTRATORS[name]

@@ -65,16 +65,20 @@ class Operand:
             return b"\x80" * 16
         return (self.fmt.codec.values[:16] / np.float32(self.unit)).astype(np.int8).tobytes()
 
+    @property
+    def stored(self) -> str:
+        """How scales are stored: a name of the kernels' Stored."""
+        return {"half": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}[self.layout.scale_kind]
+
     @cached_property
     def facts(self) -> words.Facts:
-        stored = {"half": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}[self.layout.scale_kind]
         body = "\n".join(
             [
                 words.layout_struct(self.layout),
                 f"    static constexpr int bits = {self.layout.bits};",
                 f"    static constexpr bool lookup = {str(self.lookup).lower()};",
                 f"    static constexpr bool centred = {str(self.centred).lower()};",
-                f"    static constexpr Stored stored = Stored::{stored};",
+                f"    static constexpr Stored stored = Stored::{self.stored};",
                 f"    static constexpr float unit = {self.unit}f;",
             ]
         )

@@ -15,7 +15,9 @@ from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES = 128  # of a unit of x in shared memory
-WARPS = (16, 12, 8)  # of a block, at most: by how many registers a thread needs
+# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is BLOCKS for ggml's.
+BLOCKS = 3
+WARPS = ((16, 16, 12, 12, 8), (16, 12, 8, 8, 8), (8, 8, 8, 8, 8))
 TILE = 8  # rows of x that one product of a warp takes
 MOST_TILES = 4
 MOST_DEPTH = 8
@@ -47,25 +49,35 @@ class Shape:
     ahead: int
 
 
-def _ahead(groups: Groups) -> int:
-    """Units that are loaded ahead: about 4, in step with the groups."""
+def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
+    """Units that are loaded ahead: about 4, or 8 where they are small, in step with the groups."""
+    if pressure == BLOCKS and groups.fine > 1:
+        return 3 if tiles <= 2 else 2
+    if bits <= 2 and not pressure and groups.fine == 1 and groups.units in (0, 1, 2, 4, 8):
+        return 8
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
         return 4
     return next(n for n in (4, 3, 6, 5, 7, 2, 1) if groups.units % n == 0)
 
 
 def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
-    """Registers that decoding takes: 0 few, 1 too many for 16 warps and 16 rows of x, 2 more."""
+    """How many registers decoding takes: an index of WARPS."""
+    laid = layout == FRAGMENTS_LAYOUT
+    if fmt.is_blocks:
+        return BLOCKS
+    if fmt.offset and fmt.bits == 8:
+        return 4
     if groups.fine > 1 or fmt.offset or fmt.bits not in (2, 4):
         return 2
     if isinstance(fmt.codec, Uniform):  # integers of bfloat16 take more steps
-        return 2 if dtype == "bfloat16" else int(layout != FRAGMENTS_LAYOUT)
-    return 1 if layout == FRAGMENTS_LAYOUT or fmt.bits == 4 else 2
+        return 2 if dtype == "bfloat16" else int(not laid)
+    wide = fmt.scale is not None and fmt.scale.dtype == "float32"  # as they are multiplied
+    return 1 if laid or (fmt.bits == 4 and wide) else 2
 
 
 def _warps(tiles: int, pressure: int) -> int:
     """Of a block, at most."""
-    return WARPS[2] if tiles > 2 else WARPS[pressure + tiles > 2]
+    return WARPS[min(tiles - 1, 2)][pressure]
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bool) -> int:
@@ -88,6 +100,7 @@ def divide(
     multiprocessors: int,
     gated: bool = False,
     pressure: int = 0,
+    bits: int = 4,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
@@ -95,12 +108,13 @@ def divide(
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
     """
-    strips, units, ahead = -(-columns // STRIP), -(-depth // UNIT), _ahead(groups)
+    strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = 90 <= arch < 100
     most = prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD
     tokens = min(rows, MOST_TILES * TILE)
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
+        ahead = _ahead(groups, bits, pressure, tiles)
         splits = (1,) if not clusters or units < 2 * ahead else (1, 2) if tokens <= TILE else (2, 1)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
         warps = _warps(tiles, pressure)
@@ -142,7 +156,8 @@ def division_of(problem: Problem) -> Division | None:
     assert fmt is not None
     groups, table = Groups.of(fmt, p.depth), prepacked.table_bytes(fmt)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
-    numbers, rest = (p.rows, p.columns, p.depth), (p.arch, p.multiprocessors, p.gated, pressure)
+    numbers = p.rows, p.columns, p.depth
+    rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits
     shape = divide(*numbers, groups, table, *rest)
     if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
         return None

@@ -1,0 +1,188 @@
+"""Few rows of x in 16 bits times ggml's blocks as they lie: matmul_blocks.cu."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels import facts as words
+from cuquant.ops.kernels.blocks import GROUP
+from cuquant.ops.kernels.operands import Problem, Product, Weight
+from cuquant.ops.kernels.q8_1 import ROWS, SHARED, WARP, Operand, operand
+
+TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
+FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
+NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
+RING = 2  # groups that a warp has on their way
+LINE_BYTES = 80  # of 16 sums of a row of x
+LARGE_X = 96 << 10  # bytes of x that two blocks share
+MOST_STRIPS = 64  # of a thread block
+
+
+@dataclass(frozen=True)
+class FloatCodes:
+    """What matmul_blocks.cu is told about the weights of a ggml type.
+
+    Attributes
+    ----------
+    zero
+        What the bytes that it makes of codes exceed the numbers by.
+    wide
+        Whether they are signed bytes instead.
+    """
+
+    made: Operand
+
+    @property
+    def wide(self) -> bool:
+        return self.made.layout.signed or self.made.lookup
+
+    @property
+    def zero(self) -> int:
+        return 0 if self.made.layout.has_min or self.wide else 1 << (self.made.layout.bits - 1)
+
+    @property
+    def facts(self) -> words.Facts:
+        body = "\n".join(
+            [
+                words.layout_struct(self.made.layout),
+                f"    static constexpr int bits = {self.made.layout.bits};",
+                f"    static constexpr bool lookup = {str(self.made.lookup).lower()};",
+                "    static constexpr bool centred = false;",
+                f"    static constexpr Stored stored = Stored::{self.made.stored};",
+                "    static constexpr float unit = 1.0f;",
+                f"    static constexpr int zero = {self.zero};",
+                f"    static constexpr bool wide = {str(self.wide).lower()};",
+            ]
+        )
+        name = f"float_codes_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
+        return words.Facts(name, f"struct {name} {{\n{body}\n}};\n")
+
+
+@lru_cache(maxsize=64)
+def float_codes(name: str) -> FloatCodes:
+    """Those of a ggml type."""
+    return FloatCodes(operand(name))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How matmul_blocks.cu divides a product.
+
+    Attributes
+    ----------
+    split, strips
+        Blocks of a cluster, which share K; and strips of 16 rows of the weight that they take.
+    warps
+        Of a block.
+    chunk
+        Groups of 256 columns of x that are in shared memory at a time.
+    """
+
+    split: int
+    strips: int
+    warps: int
+    chunk: int
+
+
+def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
+    """Dynamic shared memory of a block; `sets`: weights, 2 where gated."""
+    tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
+    x = rows * (shape.chunk * 2 * GROUP + 32)
+    warp = RING * ROWS * made.row_bytes + made.table_bytes
+    pieces = (shape.warps + strips) * tokens * LINE_BYTES
+    return x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
+
+
+def _most_warps(rows: int, arch: int) -> int:
+    """Of a thread block, whose registers then hold what the kernel needs."""
+    most = 12 if arch in NARROW or arch >= 120 else 16
+    return most if rows <= TILE else most - 4
+
+
+@lru_cache(maxsize=4096)
+def divide(
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    arch: int,
+    multiprocessors: int,
+    gated: bool = False,
+) -> Shape:
+    """How to divide x [rows, depth] times a weight [columns, depth] of a ggml type.
+
+    One wave of blocks where the sums of their strips fit into shared memory. Two blocks share K
+    where x is large, and where there are few strips; warps share it in any case. Fewer warps, and
+    then chunks of K, where x does not fit.
+    """
+    made, groups, strips = operand(name), -(-depth // GROUP), -(-columns // ROWS)
+    limit, sets = SHARED.get(arch, SHARED[86]), 2 if gated else 1
+    split = 1
+    if 90 <= arch < 100 and groups > 1:
+        large = rows * depth * 2 > LARGE_X
+        split = 2 if large or 2 * strips <= multiprocessors else 1
+    most = -(-groups // split)
+
+    def shapes(each: int) -> Iterator[Shape]:
+        for warps in range(_most_warps(rows, arch), FEW_WARPS - 1, -2):
+            yield Shape(split, each, warps, most)
+        for warps in range(FEW_WARPS, LEAST_WARPS - 1, -2):
+            room = limit - shared_bytes(made, rows, Shape(split, each, warps, 0), sets)
+            chunk = min(room // (rows * 2 * GROUP), most)
+            if chunk > 0:
+                yield Shape(split, each, warps, -(-most // -(-most // chunk)))
+
+    each = -(-strips // max(multiprocessors // split, 1))
+    waves = -(-each // MOST_STRIPS)
+    while True:
+        for shape in shapes(-(-each // waves)):
+            if shared_bytes(made, rows, shape, sets) <= limit:
+                return shape
+        waves += 1
+
+
+def takes(problem: Problem) -> bool:
+    """Whether matmul_blocks.cu multiplies; the rest of the rule is `choose`'s."""
+    p = problem
+    return p.format is not None and p.format.is_blocks and p.direct and p.rows <= MOST_ROWS
+
+
+@dataclass(frozen=True)
+class BlocksProduct:
+    """The orchestrator of matmul_blocks.cu."""
+
+    layouts = (Weight.layout,)
+    height = 0
+
+    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+        weights = [weight for weight in product.weights if isinstance(weight, Weight)]
+        first, second = weights[0], weights[-1]
+        name, gated = first.fmt.layout.name, len(weights) > 1
+        sizes = (product.rows, product.columns, product.depth)
+        shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated)
+        strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
+        launch = Launch(
+            _program(name, product.x.dtype.name, -(-product.rows // TILE), shape.split, gated),
+            (-(-strips // shape.strips) * shape.split, 1, 1),
+            WARP * shape.warps,
+            shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),
+        )
+        blocks = [backend.pointer(weight.parts["blocks"]) for weight in (first, second)]
+        stride, levels = product.x.row_stride, operand(name).levels
+        division = (shape.strips, strips, shape.chunk, groups)
+        rest = (*sizes, *division, int(product.x.is_aligned()))
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            backend.launch(launch, pointer, stride, *blocks, levels, epilogue, *rest)
+
+        return run
+
+
+@lru_cache(maxsize=1024)
+def _program(name: str, dtype: str, tiles: int, split: int, gated: bool) -> Program:
+    facts = float_codes(name).facts
+    arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated))
+    return Program("matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True)

@@ -1,0 +1,346 @@
+"""Many rows of x: the weight is decoded to x's dtype, and the vendor's GEMM multiplies.
+
+What is decoded lies in a workspace that all products of a stream share; a weight that is larger
+than DECODED is multiplied in slabs of its rows. Each weight is rounded once to x's dtype, and sums
+are float32. Where something happens to them (bias, activation, residual, a gated unit, strides that
+a GEMM does not take), slabs of them stay float32 until an Epilogue has been applied.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from cuquant.formats import Codebook, Format
+from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend, Gemm, Matrix
+from cuquant.ops.kernels import facts as words
+from cuquant.ops.kernels import prepacked
+from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
+from cuquant.ops.kernels.geometry import CHUNK
+from cuquant.ops.kernels.operands import MOST_STRIDE, Operand, Problem, Product, Weight
+from cuquant.ops.kernels.prepacked import Groups
+
+DECODED = 256 << 20  # bytes of decoded weights, at most, unless 256 rows have more
+SUMS = 64 << 20  # bytes of float32 sums; with more a GPU's caches would not hold them
+SLAB = 256  # rows of a weight or of x, of which slabs are made
+ALIGNMENT = 256
+NAMES = {code: name for name, code in TYPES.items()}
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+THREADS, EACH = 256, 2  # of dequantize_rows, and the chunks of a thread
+WARPS, UNITS = 4, 4  # of dequantize_fragments, and the units of a warp
+FOUR = 4  # columns of a thread of finish_sums
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a product is cut, and its workspace: decoded weights, sums, what the GEMM uses.
+
+    Attributes
+    ----------
+    wide, tall
+        Rows of the weights, and of x where there are sums, that are multiplied at a time.
+    pitch, sums_pitch
+        Elements from row to row of a decoded weight, and of sums.
+    decoded, sums
+        Bytes of one of each.
+    scratch
+        Bytes for the GEMM itself.
+    """
+
+    wide: int
+    tall: int
+    pitch: int
+    sums_pitch: int
+    decoded: int
+    sums: int
+    scratch: int
+
+
+def _slab(count: int, most: int) -> int:
+    """How many of `count` rows to take at a time, where `most` have room."""
+    return min(count, max(most // SLAB, 1) * SLAB)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=4096)
+def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arch: int) -> Division:
+    """How to cut x [rows, depth] times so many weights [columns, depth]."""
+    pitch = -(-depth // CHUNK) * CHUNK
+    wide = _slab(columns, DECODED // (pitch * itemsize * weights))
+    wide = _slab(wide, SUMS // (SLAB * 4 * weights))
+    sums_pitch = -(-wide // FOUR) * FOUR
+    tall = _slab(rows, SUMS // (sums_pitch * 4 * weights))
+    scratch = (32 if arch >= 90 else 4) << 20  # NVIDIA's recommendation for cublasSetWorkspace
+    decoded, sums = _aligned(wide * pitch * itemsize), _aligned(tall * sums_pitch * 4)
+    return Division(wide, tall, pitch, sums_pitch, decoded, sums, scratch)
+
+
+# ---- where it wins ------------------------------------------------------------------------------
+
+# Operations in the time in which a GPU moves a byte of its memory: of cuBLAS with tensor cores (150
+# on an A100, 130 on an RTX 4090, 230 on an H100) and with float32, and of matmul_plain.cu.
+TENSOR, FLOAT32, PLAIN = 160, 14, 10
+TENSOR_90 = 230
+LEAST_ROWS = 17
+LAUNCHES = 8e6  # bytes in the time that two more launches take
+# By how much of the GEMM's time matmul_hopper.cu is slower: where it looks levels up, and else.
+# At 4096 x 8192 x 8192 on an H100 nf4 took 839 us, int4 757 and cuBLAS 718.
+LOOKING_UP, COMPUTING = 1 / 6, 1 / 20
+
+
+def takes(p: Problem) -> bool:
+    """Whether Vendor multiplies a Problem of one matrix."""
+    most = max(p.rows, p.columns, p.depth)
+    known = p.dtype != "bfloat16" or p.arch >= 80
+    return p.vendor and p.rows >= LEAST_ROWS and most < MOST_STRIDE and known
+
+
+def _cost(p: Problem) -> float:
+    """The time that Vendor takes, for each weight, as bytes that the GPU moves meanwhile."""
+    assert p.format is not None
+    size = _SIZES[p.dtype]
+    rate = FLOAT32 if size == 4 else TENSOR
+    return p.format.bits / 8 + size + max(2 * p.rows / rate, size) + _fixed(p)
+
+
+def _fixed(p: Problem) -> float:
+    """The same of launches, and of the sums of a gated unit: written and read."""
+    weights = p.columns * p.depth * (1 + p.gated)
+    return LAUNCHES / weights + (8 * p.rows / p.depth if p.gated else 0)
+
+
+def beats_plain(p: Problem) -> bool:
+    """Whether it is faster than matmul_plain.cu."""
+    return _cost(p) < 2 * p.rows / PLAIN
+
+
+def beats_stream(p: Problem, tokens: int) -> bool:
+    """Whether it is faster than matmul_stream.cu, which decodes anew for each `tokens` rows of x.
+
+    A pass of 32 rows takes as long as it takes to read about 1.2 bytes a weight, one of 8 rows
+    0.7: that was measured on an H100.
+    """
+    assert p.format is not None
+    return _cost(p) < -(-p.rows // tokens) * max(p.format.bits / 8, 0.5 + tokens / 48)
+
+
+def beats_hopper(p: Problem) -> bool:
+    """Whether what matmul_hopper.cu takes longer than a GEMM is well above the time to decode.
+
+    That is half as much again, for the memory that it takes.
+    """
+    assert p.format is not None
+    part = LOOKING_UP if isinstance(p.format.codec, Codebook) else COMPUTING
+    decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
+    return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
+
+
+# ---- the product --------------------------------------------------------------------------------
+
+# Writes rows first .. first + count - 1 of a weight to an address.
+Decode = Callable[[Backend, int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """The orchestrator of decoding and the vendor's GEMM."""
+
+    layouts = (Weight.layout, FRAGMENTS_LAYOUT)
+    height = 0
+
+    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+        rows, columns, depth = product.rows, product.columns, product.depth
+        dtype, count = product.x.dtype.name, len(product.weights)
+        d = divide(rows, columns, depth, product.x.dtype.itemsize, count, backend.arch)
+        decoders = [
+            (*_decoder(backend, weight, dtype, depth, d), i * d.decoded)
+            for i, weight in enumerate(product.weights)
+        ]
+        all_decoded, all_sums = count * d.decoded, count * d.sums
+        sum_places = [all_decoded + i * d.sums for i in range(count)]
+        slabs, row_slabs = _slabs(columns, d.wide), _slabs(rows, d.tall)
+        x_stride = max(product.x.row_stride, depth)  # of one row it may be anything
+        row_bytes = x_stride * product.x.dtype.itemsize
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            end = Ending(*UNPACK(epilogue))
+            straight = count == 1 and end.is_plain(dtype, rows, columns)
+            taken = all_decoded if straight else all_decoded + all_sums
+            with backend.workspace(taken + d.scratch) as at:
+                free = at + taken, d.scratch
+                sums = [at + place for place in sum_places]
+                for column, wide in slabs:
+                    for decode, _, place in decoders:
+                        decode(backend, at + place, column, wide)
+                    out = end.matrix(column, columns) if straight else None
+                    for row, tall in ((0, rows),) if straight else row_slabs:
+                        x = Matrix(pointer + row * row_bytes, x_stride, dtype)
+                        for (_, factor, place), to in zip(decoders, sums, strict=True):
+                            y = out or Matrix(to, d.sums_pitch, "float32")
+                            weights = Matrix(at + place, d.pitch, dtype)
+                            backend.gemm(Gemm((tall, wide, depth), x, weights, y, factor, free))
+                        if not straight:
+                            end.finish(backend, sums, d.sums_pitch, (row, column), (tall, wide))
+
+        return run
+
+
+def _slabs(count: int, step: int) -> list[tuple[int, int]]:
+    """The first of each slab, and how many it has."""
+    return [(first, min(step, count - first)) for first in range(0, count, step)]
+
+
+# ---- decoding -----------------------------------------------------------------------------------
+
+
+def _decoder(
+    backend: Backend, weight: Operand, dtype: str, depth: int, d: Division
+) -> tuple[Decode, float]:
+    """What decodes rows of a weight, and what the sums of their products are multiplied by."""
+    assert isinstance(weight, Weight)
+    unit = unit_of(backend, weight, dtype)
+    laid_out = weight.layout == FRAGMENTS_LAYOUT
+    make = _fragments_decoder if laid_out else _rows_decoder
+    return make(backend, weight, TYPES[dtype], depth, d.pitch, unit), 1 / unit
+
+
+def unit_of(backend: Backend, weight: Weight, dtype: str) -> float:
+    """The power of two by which weights are multiplied before they are rounded to x's dtype.
+
+    It brings the largest near 1 where x is float16 and scales are wider. It is found once for a
+    weight, which waits for the device.
+    """
+    fmt, parts = weight.fmt, weight.parts
+    if dtype != "float16":
+        return 1.0
+    if "global_scale" in parts:  # what it multiplies, up to 448, float16 has room for
+        return prepacked.unit_of(backend, fmt, {"scale": parts["global_scale"]})
+    return prepacked.unit_of(backend, fmt, parts) if prepacked.is_wide(fmt) else 1.0
+
+
+def _rows_decoder(
+    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int, unit: float
+) -> Decode:
+    program = _rows_program(weight.type, weight.facts)
+    operand, chunks = weight.pack(backend), pitch // CHUNK
+
+    @cache
+    def launch(count: int) -> Launch:
+        return Launch(program, (-(-count * chunks // (THREADS * EACH)), 1, 1), THREADS)
+
+    def decode(backend: Backend, to: int, first: int, count: int) -> None:
+        backend.launch(launch(count), operand, to, kind, unit, first, count, depth, pitch)
+
+    return decode
+
+
+@lru_cache(maxsize=1024)
+def _rows_program(operand: str, facts: str) -> Program:
+    return Program("dequantize_rows.cu", "dequantize_rows", (operand, THREADS, EACH), facts)
+
+
+def _fragments_decoder(
+    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int, unit: float
+) -> Decode:
+    fmt, units, groups = weight.fmt, -(-depth // UNIT), Groups.of(weight.fmt, depth)
+    program = _fragments_program(fmt)
+    packed = prepacked.pack(backend, fmt, weight.parts, weight.stored)
+    lookup = words.lookup(fmt.codec, backend)
+
+    @cache
+    def launch(count: int) -> Launch:
+        blocks = -(-(-(-count // STRIP) * units) // (WARPS * UNITS))
+        return Launch(program, (blocks, 1, 1), 32 * WARPS)
+
+    def decode(backend: Backend, to: int, first: int, count: int) -> None:
+        numbers = first // STRIP, count, depth, pitch, groups.units, groups.fine
+        backend.launch(launch(count), packed, lookup, to, kind, unit, *numbers)
+
+    return decode
+
+
+@lru_cache(maxsize=1024)
+def _fragments_program(fmt: Format) -> Program:
+    facts = words.facts(fmt, decoding=not fmt.is_blocks)
+    arguments = (facts.type, prepacked.lie(fmt, FRAGMENTS_LAYOUT), WARPS, UNITS)
+    return Program("dequantize_fragments.cu", "dequantize_fragments", arguments, facts.text)
+
+
+# ---- what happens to the sums -------------------------------------------------------------------
+
+_FINISH = Program("finish.cu", "finish_sums", contract=True)
+
+
+class Ending(NamedTuple):
+    """An Epilogue struct, of which slabs have their own.
+
+    Attributes
+    ----------
+    out, bias, residual
+        Addresses; 0 where there is none.
+    out_stride, out_column, residual_stride
+        In elements.
+    out_type, bias_type, residual_type, activation
+        Numbers of epilogue.cuh.
+    """
+
+    out: int
+    bias: int
+    residual: int
+    out_stride: int
+    out_column: int
+    residual_stride: int
+    out_type: int
+    bias_type: int
+    residual_type: int
+    activation: int
+
+    def is_plain(self, dtype: str, rows: int, columns: int) -> bool:
+        """Whether a GEMM of x of `dtype` can store to `out` itself."""
+        untouched = not (self.bias or self.residual or self.activation)
+        apart = rows == 1 or columns <= self.out_stride < MOST_STRIDE
+        known = NAMES[self.out_type] in (dtype, "float32")
+        return untouched and apart and known and self.out_column == 1
+
+    def matrix(self, column: int, columns: int) -> Matrix:
+        """`out` from a column on."""
+        name = NAMES[self.out_type]
+        return Matrix(self.out + column * _SIZES[name], max(self.out_stride, columns), name)
+
+    def finish(
+        self,
+        backend: Backend,
+        sums: list[int],
+        pitch: int,
+        start: tuple[int, int],
+        shape: tuple[int, int],
+    ) -> None:
+        """Store a slab of the result, of sums that begin at its row and column `start`."""
+        (row, column), (tall, wide) = start, shape
+        out = self.out + self._size(self.out_type) * (
+            row * self.out_stride + column * self.out_column
+        )
+        if len(sums) > 1:
+            residual, stride, kind, activation = sums[0], pitch, TYPES["float32"], GATED
+        else:
+            stride, kind, activation = self.residual_stride, self.residual_type, self.activation
+            residual = self.residual
+            residual += self._size(kind) * (row * stride + column) if residual else 0
+        bias = self.bias + self._size(self.bias_type) * column if self.bias else 0
+        types = self.out_type, self.bias_type, kind, activation
+        struct = PACK(out, bias, residual, self.out_stride, self.out_column, stride, *types)
+        backend.launch(_finish_launch(tall, wide), sums[-1], struct, tall, wide, pitch)
+
+    @staticmethod
+    def _size(kind: int) -> int:
+        return _SIZES[NAMES[kind]]
+
+
+@lru_cache(maxsize=4096)
+def _finish_launch(tall: int, wide: int) -> Launch:
+    return Launch(_FINISH, (-(-tall * -(-wide // FOUR) // THREADS), 1, 1), THREADS)

@@ -1,0 +1,288 @@
+// x [M, K] of 16-bit floats, M up to 8 kTiles, times ggml's blocks as they lie [N, K]: memory-bound. A block takes
+// some strips of 16 rows. Each of its warps has an equal share of their groups of 256 columns, which it copies to
+// a ring of its own, makes 16-bit floats of whole numbers and multiplies by x on the tensor cores; the scales meet
+// the float32 sums of their sub-blocks. x lies in shared memory, all of it or a chunk of K at a time. The sums of
+// warps, chunks and of the blocks of a cluster, which share K, are added up always in the same order.
+#include "cluster.cuh"
+#include "mma.cuh"
+#include "q8_1.cuh"
+
+namespace cuquant {
+
+constexpr int kRing = 2;   // groups that a warp has on their way
+constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 lines apart meet no bank twice
+constexpr int kPad = 32;   // bytes between tokens of x: 4 lanes of 4 tokens read 8 bytes each, of all banks
+constexpr int kMostWarps = kResident == 8 ? 12 : 16;  // of one tile; of two 4 less, for their registers
+
+// Codes as floats of x's type, and what undoes their factor: Block's own facts, whose bytes are whole numbers
+// plus `zero`, or signed ones.
+template <class Block, class T>
+struct FloatCodes : Block {
+    static constexpr bool half = is_same<T, Half>;
+    // A byte u alone is the float16 u * 2^-24, which tensor cores multiply as exactly as any other.
+    static constexpr bool tiny = half && Block::zero == 0 && !Block::wide;
+    static constexpr float unit = tiny ? Block::unit * 16777216.0f : Block::unit;
+    static constexpr int zero = Block::wide ? 128 : Block::zero;
+    static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
+
+    // Bytes i and j of a word, exactly. A byte u below 0x64 is the float16 1024 + u; below 0x43 and up to 127, the
+    // bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
+    template <int i, int j>
+    __device__ static u32 pair(u32 word) {
+        constexpr u32 order = 0x4040u | i | j << 8;
+        if constexpr (tiny) return __byte_perm(word, 0u, order);
+        else if constexpr (half) return add_pair<T>(__byte_perm(word, 0x64646464u, order), constant_pair<T>(-1024 - zero));
+        else if constexpr (!Block::wide) return add_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(-128 - zero));
+        else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
+    }
+    // The operands of both halves of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of each 16.
+    template <class R>
+    __device__ static void operands(const R& upper, const R& lower, int step, int t, const uint4& levels, u32 (&a)[2][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            u32 first, second;
+            weights_of<FloatCodes>(r ? lower : upper, step, t, levels, first, second);
+            if constexpr (Block::lookup) {  // a word has two columns of both halves
+                static_assert(FirstOf<typename Block::Layout::Codes>::span == 16, "nibbles of 32 columns in 16 bytes");
+                a[0][r] = pair<0, 2>(first), a[0][2 + r] = pair<0, 2>(second);
+                a[1][r] = pair<1, 3>(first), a[1][2 + r] = pair<1, 3>(second);
+            } else {
+                first ^= flip, second ^= flip;
+                a[0][r] = pair<0, 1>(first), a[0][2 + r] = pair<2, 3>(first);
+                a[1][r] = pair<0, 1>(second), a[1][2 + r] = pair<2, 3>(second);
+            }
+        }
+    }
+};
+
+// 16 rows times 8 kTiles tokens.
+template <class Block, class T, int kTiles>
+struct Sums {
+    using Own = FloatCodes<Block, T>;
+    using Place = Geometry<typename Block::Layout>;
+    static constexpr bool has_minimum = Place::tables == 2;
+    static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
+    float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
+
+    __device__ void clear() {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[n][i] = 0.0f;
+    }
+    // Add a group. `scales`: the table; `x`: where the lane has its columns of token g of each tile.
+    template <class R>
+    __device__ void add(const R& upper, const R& lower, int scales, const int (&x)[kTiles], int columns, const uint4& levels, int lane) {
+        constexpr u32 one = constant_pair<T>(1);
+        const u32 ones[4] = {one, one, one, one};
+        const int from = scales + 4 * (lane / 4) * Place::stride;
+#pragma unroll
+        for (int q = 0; q < kSteps; q += ahead) {
+            if (has_minimum) __syncwarp();  // where loads are made too far ahead, registers are spilled
+            float scale[2][ahead * per_step], minimum[2][ahead * per_step];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
+                if constexpr (has_minimum) get(minimum[h], from + 4 * (8 * h * Place::stride + q * per_step) + Place::table_bytes);
+            }
+#pragma unroll
+            for (int s = 0; s < ahead; ++s) {
+                u32 a[2][4];
+                Own::operands(upper, lower, q + s, lane % 4, levels, a);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    float part[4], sum[4];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        if (h == 0 || per_step == 2)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) part[i] = sum[i] = 0.0f;
+                        const uint2 b = shared_at<uint2>(x[n] + columns + 64 * (q + s) + 32 * h);
+                        mma<T>(part, a[h], b.x, b.y);
+                        if constexpr (has_minimum) mma<T>(sum, ones, b.x, b.y);
+                        if (h == 0 && per_step == 1) continue;
+                        const int j = per_step * s + (per_step == 2 ? h : 0);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            total[n][i] = __fmaf_rn(scale[i / 2][j], part[i], total[n][i]);
+                            if constexpr (has_minimum) total[n][i] = __fmaf_rn(minimum[i / 2][j], sum[i % 2], total[n][i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // [token][16 rows], lines of kLine floats.
+    __device__ void put(int place, int lane) const {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                shared_at<float>(place + 4 * ((8 * n + lane % 4 * 2 + i % 2) * kLine + lane / 4 + i / 2 * 8)) = total[n][i];
+    }
+};
+
+// How a block's warps share `strips` strips of `groups` groups each: one strip after the other. A division takes
+// as long as 30 other instructions, and the first copies wait for it.
+struct Share {
+    int groups, warps, each, more;  // `more` warps have one group more than the others; only `warps` have any
+
+    __device__ Share(int strips, int groups, int all) : groups(groups), warps(min(all, strips * groups)) {
+        const u32 items = strips * groups;
+        each = static_cast<int>(warps == 16 ? items / 16 : items / static_cast<u32>(warps));
+        more = static_cast<int>(items) - each * warps;
+    }
+    __device__ int begin(int warp) const { return warp < warps ? warp * each + min(warp, more) : each * warps + more; }
+    __device__ int owner(int item) const {
+        const int others = item - more * (each + 1);
+        return static_cast<int>(others < 0 ? static_cast<u32>(item) / (each + 1) : more + static_cast<u32>(others) / each);
+    }
+};
+
+// Where a warp is in its share.
+struct Cursor {
+    int left, strip, group;
+
+    __device__ void open(const Share& share, int warp) {
+        group = share.begin(warp);
+        left = share.begin(warp + 1) - group;
+        for (strip = 0; group >= share.groups; ++strip) group -= share.groups;
+    }
+    // On to the next group; whether this one was the last of the strip or of the share.
+    __device__ bool step(int groups) {
+        const bool ends = ++group == groups;
+        if (ends) group = 0, ++strip;
+        return --left == 0 || ends;
+    }
+};
+
+// Columns first .. first + columns - 1 of x to shared memory, [token][pitch bytes]; zeros beyond K.
+template <class T>
+__device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
+    for (int m = 0; m < tokens; ++m) {
+        for (int vector = thread; vector < columns / 8; vector += threads) {
+            const i64 k = first + vector * 8;  // K is a multiple of 8
+            const T* const from = k < K ? x + m * row_stride + k : x;
+            u8* const to = dynamic_shared + place + m * pitch + vector * 16;
+            if (vectors) {
+                copy_ahead(to, from, k < K ? 16 : 0);
+            } else {
+                u32 words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) words[j] = k < K ? from[2 * j].bits | static_cast<u32>(from[2 * j + 1].bits) << 16 : 0;
+                *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+// weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
+// `strips` strips of `all_strips`; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
+// silu(x w^T) * (x second^T).
+template <class Block, class T, int kTiles, int kSplit, int kGated>
+__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
+matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weights, const u8* __restrict__ second, uint4 levels,
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors) {
+    using Own = FloatCodes<Block, T>;
+    using Place = Geometry<typename Block::Layout>;
+    constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
+    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Place::tables * Place::table_bytes;
+    const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
+    const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
+    const int first_group = groups * rank / kSplit, own_groups = groups * (rank + 1) / kSplit - first_group;
+    const int chunks = own_groups <= chunk ? 1 : (own_groups + chunk - 1) / chunk;
+    const int here = min(strips, all_strips - first_strip), all = kSets * here;
+
+    // x, then a warp's own: its ring and the table of scales; then sums of warps, and of all of them.
+    const int pitch = chunk * 2 * kGroup + kPad, ring = tokens * pitch + warp * kWarpBytes, scales = ring + kRingBytes;
+    const int pieces = tokens * pitch + warps * kWarpBytes, sums = pieces + (warps + kSets * strips) * kPiece;
+    const int sum_pitch = kSets * strips * kRows + 4;
+    if constexpr (Block::lookup) levels.x ^= Own::flip, levels.y ^= Own::flip, levels.z ^= Own::flip, levels.w ^= Own::flip;
+
+    const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
+    const auto stage = [&](int number) {
+        const int first = first_group + number * chunk, columns = min(chunk, own_groups - number * chunk) * kGroup;
+        stage_columns<T>(0, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
+        close_copies();
+    };
+
+    Weights<Own> rows;
+    Cursor next;  // to copy, of chunk `coming`
+    int coming = 0;
+    const auto locate = [&] {
+        while (next.left == 0 && coming + 1 < chunks) next.open(share_of(++coming), warp);
+        const int strip = next.strip < here ? next.strip : next.strip - here;
+        if (next.left) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
+    };
+    const auto copy = [&](int to) {
+        if (next.left > 0) {
+            rows.copy(to, first_group + coming * chunk + next.group, lane);
+            if (next.step(min(chunk, own_groups - coming * chunk))) locate();
+        }
+        close_copies();
+    };
+
+    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
+    const bool little = tokens <= 2;
+    if (little) stage(0);
+    next.open(share_of(0), warp);
+    locate();
+    copy(ring);
+    if (!little) stage(0);
+    copy(ring + Place::group_bytes);
+    wait_copies<kRing - 1>();
+    __syncthreads();
+
+    int own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) own_x[n] = min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * 8;
+    Sums<Block, T, kTiles> own;
+    own.clear();
+    int stage_now = ring;
+#pragma unroll 1
+    for (int number = 0; number < chunks; ++number) {
+        const Share share = share_of(number);
+        Cursor now;
+        now.open(share, warp);
+#pragma unroll 1
+        while (now.left > 0) {
+            const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
+            wait_copies<kRing - 1>();
+            __syncwarp();  // all lanes' copies are there
+            rows.put_scales(scales, stage_now, group, lane);
+            __syncwarp();
+            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, levels, lane);
+            __syncwarp();  // nobody reads this stage or the table any more
+            copy(stage_now);
+            stage_now = 2 * ring + Place::group_bytes - stage_now;
+            if (now.step(share.groups)) {
+                own.put(pieces + (warp + strip) * kPiece, lane);
+                own.clear();
+            }
+        }
+        __syncthreads();  // all pieces are there, and nobody reads x
+        if (number + 1 < chunks) stage(number + 1);
+        const int fours = all * kRows / 4;
+        for (int i = thread; i < tokens * fours; i += threads) {
+            const int token = static_cast<int>(static_cast<u32>(i) / static_cast<u32>(fours)), four = i - token * fours, strip = four / 4;
+            const int item = strip * share.groups;
+            float4& sum = shared_at<float4>(sums + 4 * (token * sum_pitch + 4 * four));
+            float4 total = number ? sum : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const int last = share.owner(item + share.groups - 1);
+            for (int w = share.owner(item); w <= last; ++w) {
+                const float4 part = shared_at<float4>(pieces + (w + strip) * kPiece + 4 * (token * kLine + four % 4 * 4));
+                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+            }
+            sum = total;
+        }
+        if (number + 1 < chunks) wait_copies<0>();
+        if (kSplit == 1 || number + 1 < chunks) __syncthreads();  // so are the sums, and more of x
+    }
+
+    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+    store_sums<kSplit, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 1, 0, tokens, here * kRows, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, thread, threads, rank);
+    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+}
+
+}  // namespace cuquant

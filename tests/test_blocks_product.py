@@ -1,0 +1,345 @@
+"""matmul_blocks.cu, ggml's blocks as they lie, against float64: on the CPU under the emulator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from emulator import ORDERS, Emulator, Recorder, compiler
+from fragment_products import TYPES, Case, Expected
+from kernel_arrays import LAYOUTS, WRITABLE
+from oracle import DTYPES, bits_equal
+from products import ULP, UNIT, Products, finished, normal, values, weight
+from test_q8_1_kernels import random_blocks
+
+import cuquant as cq
+from cuquant.formats.blocks import BLOCK_LAYOUTS
+from cuquant.ops.kernels import blocks_product
+from cuquant.ops.kernels.blocks_product import Shape, divide
+from cuquant.ops.kernels.q8_1 import SHARED, operand
+from cuquant.reference import ACTIVATIONS
+
+F32 = np.float32
+ARCH = 80  # the first one
+NAMES = [name for name in BLOCK_LAYOUTS if cq.get_format(name).is_blocks]
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+# One block is the shortest row. Rows of odd numbers of blocks are no whole vectors, or words.
+BLOCKS = {32: (1, 5, 8, 9, 71), 256: (1, 3, 8)}
+ROWS = (1, 2, 8, 9, 16)
+MATRIX = [
+    Case(name, dtype, ROWS[(i + j) % 5], (n, blocks * BLOCK_LAYOUTS[name].elements))
+    for name in NAMES
+    for dtype in TYPES
+    for i, blocks in enumerate(BLOCKS[BLOCK_LAYOUTS[name].elements])
+    for j, n in enumerate((35, 16))
+]
+EVERY_ROW = [Case("q5_1", "bfloat16", rows, (19, 544)) for rows in range(1, 17)]
+# Of x [13, K] and a weight of 70 rows: blocks that share K, strips, warps, groups of x at a time.
+SHAPES = [(1, 5, 8, 6), (1, 5, 12, 6), (1, 2, 5, 6), (1, 1, 12, 6), (1, 3, 4, 2), (1, 5, 7, 1)]
+SHAPES += [(2, 3, 4, 3), (2, 5, 12, 2), (2, 1, 4, 1)]
+DIVIDED = [
+    *((Case("q4_0", "float16", 13, (70, 1312)), shape) for shape in SHAPES),
+    *((Case("q2_k", "bfloat16", 5, (70, 1536)), shape) for shape in (SHAPES[4], SHAPES[7])),
+    (Case("q6_k", "float16", 13, (70, 1280)), SHAPES[6]),
+]
+LIES = [
+    Case("q4_k", "float16", 5, (35, 512), layout)
+    for layout in ("rows", "crooked rows", "misaligned", "upside down", "repeated rows")
+]
+GATED = [("q4_0", "float16"), ("q4_k", "bfloat16"), ("iq4_nl", "float16")]
+
+
+@contextmanager
+def divided(numbers: tuple[int, ...]) -> Iterator[None]:
+    """The rule gives these numbers."""
+    with mock.patch.object(blocks_product, "divide", lambda *_: Shape(*numbers)):
+        yield
+
+
+def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
+    return run(cq.linear, case.x, case.weight, **options)
+
+
+def of_bytes(name: str, rows: int, columns: int, seed: int = 0) -> cq.QuantArray:
+    """A weight of random bytes: every code, and every integer scale."""
+    blocks = random_blocks(BLOCK_LAYOUTS[name], rows, columns, seed)
+    return with_blocks(name, blocks, columns)
+
+
+def with_blocks(name: str, blocks: np.ndarray, columns: int) -> cq.QuantArray:
+    shape = (len(blocks), columns)
+    return cq.QuantArray(cq.get_format(name), shape, np.dtype(F32), {"blocks": blocks}, (0, 1))
+
+
+def gated(name: str) -> tuple[cq.QuantArray, cq.QuantArray]:
+    up = cq.quantize(normal((70, 512), seed=5), cq.get_format(name))
+    return weight(name, (70, 512)), up
+
+
+def run_misaligned(run: Products) -> tuple[np.ndarray, cq.QuantArray, np.ndarray]:
+    """x, a weight whose rows start 36 bytes after those of its memory, and their product."""
+    q, x = of_bytes("q4_0", 7, 64), normal((3, 64), "float16")
+    q = with_blocks("q4_0", run.backend.array(q.arrays()["blocks"])[1:], 64)
+    with run.in_place():
+        return x, q, cq.linear(run.backend.array(x), q, out_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """The programs of all cases, compiled together."""
+    recorder = Recorder(arch=ARCH)
+    run = Products(recorder)
+    for name in NAMES:
+        for dtype in TYPES:
+            for rows in (1, 16):
+                run_case(run, Case(name, dtype, rows, (16, 256)))
+    for case, numbers in DIVIDED:
+        with divided(numbers):
+            run_case(run, case)
+    for name, dtype in GATED:
+        for rows in (3, 12):
+            run(cq.swiglu, normal((rows, 512), dtype), *gated(name))
+        with divided((2, 3, 5, 1)):
+            run(cq.swiglu, normal((3, 512), dtype), *gated(name))
+    assert {program.file for program in recorder.programs} == {"matmul_blocks.cu"}
+    for up in (weight("q4_1", (70, 512)), weight("nf4", (70, 512))):
+        run(cq.swiglu, normal((3, 512), "float16"), gated("q4_0")[0], up)
+    run_misaligned(run)
+    Emulator().build(recorder.programs)
+
+
+@pytest.fixture
+def run(built) -> Products:
+    return Products(Emulator(arch=ARCH))
+
+
+# ---- linear -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*MATRIX, *EVERY_ROW, *LIES], ids=str)
+def test_products(case, run):
+    expected, depth = Expected.of(case.x, case.weight), case.shape[1]
+    y = run_case(run, case)
+    assert y.dtype == case.x.dtype and expected.admits(y, depth)
+    wide = run_case(run, case, out_dtype="float32")
+    assert wide.dtype == F32 and expected.admits(wide, depth)
+    assert bits_equal(wide, run_case(run, case, out_dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"), DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+)
+def test_every_way_to_divide(case, numbers, run):
+    with divided(numbers):
+        y = run_case(run, case, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_bytes_and_numbers_of_any_size(name, dtype, run):
+    """x from its smallest to its largest numbers, by column: none is lost, and none overflows."""
+    q = of_bytes(name, 18, 512)
+    x = normal((4, 512), "float32")
+    x[1] *= 2.0**-20  # subnormal float16
+    x[2] *= 2.0**13 / np.abs(x[2]).max()
+    x[3, ::2] *= 2.0**-16
+    x = x.astype(DTYPES[dtype])
+    y = run(cq.linear, x, q, out_dtype="float32")
+    assert Expected.of(x, q).admits(y, 512)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_have_their_places(name, dtype, run):
+    """With one 1 in each row of x the result is a column of weights, rounded twice at most."""
+    q = of_bytes(name, 17, 256, seed=1)
+    w = values(q)
+    each = q.dequantize(dtype="float32")
+    for first in range(0, 256, 16):
+        x = np.eye(256, dtype=F32)[first : first + 16].astype(DTYPES[dtype])
+        y = run(cq.linear, x, q, out_dtype="float32")
+        if q.format.offset != "min":
+            assert np.array_equal(y, each[:, first : first + 16].T)
+        assert Expected.of(x, q).admits(y, 0), first
+        assert np.abs(w).max() > 0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0", "q3_k", "q6_k"])
+def test_weights_of_0_give_0(name, dtype, run):
+    q = cq.quantize(np.zeros((17, 256), F32), cq.get_format(name))
+    assert not run(cq.linear, normal((9, 256), dtype), q).any()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
+def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
+    q, x = of_bytes(name, 35, 768), normal((9, 768), "float16")
+    clean = run(cq.linear, x, q, out_dtype="float32")
+    blocks = q.arrays()["blocks"].copy()
+    at = BLOCK_LAYOUTS[name].scale_byte
+    blocks[[4, 21], [0, -1], at + 1] = 0x7E
+    y = run(cq.linear, x, with_blocks(name, blocks, 768), out_dtype="float32")
+    others = np.delete(np.arange(35), [4, 21])
+    assert np.isnan(y[:, [4, 21]]).all()
+    assert np.isfinite(clean).all() and bits_equal(y[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize(("name", "depth"), [("q4_0", 800), ("q4_k", 768)])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_nan_and_infinity_of_x_stay_in_their_row(name, depth, rows, run):
+    """K may end within a group of 256."""
+    q, x = weight(name, (19, depth)), normal((rows, depth), "float16")
+    x[0, 3], x[2, -1] = np.nan, np.inf
+    y = run(cq.linear, x, q, out_dtype="float32")
+    wanted = np.ones(y.shape, bool)
+    wanted[[0, 2]] = np.isfinite(cq.linear(x, q, out_dtype="float32"))[[0, 2]]
+    assert np.array_equal(np.isfinite(y), wanted) and not wanted[[0, 2]].any()
+
+
+def test_the_same_bits_in_every_order_of_threads(built):
+    case, numbers = DIVIDED[7]
+    runs = []
+    for order in ORDERS:
+        with divided(numbers):
+            run = Products(Emulator(order=order, arch=ARCH))
+            runs.append(run_case(run, case, out_dtype="float32"))
+    assert all(bits_equal(run, runs[0]) for run in runs)
+
+
+def test_rows_that_do_not_start_on_16_bytes_go_to_the_plain_kernel(run):
+    x, q, y = run_misaligned(run)
+    assert Expected.of(x, q).admits(y, 64)
+
+
+# ---- what happens to the sums -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_epilogues(run, activation, rows):
+    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding."""
+    q, x = weight("q4_0", (35, 512)), normal((rows, 512), "float16")
+    sums = run(cq.linear, x, q, out_dtype="float32")
+    names = list(DTYPES)
+    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        bias = normal((35,), names[i % 3]) if with_bias else None
+        residual = normal((rows, 70), names[(i + 1) % 3])[:, ::2] if with_residual else None
+        wanted = finished(sums, bias, activation, residual)
+        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
+        for dtype in names:
+            y = run(
+                cq.linear, x, q, bias, activation=activation, residual=residual, out_dtype=dtype
+            )
+            assert y.dtype == DTYPES[dtype]
+            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
+            assert (np.abs(values(y) - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("layout", ["whole", *WRITABLE])
+def test_out_lies_anywhere(run, layout):
+    """What lies between and beside its elements is left alone. N is no multiple of 4."""
+    case, where = Case("q4_0", "float16", 3, (35, 512)), LAYOUTS[layout]
+    for dtype in DTYPES.values():
+        base = run.backend.empty(where.base((3, 35)), dtype)
+        base[...] = 7
+        out = where.view(base, (3, 35))
+        assert run_case(run, case, out=out) is out
+        assert Expected.of(case.x, case.weight).admits(np.array(out), 512)
+        out[...] = 7
+        assert (base == 7).all()
+
+
+# ---- gated units --------------------------------------------------------------------------------
+
+
+def swiglu_bound(x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray, roundings: int) -> tuple:
+    """The exact result and how far off one in x's dtype may be.
+
+    Each sum has so many roundings; |silu'| < 1.1 and |silu(a)| <= |a|.
+    """
+    a, b = Expected.of(x, gate), Expected.of(x, up)
+    with np.errstate(over="ignore"):
+        true = a.sums / (1 + np.exp(-a.sums)) * b.sums
+    off = UNIT * roundings
+    bound = 1.1 * off * a.size * (np.abs(b.sums) + off * b.size) + np.abs(a.sums) * off * b.size
+    bound += 8 * UNIT * np.abs(true)
+    return true, bound + ULP[np.dtype(x.dtype).name] * (np.abs(true) + bound) + 2.0**-25
+
+
+@pytest.mark.parametrize("numbers", [None, (2, 3, 5, 1)], ids=str)
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize(("name", "dtype"), GATED)
+def test_swiglu(name, dtype, rows, numbers, run):
+    gate, up = gated(name)
+    x = normal((rows if numbers is None else 3, 512), dtype)
+    if numbers is None:
+        y = run(cq.swiglu, x, gate, up)
+    else:
+        with divided(numbers):
+            y = run(cq.swiglu, x, gate, up)
+    true, bound = swiglu_bound(x, gate, up, 512 + 24)
+    assert (np.abs(values(y) - true) <= bound).all()
+
+
+@pytest.mark.parametrize("other", ["q4_1", "nf4"])
+def test_swiglu_of_two_formats_goes_to_the_plain_kernel(other, run):
+    gate, up = gated("q4_0")[0], weight(other, (70, 512))
+    x = normal((3, 512), "float16")
+    wanted = cq.swiglu(x, gate, up)
+    assert np.allclose(values(run(cq.swiglu, x, gate, up)), wanted, rtol=2e-3, atol=2e-3)
+
+
+# ---- the rule -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120, 999])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_fits_and_all_strips_are_taken(name, arch):
+    limit = SHARED.get(arch, SHARED[86])
+    for rows in (1, 8, 9, 16):
+        for columns, depth in ((1, 256), (4096, 14336), (14336, 4096), (152064, 8192), (64, 65536)):
+            for sets in (1, 2):
+                shape = divide(name, rows, columns, depth, arch, 132, sets == 2)
+                assert blocks_product.shared_bytes(operand(name), rows, shape, sets) <= limit
+                groups = -(-depth // 256)
+                assert 1 <= shape.chunk <= -(-groups // shape.split) and shape.split <= groups
+                assert 4 <= shape.warps <= (16 if arch in (80, 90, 100) else 12) - 4 * (rows > 8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "arch", "split", "strips", "warps", "chunk"),
+    [
+        (1, 4096, 14336, 90, 1, 2, 16, 56),  # one wave: 256 strips on 132 multiprocessors
+        (8, 4096, 14336, 90, 2, 4, 16, 28),  # two blocks share x, which is too large for one
+        (8, 14336, 4096, 90, 1, 7, 16, 16),
+        (16, 4096, 14336, 90, 2, 4, 8, 14),  # half of a block's x at a time
+        (1, 1024, 4096, 90, 2, 1, 16, 8),  # 64 strips for 132 multiprocessors
+        (1, 152064, 4096, 90, 1, 36, 16, 16),  # two waves
+        (8, 4096, 4096, 80, 1, 2, 14, 16),  # 163 KB
+        (8, 4096, 4096, 86, 1, 2, 8, 8),  # 99 KB,
+    ],
+)
+def test_how_products_are_divided(rows, columns, depth, arch, split, strips, warps, chunk):
+    assert divide("q4_0", rows, columns, depth, arch, 132) == Shape(split, strips, warps, chunk)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "step", "arch", "taken"),
+    [
+        (1, "float16", 1, 80, True),
+        (16, "bfloat16", 1, 120, True),
+        (17, "float16", 1, 80, False),
+        (1, "float32", 1, 80, False),
+        (3, "float16", 2, 80, False),
+        (1, "float16", 1, 75, False),
+    ],
+)
+def test_the_choice(rows, dtype, step, arch, taken):
+    recorder = Recorder(arch=arch)
+    x = normal((rows, 512 * step), dtype)[:, ::step]
+    Products(recorder)(cq.linear, x, of_bytes("q4_k", 16, 512))
+    assert ("matmul_blocks.cu" in {program.file for program in recorder.programs}) == taken

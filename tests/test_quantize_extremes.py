@@ -1,0 +1,203 @@
+"""quantize where numbers end: zeros of both signs, NaN, infinity, overflow, subnormals."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import DTYPES, bits_equal, single_scale_formats
+
+import cuquant as cq
+
+OWN = single_scale_formats()
+NAMES = cq.list_formats()
+BLOCKED = [n for n in NAMES if cq.get_format(n).is_blocks]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in BLOCKED])
+@pytest.mark.parametrize("block", ["own", "row", "tensor"])
+def test_zeros_decode_to_positive_zero(name, block):
+    """All codes are that of 0, all scales 0 (E8M0: byte 0), and no NaN byte anywhere."""
+    fmt = cq.get_format(name)
+    if fmt.scale is None:
+        q = cq.quantize(np.zeros((3, 100), np.float32), name)
+    else:
+        q = cq.quantize(
+            np.zeros((3, 100), np.float32), name, block_size=None if block == "own" else block
+        )
+        assert (q.arrays()["scale"] == 0).all() and not np.signbit(q.scale).any()
+    assert (q.codes() == q.format.zero_code).all()
+    values = q.dequantize()
+    assert (values == 0).all() and not np.signbit(values).any()
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_zero_blocks_of_ggml_decode_to_zero(name):
+    assert (cq.quantize(np.zeros((2, 512), np.float32), name).dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_nonfinite_makes_its_block_nan_and_no_other(name, dtype, bad, rng):
+    x = rng.standard_normal((4, 1024)).astype(DTYPES[dtype])
+    clean = cq.quantize(x, name, **({"global_scale": 0.01} if name == "nvfp4" else {}))
+    x[1, 700] = bad
+    q = cq.quantize(x, name, **({"global_scale": 0.01} if name == "nvfp4" else {}))
+    values, before = q.dequantize(), clean.dequantize()
+    block = q.format.block_size
+    elements = q.format.packing.elements if name in BLOCKED else block
+    elements = 1024 if block == "row" else 1 if block is None else elements
+    start = 700 // elements * elements
+    inside = np.zeros(x.shape, bool)
+    inside[1, start : start + elements] = True
+    if q.format.scale is None:
+        assert bits_equal(values[inside], x[inside])
+    else:
+        assert np.isnan(values[inside]).all()
+        assert (q.codes()[inside] == q.format.zero_code).all()
+    assert bits_equal(values[~inside], before[~inside])
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e4m3", "k3", "uint4", "int1"])
+def test_a_nan_scale_is_the_canonical_one(name):
+    x = np.array([[-np.nan, 1.0] * 64], np.float32)
+    x.view(np.uint32)[0, 2] = 0xFFC12345  # a NaN with a sign and a payload
+    scale = cq.quantize(x, name).scale
+    canonical = {2: 0x7E00, 4: 0x7FC00000}[scale.dtype.itemsize]
+    assert scale.view(f"u{scale.dtype.itemsize}").reshape(-1)[0] == canonical
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_raise_names_the_flat_index_and_writes_nothing(name, rng):
+    x = rng.standard_normal((4, 512), dtype=np.float32)
+    out = cq.quantize(x, name)
+    kept = {part: value.copy() for part, value in out.arrays().items()}
+    x[2, 77] = np.nan
+    with pytest.raises(ValueError, match="flat index 1101"):
+        cq.quantize(x, name, nonfinite="raise", out=out)
+    for part, value in out.arrays().items():
+        assert bits_equal(value, kept[part])
+
+
+def test_raise_finds_the_index_of_a_view(rng):
+    x = rng.standard_normal((512, 4), dtype=np.float32).T
+    x[2, 77] = np.inf
+    with pytest.raises(ValueError, match="flat index 1101"):
+        cq.quantize(x, "nf4", axis=0, nonfinite="raise")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clamp_is_quantizing_the_repaired_array(name, rng):
+    x = rng.standard_normal((2, 512)).astype(np.float16)
+    x[0, 3], x[1, 4], x[1, 200] = np.nan, np.inf, -np.inf
+    repaired = np.nan_to_num(x, nan=0.0)  # infinities to +-65504
+    q = cq.quantize(x, name, nonfinite="clamp")
+    wanted = cq.quantize(repaired, name)
+    assert bits_equal(q.codes(), wanted.codes())
+    assert np.isfinite(q.dequantize(dtype="float32")).all()
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OWN if cq.get_format(n).scale.dtype in ("float16", "e4m3")]
+)
+def test_a_scale_that_overflows_saturates(name):
+    x = np.full((1, 128), 3e38, np.float32)
+    x[0, 1::2] = -3e38
+    options = {"global_scale": 1.0} if name == "nvfp4" else {}
+    q = cq.quantize(x, name, **options)
+    assert np.abs(q.scale).max() == (448 if options else 65504)
+    assert np.isfinite(q.dequantize()).all()
+    with pytest.raises(ValueError, match="overflow"):
+        cq.quantize(x, name, nonfinite="raise", **options)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "iq4_nl"])
+def test_ggml_scales_overflow_as_ggml_does(name):
+    x = np.full((1, 256), 3e38, np.float32)
+    assert np.isinf(cq.quantize(x, name).scale).all()
+    with pytest.raises(ValueError, match="overflow"):
+        cq.quantize(x, name, nonfinite="raise")
+    assert np.isfinite(cq.quantize(x, name, nonfinite="clamp").scale).all()
+
+
+def test_fp16_saturates_and_bf16_rounds():
+    x = np.array([1e6, -1e6, 65519.0, 1e-8, np.inf], np.float32)
+    q = cq.quantize(x, "fp16")
+    assert q.dequantize().tolist() == [65504, -65504, 65504, np.float32(np.float16(1e-8)), np.inf]
+    with pytest.raises(ValueError, match="overflow"):
+        cq.quantize(x[:4], "fp16", nonfinite="raise")
+    x = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38], np.float32)
+    largest = (2 - 2.0**-7) * 2.0**127  # 3.39e38
+    assert cq.quantize(x, "bf16").dequantize().tolist() == [1.0, 1 + 4 * 2**-8, largest]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 1.2e-38, 2.0**-127, 2.0**-133])
+def test_subnormal_blocks_are_finite(name, value):
+    x = np.zeros((1, 256), np.float32)
+    x[0, ::3], x[0, 1::3] = value, -value
+    values = cq.quantize(x, name).dequantize()
+    assert np.isfinite(values).all()
+    assert np.abs(values).max() <= 2 * value
+
+
+def test_e8m0_reaches_its_lowest_scale():
+    q = cq.quantize(np.full((1, 32), 2.0**-127, np.float32), "mxfp4")
+    assert q.arrays()["scale"].tolist() == [[0]] and q.scale[0, 0] == 2.0**-127
+    assert (q.dequantize() == 2.0**-127).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "mxfp8", "mxfp4", "nvfp4", "fp6_e2m3", "fp16", "bf16"],
+)
+def test_negative_zero_is_kept_where_the_format_has_it(name):
+    x = np.array([[1.0, -0.0, 0.0, -1.0] * 8], np.float32)
+    assert np.signbit(cq.quantize(x, name).dequantize()[0, :4]).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("name", ["nf4", "int4", "k3", "bof4s", "int8", "uint4"])
+def test_negative_zero_becomes_zero_elsewhere(name):
+    x = np.array([[1.0, -0.0, 0.0, -2.0] * 32], np.float32)  # a negative scale under signed max
+    values = cq.quantize(x, name).dequantize()
+    assert not np.signbit(values[values == 0]).any()
+
+
+# ---- what once went wrong -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OWN)
+def test_the_largest_value_of_a_dtype_stays_finite(name, dtype):
+    """127 * (FLT_MAX / 127) overflows, and so does 15 * half(65504 / 15) in float16."""
+    top = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    x = np.array([[top, 1.0, -top, np.inf] * 8], DTYPES[dtype])
+    values = cq.quantize(x, name, nonfinite="clamp").dequantize()
+    assert values.dtype == x.dtype and np.isfinite(values).all()
+    assert np.isfinite(cq.quantize(x[:, :3], name).dequantize()).all()
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q8_1", "q5_1", "q4_0"])
+def test_the_largest_float16_stays_finite_in_ggml_types(name):
+    x = np.array([[65504.0, 1.0, -65504.0, 3.0] * 8], np.float16)
+    assert np.isfinite(cq.quantize(x, name).dequantize()).all()
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_scales_that_overflow_are_silent(name):
+    x = np.full((1, 256), 1e38, np.float32)
+    x[0, ::2] = 3e38
+    cq.quantize(x, name).dequantize()  # any warning is an error here
+
+
+def test_a_tiny_nvfp4_tensor_keeps_a_usable_global_scale():
+    for value in (1e-45, 1e-42, 5e-42, 1e-40):
+        x = np.full((1, 64), value, np.float32)
+        q = cq.quantize(x, "nvfp4", nonfinite="raise")
+        world = q.arrays()["global_scale"]
+        assert world > 0 and np.abs(q.dequantize()).max() <= 2 * value
+        cq.quantize(x, "nvfp4", global_scale=world)

@@ -1,0 +1,174 @@
+"""What shares a scale, and scales that are given, nested or global."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracle import bits_equal, single_scale_formats
+
+import cuquant as cq
+
+OWN = single_scale_formats()
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("block", [8, 24, 40, 4096, "row", "tensor"])
+def test_block_sizes(name, block, rng):
+    """Each block stands alone: quantizing it by itself gives the same codes."""
+    x = rng.standard_normal((3, 100), dtype=np.float32)
+    options = {"global_scale": 0.01} if name == "nvfp4" else {}
+    q = cq.quantize(x, name, block_size=block, **options)
+    width = {"row": 100, "tensor": 100}.get(block, block)
+    if block == "tensor":
+        assert q.scale.shape == ()
+        flat = cq.quantize(x.reshape(1, 300), name, block_size="row", **options)
+        assert bits_equal(q.codes().reshape(1, 300), flat.codes())
+        return
+    codes, scale = q.codes(), q.scale
+    for start in range(0, 100, width):
+        part = cq.quantize(x[:, start : start + width], name, block_size=block, **options)
+        assert bits_equal(codes[:, start : start + width], part.codes())
+        assert (scale[:, start // width] == part.scale[:, 0]).all()
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("tile", [(1, 32), (16, 16), (8, 40), (128, 128), (3, 8)])
+def test_two_dimensional_blocks(name, tile, rng):
+    x = rng.standard_normal((2, 19, 50), dtype=np.float32)
+    options = {"global_scale": 0.01} if name == "nvfp4" else {}
+    q = cq.quantize(x, name, block_size=tile, **options)
+    tall, wide = tile
+    codes, scale = q.codes(), q.scale
+    assert scale.shape == (2, -(-19 // tall), -(-50 // wide))
+    for b in range(2):
+        for i in range(0, 19, tall):
+            for j in range(0, 50, wide):
+                part = x[b, i : i + tall, j : j + wide]
+                alone = cq.quantize(
+                    np.ascontiguousarray(part), name, block_size="tensor", **options
+                )
+                assert scale[b, i // tall, j // wide] == alone.scale
+                assert bits_equal(codes[b, i : i + tall, j : j + wide], alone.codes())
+
+
+@pytest.mark.parametrize("name", ["nf4", "int4", "int8", "int1", "uint4", "k3"])
+@pytest.mark.parametrize("block", ["row", "tensor", (70, 70000)])
+def test_blocks_larger_than_a_piece(name, block, rng):
+    """Statistics are combined over pieces, in index order; ties of |x| keep the first."""
+    x = np.round(rng.standard_normal((3, 150_000)) * 4).astype(np.float32)
+    q = cq.quantize(x, name, block_size=block)
+    parts = {
+        "row": [x[i] for i in range(3)],
+        "tensor": [x],
+        (70, 70000): [x[:, j : j + 70000] for j in range(0, 150_000, 70000)],
+    }[block]
+    for part, scale in zip(parts, q.scale.reshape(-1), strict=True):
+        flat = part.reshape(-1)
+        fmt = q.format
+        first = flat[np.argmax(np.abs(flat))]
+        exact = {
+            "absmax": np.abs(first) / np.float32(fmt.scale.peak),
+            "signed_max": first / np.float32(fmt.scale.peak),
+            "range": (flat.max() - flat.min()) / np.float32(fmt.scale.peak),
+            "mean_abs": np.float64(np.abs(flat).sum(dtype=np.float64))
+            / flat.size,  # integers: exact
+        }[fmt.scale.rule]
+        assert scale == exact.astype(scale.dtype)
+
+
+# ---- static quantization --------------------------------------------------------------------
+
+
+def test_static_scale_is_used_as_it_is(rng):
+    x = rng.standard_normal((4, 256), dtype=np.float32)
+    q = cq.quantize(x, "int8", scale=0.02, block_size="tensor")
+    assert q.scale == np.float32(0.02)
+    inverse = np.float32(1) / np.float32(0.02)
+    assert (q.packed == np.clip(np.rint(x * inverse), -127, 127)).all()
+
+
+def test_static_zero_point():
+    x = np.array([[-1.0, 0.0, 1.0, 300.0, -300.0, np.nan, np.inf, -np.inf]], np.float32)
+    q = cq.quantize(x, "uint8", scale=1.0, zero_point=10, block_size="tensor")
+    assert q.codes().tolist() == [[9, 10, 11, 255, 0, 10, 255, 0]]
+    assert q.dequantize()[0, :3].tolist() == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if n != "nvfp4"])
+def test_static_with_the_dynamic_scales_gives_the_dynamic_codes(name, rng):
+    """Where codes use the stored scale, giving it back changes nothing."""
+    x = rng.standard_normal((4, 300), dtype=np.float32)
+    q = cq.quantize(x, name)
+    again = cq.quantize(x, name, scale=q.scale, zero_point=q.zero_point)
+    for part, value in q.arrays().items():
+        assert bits_equal(again.arrays()[part], value)
+
+
+def test_static_nvfp4(rng):
+    x = rng.standard_normal((4, 256), dtype=np.float32)
+    q = cq.quantize(x, "nvfp4", global_scale=0.5)
+    again = cq.quantize(x, "nvfp4", scale=q.scale, global_scale=0.5)
+    for part, value in q.arrays().items():
+        assert bits_equal(again.arrays()[part], value)
+
+
+def test_static_codebooks_still_see_nan():
+    x = np.ones((1, 128), np.float32)
+    x[0, 5] = np.nan
+    values = cq.quantize(x, "nf4", scale=1.0).dequantize()
+    assert np.isnan(values[0, :64]).all() and (values[0, 64:] == 1).all()
+
+
+# ---- double quantization and nvfp4 ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OWN if cq.get_format(n).scale.dtype == "float32"] + ["k4"]
+)
+def test_double_quantization(name, rng):
+    x = rng.standard_normal((16, 4096), dtype=np.float32)
+    fmt = cq.get_format(name, scale_dtype="float32" if name == "k4" else None)
+    plain = cq.quantize(x, fmt)
+    q = cq.quantize(x, cq.get_format(fmt, double_quant=True))
+    if fmt.scale.encode_with == "exact":  # bitsandbytes': codes know nothing of the nesting
+        assert bits_equal(q.codes(), plain.codes())
+    else:
+        static = cq.quantize(x, fmt, scale=q.scale)
+        assert bits_equal(q.codes(), static.codes())
+        assert cq.error(x, q).sqnr_db > cq.error(x, plain).sqnr_db - 0.2
+    scale = plain.scale.reshape(-1)
+    parts = q.arrays()
+    offset = np.float32(np.cumsum(scale, dtype=np.float64)[-1] / len(scale))
+    assert parts["nested_offset"] == offset
+    nested = cq.quantize(scale - offset, "dynamic8", block_size=256)
+    assert bits_equal(parts["scale"].reshape(-1), nested.packed)
+    assert bits_equal(parts["nested_scale"], nested.scale)
+    assert (q.scale.reshape(-1) == nested.dequantize() + offset).all()
+    assert q.nbytes < plain.nbytes
+
+
+def test_double_quantization_keeps_nan_in_its_nested_block(rng):
+    x = rng.standard_normal((2, 64 * 256), dtype=np.float32)
+    x[1, 0] = np.nan
+    values = cq.quantize(x, "nf4", double_quant=True).dequantize()
+    assert np.isfinite(values[0]).all() and np.isnan(values[1, :64]).all()
+
+
+def test_nvfp4_global_scale(rng):
+    x = rng.standard_normal((4, 256), dtype=np.float32)
+    q = cq.quantize(x, "nvfp4")
+    world = np.abs(x).max() / np.float32(6 * 448)
+    assert q.arrays()["global_scale"] == world
+    stored = q.arrays()["scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert bits_equal(q.scale, stored * world)
+    assert stored.max() == 448
+    zero = cq.quantize(np.zeros((1, 16), np.float32), "nvfp4")
+    assert zero.arrays()["global_scale"] == 1 and zero.arrays()["scale"].tolist() == [[0]]
+
+
+def test_many_small_matrices_in_two_dimensional_blocks_are_not_slow():
+    x = np.ones((5000, 8, 8), np.float32)
+    start = time.process_time()
+    cq.quantize(x, "int8", block_size=(8, 8))
+    assert x.nbytes / 1e6 / (time.process_time() - start) >= 50

@@ -1,0 +1,320 @@
+"""Safetensors files that are malformed: refused, and never a crash."""
+
+import contextlib
+import json
+import os
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors_files import TAGS, container, entry, write_file
+
+try:
+    import safetensors
+except ImportError:
+    safetensors = None
+
+from cuquant.errors import FormatError
+from cuquant.io.safetensors import SafetensorsReader
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+# Malformed files
+
+GOOD = entry()
+MALFORMED = {
+    "empty": (b"", "0 bytes long"),
+    "seven_bytes": (b"\0" * 7, "7 bytes long"),
+    "header_longer_than_file": (container("{}", length=3), "header is 3 bytes long"),
+    "header_of_2_60_bytes": (container("{}", length=2**60), "header is 1152921504606846976"),
+    "header_of_2_64_bytes": (container("{}", length=2**64 - 1), "header is 18446744073709551615"),
+    "no_header": (container(""), "starts with"),
+    "not_utf8": (container(b'{"\xff":1}'), "not UTF-8"),
+    "utf8_bom": (container(b"\xef\xbb\xbf{}"), "starts with"),
+    "leading_space": (container(" {}"), "starts with"),
+    "array_at_top": (container("[]"), "starts with"),
+    "string_at_top": (container('"a"'), "starts with"),
+    "not_json": (container("{a}"), "not JSON"),
+    "cut_json": (container('{"a":'), "not JSON"),
+    "two_objects": (container("{}{}"), "not JSON"),
+    "zero_padding": (container("{}\0\0"), "not JSON"),
+    "control_character": (container('{"a\n":1}'), "not JSON"),
+    "duplicate_tensor": (
+        container(f'{{"a":{json.dumps(GOOD)},"a":{json.dumps(GOOD)}}}', b"1234"),
+        "'a' twice",
+    ),
+    "duplicate_spelled_otherwise": (container('{"a":0,"\\u0061":0}'), "'a' twice"),
+    "duplicate_field": (container('{"a":{"dtype":"U8","dtype":"I8"}}'), "'dtype' twice"),
+    "duplicate_metadata_map": (container('{"__metadata__":{},"__metadata__":{}}'), "twice"),
+    "duplicate_metadata_key": (container('{"__metadata__":{"k":"a","k":"b"}}'), "'k' twice"),
+    "nan": (container('{"a":NaN}'), "number 'NaN'"),
+    "minus_infinity": (container('{"a":-Infinity}'), "number '-Infinity'"),
+    "exponent": (container('{"a":1e400}'), "number '1e400'"),
+    "integer_of_a_million_digits": (container('{"a":' + "9" * 10**6 + "}"), "number '9999"),
+    "deep_lists": (container('{"a":' + "[" * 200_000 + "]" * 200_000 + "}"), "nests too deep"),
+    "deep_objects": (container('{"a":' * 90_000 + "0" + "}" * 90_000), "nests too deep"),
+    "lone_surrogate": (
+        container('{"\\ud800":' + json.dumps(GOOD) + "}", b"1234"),
+        "not valid Unicode",
+    ),
+    "entry_is_null": (container({"a": None}), "exactly dtype, shape and data_offsets"),
+    "entry_is_list": (container({"a": [1, 2]}), "exactly dtype"),
+    "missing_field": (container({"a": {"dtype": "U8", "shape": [0]}}), "exactly dtype"),
+    "extra_field": (container({"a": entry(more=1)}, b"1234"), "exactly dtype"),
+    "unknown_dtype": (container({"a": entry("F128")}, b"1234"), "unknown dtype 'F128'"),
+    "dtype_in_lower_case": (container({"a": entry("u8")}, b"1234"), "unknown dtype"),
+    "dtype_is_list": (container({"a": entry(["U8"])}, b"1234"), "unknown dtype"),
+    "shape_is_string": (container({"a": GOOD | {"shape": "4"}}, b"1234"), "shape is '4'"),
+    "negative_size": (container({"a": entry(shape=(-2, -2))}, b"1234"), "its shape is"),
+    "boolean_size": (container({"a": entry(shape=(True, 4))}, b"1234"), "its shape is"),
+    "float_size": (container({"a": entry(shape=(4.0,))}, b"1234"), "number '4.0'"),
+    "nested_shape": (container({"a": entry(shape=([4],))}, b"1234"), "its shape is"),
+    "rank_65": (container({"a": entry(shape=(1,) * 64 + (4,))}, b"1234"), "at most 64"),
+    "rank_100000": (container({"a": entry(shape=(2,) * 100_000)}, b"1234"), "at most 64"),
+    "product_wraps_at_2_64": (container({"a": entry(shape=(2**32, 2**32))}, b""), "overflows"),
+    "product_overflows_beside_zero": (
+        container({"a": entry(shape=(2**62, 4, 0), offsets=(0, 0))}),
+        "overflows",
+    ),
+    "larger_than_file": (
+        container({"a": entry(shape=(2**40,), offsets=(0, 2**40))}, b"1234"),
+        "truncated",
+    ),
+    "offsets_missing_end": (container({"a": entry(offsets=(0,))}, b"1234"), "its data_offsets are"),
+    "offsets_of_three": (
+        container({"a": entry(offsets=(0, 4, 4))}, b"1234"),
+        "its data_offsets are",
+    ),
+    "offsets_boolean": (
+        container({"a": entry(shape=(1,), offsets=(False, True))}, b"1"),
+        "its data_offsets are",
+    ),
+    "offsets_negative": (container({"a": entry(offsets=(-4, 0))}, b"1234"), "its data_offsets are"),
+    "offsets_reversed": (container({"a": entry(offsets=(4, 0))}, b"1234"), "its data_offsets are"),
+    "size_mismatch": (container({"a": entry("F32", (2,), (0, 4))}, b"1234"), "takes 8"),
+    "odd_f4": (container({"a": entry("F4", (3,), (0, 2))}, b"12"), "12 bits"),
+    "ragged_f6": (container({"a": entry("F6_E2M3", (5,), (0, 4))}, b"1234"), "30 bits"),
+    "overlap": (container({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"), "overlaps"),
+    "same_bytes_twice": (container({"a": entry(), "b": entry()}, b"1234"), "overlaps"),
+    "empty_inside_another": (
+        container({"a": entry(), "b": entry(shape=(0,), offsets=(2, 2))}, b"1234"),
+        "overlaps",
+    ),
+    "hole": (container({"a": entry(), "b": entry(offsets=(5, 9))}, b"123456789"), "hole"),
+    "hole_at_start": (container({"a": entry(offsets=(1, 5))}, b"12345"), "hole"),
+    "truncated_data": (container({"a": entry()}, b"123"), "truncated"),
+    "trailing_bytes": (container({"a": entry()}, b"12345"), "trailing bytes"),
+    "bytes_of_no_tensor": (container({}, b"1"), "trailing bytes"),
+    "metadata_is_null": (container({"__metadata__": None}), "__metadata__"),
+    "metadata_value_is_number": (container({"__metadata__": {"a": 1}}), "__metadata__"),
+    "metadata_is_nested": (container({"__metadata__": {"a": {"b": "c"}}}), "__metadata__"),
+    "metadata_is_tensor": (container({"__metadata__": GOOD}, b"1234"), "__metadata__"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_file(path, case):
+    data, reason = MALFORMED[case]
+    path.write_bytes(data)
+    start = time.perf_counter()
+    with pytest.raises(FormatError) as caught:
+        SafetensorsReader(path)
+    assert time.perf_counter() - start < 1
+    named, _, message = str(caught.value).partition(": ")
+    assert named == str(path)
+    assert reason in message
+    assert len(message) < 1500  # a hostile header is not repeated
+
+
+def test_valid_corner_cases(path):
+    header = {
+        "__metadata__": {},
+        "": entry(offsets=(0, 4)),
+        "scalar": entry("F32", (), (4, 8)),
+        "empty_at_end": entry("F64", (0, 2**40), (8, 8)),
+        "empty_at_start": entry("F4", (3, 0), (0, 0)),
+    }
+    path.write_bytes(container(json.dumps(header) + " \n ", b"12345678"))
+    with SafetensorsReader(path) as reader:
+        assert list(reader.tensors) == ["empty_at_start", "", "scalar", "empty_at_end"]
+        assert reader.read("scalar").tobytes() == b"5678"
+        assert reader.read("empty_at_end").shape == (0, 2**40)
+        assert reader.read("empty_at_start").shape == (3, 0)
+
+
+def test_limits(path):
+    write_file(path, {str(i): np.zeros(1) for i in range(3)}, {"a": "b"})
+    SafetensorsReader(path, max_tensors=3, max_header_bytes=1000).close()
+    with pytest.raises(FormatError, match="more than 2 tensors; raise max_tensors"):
+        SafetensorsReader(path, max_tensors=2)
+    with pytest.raises(FormatError, match="the limit is 20; raise max_header_bytes"):
+        SafetensorsReader(path, max_header_bytes=20)
+    write_file(path, {str(i): np.zeros(1) for i in range(3)})  # the same without __metadata__
+    with pytest.raises(FormatError, match="more than 2 tensors"):
+        SafetensorsReader(path, max_tensors=2)
+
+
+def test_flood_of_objects_is_cut_off_while_parsing(path):
+    path.write_bytes(container('{"a":[' + "{}," * 10**6 + "{}]}"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="more than 10 tensors"):
+            SafetensorsReader(path, max_tensors=10)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10e6  # header bytes and text, 3 MB each; the objects alone would be 64 MB
+
+
+def test_claimed_sizes_are_not_allocated(path):
+    claims = [
+        container("{}", length=2**60),
+        container({"a": entry("U8", (2**60,), (0, 2**60))}, b"1234"),
+        container({"a": entry("F64", (2**50, 0, 2**10), (0, 0))}, b"1234"),
+    ]
+    tracemalloc.start()
+    try:
+        for claim in claims:
+            path.write_bytes(claim)
+            with pytest.raises(FormatError):
+                SafetensorsReader(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6
+
+
+def test_opening_and_viewing_do_not_read_the_data(path):
+    with path.open("wb") as file:  # 1 GiB of holes
+        file.write(container({"a": entry("U8", (2**30,), (0, 2**30))}))
+        file.truncate(file.tell() + 2**30)
+    tracemalloc.start()
+    try:
+        with SafetensorsReader(path) as reader:
+            assert reader.read("a", copy=False).nbytes == reader.raw("a").nbytes == 2**30
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6
+
+
+def test_boolean_bytes_are_checked(path):
+    path.write_bytes(container({"a": entry("BOOL")}, b"\0\1\2\0"))
+    with SafetensorsReader(path) as reader:
+        for copy in (True, False):
+            with pytest.raises(FormatError, match="holds the byte 2"):
+                reader.read("a", copy=copy)
+        assert reader.raw("a").tolist() == [0, 1, 2, 0]
+
+
+def test_missing_file(path):
+    with pytest.raises(FileNotFoundError):
+        SafetensorsReader(path)
+
+
+def test_directory(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a directory"):
+        SafetensorsReader(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
+def test_fifo_does_not_block(path):
+    os.mkfifo(path)
+    with pytest.raises(FormatError, match="not a regular file"):
+        SafetensorsReader(path)
+
+
+VALID = container(
+    {
+        "__metadata__": {"format": "pt", "note": "x"},
+        "layer.0.weight": entry("BF16", (2, 3), (0, 12)),
+        "codes": entry("F4", (4,), (12, 14)),
+        "six": entry("F6_E3M2", (4,), (14, 17)),
+        "mask": entry("BOOL", (2,), (17, 19)),
+        "scalar": entry("F64", (), (19, 27)),
+        "none": entry("I32", (0, 5), (27, 27)),
+    },
+    bytes(range(17)) + b"\0\1" + bytes(8),
+)
+
+
+def read_everything(path):
+    """Parse or refuse; any other exception goes up. What we accept, the official library does."""
+    try:
+        reader = SafetensorsReader(path)
+    except FormatError:
+        return False
+    with reader:
+        for name, info in reader.tensors.items():
+            assert reader.raw(name).nbytes == info.nbytes
+            with contextlib.suppress(FormatError):  # a BOOL byte that is neither 0 nor 1
+                assert reader.read(name).shape == reader.read(name, copy=False).shape == info.shape
+        if safetensors is not None:
+            official = {
+                name: bytes(found["data"])
+                for name, found in safetensors.deserialize(path.read_bytes())
+            }
+            assert official == {name: reader.raw(name).tobytes() for name in reader.tensors}
+    return True
+
+
+bytes_changed = st.lists(
+    st.tuples(
+        st.integers(0, len(VALID) - 1),
+        st.sampled_from(b'{}[]",:0129-.eNtfn\\ \0\xff') | st.integers(0, 255),
+    ),
+    max_size=4,
+)
+fuzz = settings(
+    max_examples=300,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def test_the_file_that_is_fuzzed_is_valid(path):
+    path.write_bytes(VALID)
+    assert read_everything(path)
+
+
+@fuzz
+@given(bytes_changed, st.none() | st.integers(0, len(VALID)), st.binary(max_size=9))
+def test_mutated_files_parse_or_are_refused(path, changes, end, tail):
+    data = bytearray(VALID)
+    for position, byte in changes:
+        data[position] = byte
+    path.write_bytes(bytes(data[:end]) + tail)
+    read_everything(path)
+
+
+json_values = st.recursive(
+    st.none() | st.integers(-3, 2**65) | st.floats() | st.text(max_size=3) | st.sampled_from(TAGS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+sizes = st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**62, 2**64])
+near_entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(TAGS) | json_values,
+        "shape": st.lists(sizes, max_size=4) | json_values,
+        "data_offsets": st.tuples(st.integers(0, 9), st.integers(0, 9)) | json_values,
+    }
+)
+headers = st.dictionaries(
+    st.text(max_size=2) | st.just("__metadata__"), near_entries | json_values, max_size=3
+)
+
+
+@fuzz
+@given(headers, st.integers(0, 9))
+def test_invented_headers_parse_or_are_refused(path, header, data_bytes):
+    path.write_bytes(container(header, bytes(data_bytes)))
+    read_everything(path)

@@ -1,0 +1,265 @@
+"""quantize_ on the CPU: which layers of a model are swapped, and what they share."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+
+import cuquant as cq
+
+torch = pytest.importorskip("torch", reason="torch is optional")
+
+from torch_models import DTYPES, Block, kinds, linear, random  # noqa: E402
+
+import cuquant.torch  # noqa: E402
+from cuquant.torch import QuantLinear, quantize_  # noqa: E402
+
+nn = torch.nn
+
+
+# ---- quantize_ ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", ["nf4", cq.get_format("int4", block_size=32), "mxfp4", "q4_0"])
+def test_a_model_computes_what_cq_linear_does(fmt, dtype):
+    model = Block().to(dtype).eval()
+    plain = copy.deepcopy(model)
+    tokens = torch.arange(10).reshape(2, 5)
+    assert quantize_(model, fmt) is model
+    assert set(kinds(model).values()) == {"QuantLinear"}
+
+    def through(layer, x):
+        bias = None if layer.bias is None else layer.bias.detach()
+        return cq.linear(x, cq.quantize(layer.weight.detach(), fmt), bias)
+
+    with torch.no_grad():
+        x = plain.embed(tokens)
+        inner = nn.functional.silu(through(plain.mlp["gate"], x))
+        x = x + through(plain.mlp["down"], inner)
+        assert torch.equal(model(tokens), through(plain.lm_head, plain.norm(x)))
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "swapped"),
+    [
+        ({}, "mlp.gate mlp.down lm_head"),
+        ({"exclude": "lm_head"}, "mlp.gate mlp.down"),
+        ({"exclude": ["lm_head", "*.gate"]}, "mlp.down"),
+        ({"exclude": ["mlp"]}, "lm_head"),
+        ({"exclude": ("nothing.*", "m")}, "mlp.gate mlp.down lm_head"),
+        ({"include": "mlp.*"}, "mlp.gate mlp.down"),
+        ({"include": ["mlp"]}, "mlp.gate mlp.down"),
+        ({"include": ["mlp.down", "lm_head"], "exclude": ["lm_*"]}, "mlp.down"),
+        ({"include": ["*"]}, "mlp.gate mlp.down lm_head"),
+        ({"format": {"*.gate": "int8", "mlp": None, "*": "nf4"}}, "mlp.gate lm_head"),
+        ({"format": {"*": None, "lm_head": "int8"}}, "lm_head"),
+        ({"format": {"mlp.*": "int8"}}, "mlp.gate mlp.down"),
+        ({"format": {"mlp.*": "int8"}, "exclude": "*.down"}, "mlp.gate"),
+    ],
+)
+def test_names(options, swapped):
+    model = quantize_(Block(), **{"format": "nf4", **options})
+    assert [n for n, kind in kinds(model).items() if kind == "QuantLinear"] == swapped.split()
+
+
+def test_exact_names_are_no_globs():
+    model = nn.ModuleDict({"a[1]": linear(8, 64), "a1": linear(8, 64)})
+    quantize_(model, "nf4", include="a[1]")
+    assert set(kinds(model).values()) == {"QuantLinear"}  # the name, and what the glob means
+    model = nn.ModuleDict({"a[1]": linear(8, 64), "a1": linear(8, 64)})
+    quantize_(model, {"a?": "int8", "a[1]": "nf4"})
+    assert [model[name].format.name for name in ("a[1]", "a1")] == ["nf4", "int8"]
+
+
+def test_formats_by_name():
+    config = {"*": "nf4", "mlp": cq.get_format("int8"), "mlp.down": "q8_0"}
+    model = quantize_(Block(), config)
+    found = {n: m.format.name for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert found == {"mlp.gate": "nf4", "mlp.down": "q8_0", "lm_head": "nf4"}
+    model = quantize_(Block(), dict(reversed(config.items())))
+    found = {n: m.format.name for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert found == {"mlp.gate": "int8", "mlp.down": "q8_0", "lm_head": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"format": "nf5"}, ValueError, "unknown format 'nf5'"),
+        ({"format": {"lm_head": "nf5"}}, ValueError, "unknown format"),
+        ({"format": {"head": "nf4"}}, ValueError, "'head' selects no nn.Linear.*mlp.gate"),
+        ({"format": {3: "nf4"}}, TypeError, "patterns are strings"),
+        ({"format": None}, TypeError, "format"),
+        ({"include": ["mlp.*", "*.up"]}, ValueError, r"'\*.up' selects no nn.Linear"),
+        ({"include": 3}, TypeError, "include must be"),
+        ({"exclude": [3]}, TypeError, "exclude holds 3"),
+    ],
+)
+def test_wrong_arguments_change_nothing(options, error, message):
+    model = Block()
+    before = list(model.modules())
+    with pytest.raises(error, match=message):
+        quantize_(model, **options)
+    assert list(model.modules()) == before
+
+
+def test_models_that_are_none():
+    with pytest.raises(ValueError, match="from_linear"):
+        quantize_(nn.Linear(64, 64), "nf4")
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        quantize_([nn.Linear(64, 64)], "nf4")
+    for empty in (nn.Sequential(nn.ReLU()), quantize_(nn.Sequential(linear()), "nf4")):
+        with pytest.warns(UserWarning, match=r"no layer \(the model has no nn.Linear\)"):
+            assert quantize_(empty, "nf4") is empty
+
+
+def test_an_error_in_the_middle_changes_nothing(monkeypatch):
+    from cuquant.torch import swap
+
+    model = Block()
+    before, quantized, seen = list(model.modules()), swap.quantized_weight, []
+
+    def failing(weight, *rest):
+        seen.append(weight)
+        if len(seen) == 3:
+            raise MemoryError("no memory")
+        return quantized(weight, *rest)
+
+    monkeypatch.setattr(swap, "quantized_weight", failing)
+    with pytest.raises(MemoryError):
+        quantize_(model, "nf4")
+    assert list(model.modules()) == before
+
+
+def test_layers_that_do_not_fit_are_kept(caplog):
+    model = nn.Sequential(linear(64, 256), linear(8, 64), nn.Linear(64, 64).double())
+    with caplog.at_level(logging.INFO, "cuquant.torch"):
+        quantize_(model, "q4_k")
+    assert list(kinds(model).values()) == ["QuantLinear", "Linear", "Linear"]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "0: q4_k",
+        "1: kept, 64 columns do not divide into blocks of q4_k",
+        "2: kept, float64 values",
+        "1 of 3 nn.Linear layers quantized",
+    ]
+    with pytest.warns(UserWarning, match="1: 64 columns do not divide"):
+        quantize_(model, "q4_k")
+
+
+def test_layers_with_a_life_of_their_own_are_kept():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class Renamed(nn.Linear):
+        pass
+
+    patched = linear()
+    patched.forward = lambda x: x
+    model = nn.ModuleDict(
+        {
+            "adapted": Adapted(64, 64),
+            "patched": patched,
+            "parametrized": nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)),
+            "lazy": nn.LazyLinear(4),
+            "attention": nn.MultiheadAttention(64, 4),
+            "renamed": Renamed(64, 64),
+        }
+    )
+    quantize_(model, "nf4")
+    assert [n for n, m in model.named_modules() if isinstance(m, QuantLinear)] == ["renamed"]
+    x = random(3, 1, 64)
+    assert model["attention"](x, x, x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("prepack", [False, True])
+def test_a_transformer_of_torchs_own(prepack, training):
+    """It looks at the weights of its linear layers to choose a path of its own."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    model = quantize_(copy.deepcopy(plain), "int8", prepack=prepack)
+    names = [n for n, m in model.named_modules() if isinstance(m, QuantLinear)]
+    assert names == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
+    for name in names:  # what it is to compute, in torch's own layers
+        linear, quantized = plain.get_submodule(name), model.get_submodule(name)
+        with torch.no_grad():
+            linear.weight.copy_(quantized(torch.eye(linear.in_features)).T - linear.bias[:, None])
+    x = random(2, 5, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
+
+
+def test_functional_linear_of_a_packed_weight():
+    p, x = cq.prepack(cq.quantize(random(24, 128), "int4")), random(2, 128)
+    assert torch.equal(nn.functional.linear(x, p), cq.linear(x, p))
+
+
+# ---- what is shared -----------------------------------------------------------------------------
+
+
+def test_a_module_at_two_places_stays_one():
+    shared = linear(64, 64)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, linear(64, 64, seed=4))})
+    quantize_(model, "nf4", exclude="b.1")
+    assert model["a"] is model["b"][0] and isinstance(model["a"], QuantLinear)
+    assert type(model["b"][1]) is nn.Linear
+    twice = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    with pytest.warns(UserWarning, match="excluded"):
+        quantize_(twice, "nf4", exclude="b")  # either name will do
+    assert twice["a"] is shared
+    block = nn.Sequential(linear(64, 64))
+    albert = quantize_(nn.Sequential(block, block), "nf4", include="1.0")
+    assert albert[0] is albert[1] and isinstance(albert[0][0], QuantLinear)
+
+
+def test_a_weight_of_two_layers_stays_one():
+    model = nn.Sequential(linear(64, 64), linear(64, 64))
+    model[1].weight = model[0].weight
+    quantize_(model, "nf4")
+    assert model[0].packed.data_ptr() == model[1].packed.data_ptr()
+    assert not torch.equal(model[0].bias, random(3)[:0]) and model[0] is not model[1]
+    kept = nn.Sequential(linear(64, 64), linear(64, 64))
+    kept[1].weight = kept[0].weight
+    with pytest.warns(UserWarning, match="its weight is also that of '1', which stays"):
+        quantize_(kept, "nf4", exclude="1")
+
+
+@pytest.mark.parametrize(
+    ("options", "swapped"),
+    [
+        ({}, False),
+        ({"include": ["*"]}, False),
+        ({"format": {"*": "nf4"}}, False),
+        ({"include": ["mlp.*", "lm_head"]}, True),
+        ({"include": ["*", "lm_head"]}, True),
+        ({"include": ["*", "mlp.*"]}, False),
+        ({"format": {"lm_head": "int8", "*": "nf4"}}, True),
+        ({"format": {"lm_head": "int8"}, "exclude": "lm_head"}, False),
+    ],
+)
+def test_a_head_tied_to_the_embedding(options, swapped):
+    model = Block(tied=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(model, **{"format": "nf4", **options})
+    assert isinstance(model.lm_head, QuantLinear) == swapped
+    assert type(model.embed.weight) is nn.Parameter
+    if not swapped:
+        assert model.lm_head.weight is model.embed.weight
+
+
+def test_hooks_move():
+    model, seen = nn.Sequential(linear(8, 64)), []
+    handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    model[0].register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs), with_kwargs=True
+    )
+    quantize_(model, "nf4")
+    model(random(2, 64))
+    handle.remove()
+    model(random(2, 64))
+    assert seen == [(2, 8)]

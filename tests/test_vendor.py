@@ -1,0 +1,597 @@
+"""Products by a decoded weight and the vendor's GEMM against float64, on the CPU: the kernels under
+the emulator, cuBLAS by functions on NumPy that take what its own take."""
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import fake_gpu
+import numpy as np
+import pytest
+from emulator import Emulator, Recorder, compiler
+from emulator.cublas import Library
+from fragment_products import SMALLEST, Case, Expected
+from kernel_arrays import LAYOUTS, WRITABLE
+from kernel_cases import NAMES
+from oracle import DTYPES, bits_equal
+from prepack_cases import LAID
+from products import ULP, UNIT, Products, finished, normal, values, weight
+
+import cuquant as cq
+from cuquant import interop, jit
+from cuquant.ops import cublas, gpu, workspace
+from cuquant.ops.backend import Gemm, Matrix
+from cuquant.ops.kernels import product, vendor
+from cuquant.ops.kernels.operands import Weight
+from cuquant.reference import ACTIVATIONS
+
+F32 = np.float32
+REAL, HAS_VENDOR = product.choose, gpu.Gpu.has_vendor
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
+
+CASES = [
+    *(Case(name, list(DTYPES)[i % 3], 5) for i, name in enumerate(NAMES)),
+    *(Case(name, dtype, 3) for name in ("int4", "nf4", "uint8", "q4_k") for dtype in DTYPES),
+    *(Case("nf4", "float16", m, (n, k)) for m, n, k in [(1, 1, 1), (17, 33, 131), (2, 70, 8)]),
+    *(
+        Case(name, "bfloat16", 4, (35, 200), options=options)
+        for name, options in (
+            ("uint4", (("block_size", 24),)),
+            ("int4", (("block_size", (16, 8)),)),
+            ("nf4", (("double_quant", True),)),
+            ("k5", (("packing", "word"),)),
+            ("fp8_e4m3", (("block_size", "tensor"),)),
+        )
+    ),
+    *(Case("int4", "float16", 5, (35, 200), layout) for layout in ("rows", "misaligned")),
+    Case("int4", "float32", 1, (9, 64), "repeated rows"),
+]
+PREPACKED = [
+    *(Case(name, list(DTYPES)[i % 3], 5, (35, 256)) for i, name in enumerate(LAID)),
+    *(Case("nf4", dtype, 3, (35, 131)) for dtype in DTYPES),
+    *(Case("q6_k", "bfloat16", 2, (n, 256)) for n in (1, 8, 17, 48)),
+    *(
+        Case(name, "float16", 4, (40, 300), options=options)
+        for name, options in (
+            ("uint4", (("block_size", 16),)),
+            ("uint3", (("block_size", 32),)),
+            ("nf4", (("block_size", 192),)),
+            ("nf4", (("double_quant", True),)),
+            ("int4", (("block_size", (128, 128)),)),
+            ("uint8", (("block_size", (8, 32)),)),
+            ("k7", (("block_size", "tensor"),)),
+            ("fp8_e5m2", (("block_size", "row"),)),
+        )
+    ),
+]
+SLABS = [("nf4", (300, 64)), ("q4_0", (513, 32)), ("nvfp4", (256, 72))]  # of 256 rows or of x
+
+
+def by_vendor() -> Any:
+    """The rule names the vendor's GEMM."""
+    return mock.patch.object(product, "choose", lambda _: "vendor")
+
+
+def small_slabs() -> Any:
+    """Workspaces are so small that 256 rows of weights and of x are multiplied at a time."""
+    divide = vendor.divide.__wrapped__
+    return mock.patch.multiple(vendor, DECODED=1, SUMS=1, divide=divide)
+
+
+def expect(x: np.ndarray, q: cq.QuantArray) -> Expected:
+    """Each weight is rounded once to x's dtype, after a power of two has been multiplied."""
+    dtype = np.dtype(x.dtype).name
+    a, w = values(x), values(q)
+    off: Any = 0.0
+    if dtype != "float32":
+        unit = vendor.unit_of(Recorder(), Weight(q.format, q.arrays(), q.shape), dtype)
+        off = np.abs(a) @ (ULP[dtype] * np.abs(w) + SMALLEST[dtype] / unit).T
+    return Expected(a @ w.T, np.abs(a) @ np.abs(w).T, off)
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """The programs of all cases, compiled together."""
+    recorder = Recorder(vendor=True)
+    run = Products(recorder)
+    with by_vendor():
+        for case in CASES:
+            run(cq.linear, case.x, case.weight, activation="relu")
+        for case in PREPACKED:
+            run(cq.linear, case.x, cq.prepack(case.weight))
+        for name in ("nf4", "mxfp4", "int8", "nvfp4"):
+            q = weight(name, (9, 64))
+            run(cq.linear, normal((3, 64), "float16"), q)
+            run(cq.linear, normal((3, 64), "float16"), cq.prepack(q))
+        for name, shape in SLABS:
+            q = weight(name, shape)
+            run(cq.linear, normal((3, shape[1]), "float16"), q)
+            run(cq.linear, normal((3, shape[1]), "float16"), cq.prepack(q))
+    files = {program.file for program in recorder.programs}
+    assert files == {"dequantize_rows.cu", "dequantize_fragments.cu", "finish.cu"}
+    Emulator().build(recorder.programs)
+
+
+@pytest.fixture
+def run(built) -> Iterator[Products]:
+    with by_vendor():
+        yield Products(Emulator(arch=80, vendor=True))
+
+
+# ---- linear -------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_by_rows(case, run):
+    check(case, case.weight, run)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", PREPACKED, ids=str)
+def test_prepacked_weights(case, run):
+    """They are decoded as they lie, and to the same bits."""
+    p = cq.prepack(case.weight)
+    assert p.layout == "fragments/1"
+    check(case, p, run)
+    rows, strips = (run(cq.linear, case.x, w, out_dtype="float32") for w in (case.weight, p))
+    assert bits_equal(rows, strips)
+
+
+def check(case: Case, w: Any, run: Products) -> None:
+    """Straight from the GEMM, where out has x's dtype or is float32; and through an epilogue."""
+    wanted, depth = expect(case.x, case.weight), case.shape[1]
+    for dtype in (None, *DTYPES):
+        y = run(cq.linear, case.x, w, out_dtype=dtype)
+        assert y.dtype == (case.x.dtype if dtype is None else DTYPES[dtype])
+        assert y.shape == wanted.sums.shape and wanted.admits(y, depth)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoded_weights_are_what_dequantize_gives(dtype, run):
+    """Where x picks them one by one; scales of float16 need no power of two."""
+    for name in ("int4", "uint8", "q5_k", "mxfp4", "nf4"):
+        q = weight(name, (33, 256))
+        wide = dtype == "float16" and name in ("mxfp4", "nf4")
+        x = np.eye(256, dtype=F32).astype(DTYPES[dtype])
+        wanted = q.dequantize(dtype=dtype).astype(F32).T
+        for w in (q, cq.prepack(q)):
+            y = run(cq.linear, x, w, out_dtype="float32")
+            assert np.allclose(y, wanted, rtol=2**-10, atol=0) if wide else (y == wanted).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 3e4, 1e30])
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "int8", "nvfp4"])
+def test_small_and_large_scales_survive_float16(name, size, run):
+    """int8's are float32; a power of two brings the largest weight near 1."""
+    q = cq.quantize(normal((9, 64)) * F32(size), name)
+    x = normal((3, 64), "float16")
+    for w in (q, cq.prepack(q)):
+        y = run(cq.linear, x, w, out_dtype="float32")
+        assert expect(x, q).admits(y, 64) and np.abs(y).max() > size / 10
+
+
+@needs_compiler
+def test_what_is_not_finite_goes_through(run):
+    q, x = weight("nf4", (35, 128)), normal((5, 128), "bfloat16")
+    scale = q.arrays()["scale"].copy()
+    scale[4, 0], scale[21, -1] = np.nan, np.nan
+    x[1, 3], x[3, 127] = np.nan, np.inf
+    broken = cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), "scale": scale}, q.axes)
+    wanted = cq.linear(x, broken, out_dtype="float32")
+    for w in (broken, cq.prepack(broken)):
+        y = run(cq.linear, x, w, out_dtype="float32")
+        assert bits_equal(np.isnan(y), np.isnan(wanted)) and np.isfinite(y).any()
+        assert (y[np.isinf(wanted)] == wanted[np.isinf(wanted)]).all()
+
+
+@needs_compiler
+def test_weights_beyond_float16_are_its_largest(run):
+    """As `dequantize` has them: scales that are float16 themselves are not looked at."""
+    q = cq.quantize(np.full((3, 128), 4e5, F32), "int4")
+    assert values(q).min() > 3e5
+    x = np.zeros((2, 128), np.float16)
+    x[:, 5] = 1
+    for w in (q, cq.prepack(q)):
+        assert (run(cq.linear, x, w, out_dtype="float32") == 65504).all()
+
+
+@needs_compiler
+def test_empty_products_and_those_without_columns(run):
+    q = weight("int4", (5, 64))
+    assert run(cq.linear, np.ones((0, 64), F32), q).shape == (0, 5)
+    empty = cq.quantize(np.ones((5, 0), F32), "int4")
+    with mock.patch.object(product, "choose", REAL):  # the rule leaves K = 0 to others
+        assert (run(cq.linear, np.ones((40, 0), F32), empty) == 0).all()
+
+
+# ---- what happens to the sums -------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogues(run, activation):
+    """Each function is within a few ulp of NumPy's, on the same sums; then one rounding."""
+    q, x = weight("int4", (35, 200)), normal((5, 200), "float16")
+    sums = run(cq.linear, x, q, out_dtype="float32")
+    names = list(DTYPES)
+    for i, (with_bias, with_residual) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        bias = normal((35,), names[i % 3]) if with_bias else None
+        residual = normal((5, 70), names[(i + 1) % 3])[:, ::2] if with_residual else None
+        wanted = finished(sums, bias, activation, residual)
+        off = 8 * UNIT * np.maximum(np.abs(finished(sums, bias)), 1)
+        for dtype in names:
+            y = run(
+                cq.linear, x, q, bias, activation=activation, residual=residual, out_dtype=dtype
+            )
+            bound = off + ULP[dtype] * (np.abs(wanted) + off) + UNIT
+            assert y.dtype == DTYPES[dtype] and (np.abs(values(y) - wanted) <= bound).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", ["whole", *WRITABLE])
+def test_out_lies_anywhere(run, layout):
+    """What lies between and beside its elements is left alone. N is no multiple of 4."""
+    q, x, where = weight("int4", (35, 200)), normal((5, 200), "float16"), LAYOUTS[layout]
+    for dtype in DTYPES.values():
+        base = run.backend.empty(where.base((5, 35)), dtype)
+        base[...] = 7
+        out = where.view(base, (5, 35))
+        assert run(cq.linear, x, q, out=out) is out
+        assert expect(x, q).admits(np.array(out), 200)
+        out[...] = 7
+        assert (base == 7).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("prepacked", [False, True])
+@pytest.mark.parametrize(("name", "shape"), SLABS)
+def test_slabs(name, shape, prepacked, run):
+    """Of weights and of x: each has its own part of bias, residual and out."""
+    q, x = weight(name, shape), normal((270, shape[1]), "float16")
+    w = cq.prepack(q) if prepacked else q
+    bias, residual = normal(shape[:1], "float16"), normal((270, shape[0]))
+    whole = run(cq.linear, x, w, out_dtype="float32")
+    ended = run(cq.linear, x, w, bias, activation="silu", residual=residual)
+    gated = run(cq.swiglu, x, w, w)
+    with small_slabs():
+        gemms = run.backend._cublas._library.calls
+        del gemms[:]
+        assert bits_equal(run(cq.linear, x, w, out_dtype="float32"), whole)
+        assert len(gemms) == -(-shape[0] // 256)
+        again = run(cq.linear, x, w, bias, activation="silu", residual=residual)
+        assert bits_equal(again, ended) and len(gemms) == 3 * -(-shape[0] // 256)
+        assert bits_equal(run(cq.swiglu, x, w, w), gated)
+    assert expect(x, q).admits(whole, shape[1])
+
+
+# ---- gated units and matmul ---------------------------------------------------------------------
+
+
+def close_to(y: np.ndarray, wanted: np.ndarray) -> bool:
+    return np.allclose(values(y), wanted, rtol=4e-3, atol=4e-3)
+
+
+@needs_compiler
+def test_swiglu_of_any_two_weights(run):
+    """Of two formats and layouts; out may have strides."""
+    gate, up = weight("nf4", (35, 256)), weight("q4_0", (35, 256))
+    x = normal((5, 256), "float16")
+    x *= np.float16(0.1)
+    a, b = expect(x, gate).sums, expect(x, up).sums
+    wanted = a / (1 + np.exp(-a)) * b
+    for pair in ((gate, up), (cq.prepack(gate), up), (cq.prepack(gate), cq.prepack(up))):
+        out = run.backend.empty((5, 70), DTYPES["float16"])[:, ::2]
+        assert close_to(run(cq.swiglu, x, *pair), wanted)
+        assert close_to(run(cq.swiglu, x, *pair, out=out), wanted)
+
+
+@needs_compiler
+def test_matmul_by_a_transposed_weight(run):
+    q, x = weight("int4", (35, 200)), normal((2, 3, 200), "float16")
+    y = run(lambda a, w: cq.matmul(a, w.T), x, q)
+    assert bits_equal(y, run(cq.linear, x, q)) and y.shape == (2, 3, 35)
+
+
+# ---- the rule on a backend ----------------------------------------------------------------------
+
+
+@needs_compiler
+def test_without_the_library_another_kernel_multiplies(built):
+    """The same problem, on a backend that has it and on one that has not."""
+    q, x = weight("int4", (35, 200)), normal((20, 200), "float16")
+    asked = []
+
+    def choose(problem: Any) -> str:
+        asked.append(problem.vendor)
+        return "vendor" if problem.vendor else "plain_tiles"
+
+    with mock.patch.object(product, "choose", choose):
+        for vendor_is_there in (True, False):
+            run = Products(Recorder(vendor=vendor_is_there))
+            run(cq.linear, x, q)
+            files = {program.file for program in run.backend.programs}
+            assert files == ({"dequantize_rows.cu"} if vendor_is_there else {"matmul_plain.cu"})
+    assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["cupy", "torch"])
+@needs_compiler
+def test_arrays_of_libraries(kind, monkeypatch, built):
+    """Through cuquant.ops.gpu, with a device that is not there: also a plan that is found again."""
+    if kind == "torch" and fake_gpu.torch is None:
+        pytest.skip("no torch")
+    backend = Emulator(arch=80, vendor=True)
+    to = install(kind, monkeypatch, backend)
+    q, x = weight("int4", (35, 256)), normal((5, 256), "float16")
+    parts = {name: to(part) for name, part in q.arrays().items()}
+    moved = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+    there, bias = to(x), to(normal((35,)))
+    with by_vendor():
+        first, ended = cq.linear(there, moved), cq.linear(there, moved, bias)
+        with mock.patch.object(cq.ops.multiply, "linear", None):  # by the plan
+            again = cq.linear(there, moved)
+    assert bits_equal(interop.to_host(again), interop.to_host(first))
+    wanted = expect(x, q)
+    assert wanted.admits(interop.to_host(first), 256)
+    assert not bits_equal(interop.to_host(ended), interop.to_host(first))
+    assert len(workspace._kept) == 1
+    del moved, parts
+    gc.collect()
+    workspace.release()
+    assert not workspace._kept
+
+
+def install(kind: str, monkeypatch: pytest.MonkeyPatch, backend: Emulator) -> Any:
+    """fake_gpu's, with cuBLAS."""
+    to = fake_gpu.install(kind, monkeypatch, backend)
+    vendors = {0: cublas.Cublas(Library(alignment=256 if kind == "cupy" else 16))}
+    monkeypatch.setattr(gpu, "_vendors", vendors)
+    monkeypatch.setattr(gpu.Gpu, "has_vendor", HAS_VENDOR)
+    monkeypatch.setattr(jit, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(workspace, "_kept", {})
+    return to
+
+
+# ---- cuBLAS -------------------------------------------------------------------------------------
+
+
+def matrix(array: np.ndarray) -> Matrix:
+    return Matrix(array.ctypes.data, array.strides[0] // array.itemsize, array.dtype.name)
+
+
+def test_gemm_multiplies_rows_and_sets_what_it_needs():
+    fake = Library()
+    handle = cublas.Cublas(fake)
+    x, w = normal((7, 24), "float16")[:, :20], normal((5, 20), "float16")
+    out = np.full((7, 8), 7, F32)
+    handle.gemm(42, Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (1024, 99)))
+    assert np.allclose(out[:, :5], 0.5 * values(x) @ values(w).T, atol=1e-5)
+    assert (out[:, 5:] == 7).all()
+    assert (fake.stream, fake.workspace) == (42, (1024, 99))
+    assert fake.math == cublas.NO_REDUCED_REDUCTION
+
+
+# A shared library with the declarations of cublas_v2.h, for float32.
+STUB = """
+#include <stddef.h>
+extern "C" {
+static void *set_stream, *workspace;
+static size_t room;
+int cublasCreate_v2(void** handle) { *handle = &room; return 0; }
+int cublasSetMathMode(void* handle, int mode) { return handle != &room || mode != 16; }
+int cublasSetStream_v2(void* handle, void* stream) { set_stream = stream; return handle != &room; }
+int cublasSetWorkspace_v2(void* handle, void* at, size_t nbytes) {
+    workspace = at; room = nbytes;
+    return handle != &room;
+}
+int cublasGemmEx(void* handle, int a_order, int b_order, int m, int n, int k, const void* alpha,
+                 const void* A, int a_type, int lda, const void* B, int b_type, int ldb,
+                 const void* beta, void* C, int c_type, int ldc, int compute, int algorithm) {
+    if (handle != &room || a_order != 1 || b_order != 0 || a_type || b_type || c_type) return 2;
+    if (*(const float*)beta || compute != 68 || algorithm != -1) return 3;
+    if ((size_t)set_stream != 0x700000000042 || (size_t)workspace != 0x710000000000) return 4;
+    if (room != (size_t)1 << 33) return 5;
+    for (int i = 0; i < m; ++i)
+        for (int j = 0; j < n; ++j) {
+            float sum = 0;
+            for (int l = 0; l < k; ++l)
+                sum += ((const float*)A)[i * lda + l] * ((const float*)B)[j * ldb + l];
+            ((float*)C)[j * ldc + i] = *(const float*)alpha * sum;
+        }
+    return 0;
+}
+}
+"""
+
+
+@needs_compiler
+def test_the_c_interface(tmp_path, monkeypatch):
+    """Arguments arrive in their places and widths; the library is found beside NVIDIA's wheels."""
+    source, made = tmp_path / "stub.cpp", tmp_path / "libcublas.so.77"
+    source.write_text(STUB)
+    subprocess.run([compiler() or "", "-shared", "-fPIC", source, "-o", made], check=True)
+    monkeypatch.setattr(cublas, "_wheel_folders", lambda major: [tmp_path / "none", tmp_path])
+    found = cublas.library.__wrapped__(77)
+    assert found is not None
+    x, w, out = normal((7, 24)), normal((5, 30)), np.full((7, 8), 7, F32)
+    gemm = Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (0x710000000000, 1 << 33))
+    cublas.Cublas(found).gemm(0x700000000042, gemm)
+    assert np.allclose(out[:, :5], 0.5 * x[:, :20] @ w[:, :20].T, atol=1e-5)
+    assert (out[:, 5:] == 7).all()
+    made.unlink()
+    with pytest.raises(cublas.CublasError, match="status 4"):
+        cublas.Cublas(found).gemm(0x42, gemm)
+
+
+def test_what_cublas_refuses_is_an_error():
+    handle = cublas.Cublas(Library())
+    x, out = normal((4, 16), "float16"), np.zeros((4, 4), DTYPES["bfloat16"])
+    with pytest.raises(cublas.CublasError, match="cublasGemmEx of cuBLAS returned status 15"):
+        handle.gemm(0, Gemm((4, 4, 16), matrix(x), matrix(x), matrix(out), 1.0, (0, 0)))
+    with pytest.raises(cublas.CublasError, match="cublasCreate_v2"):
+        cublas.Cublas(Library(broken=True))
+
+
+def test_cublas_is_looked_for_once_and_may_be_missing(monkeypatch):
+    """Not installed, too old, or one that makes no handle: there is none, and no error."""
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(jit, "is_capturing", lambda stream: False)
+    for library, there in ((None, False), (Library(broken=True), False), (Library(), True)):
+        asked: list[int] = []
+
+        def find(major: int, found: Any = library, asked: list[int] = asked) -> Any:
+            asked.append(major)
+            return found
+
+        monkeypatch.setattr(gpu, "library", find)
+        monkeypatch.setattr(gpu, "_vendors", {})
+        backend = gpu.CupyBackend(0, 0)
+        assert backend.has_vendor is backend.has_vendor is there
+        assert asked == [12]
+    assert cublas.library(99) is None
+
+
+def test_cublas_is_not_started_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(jit, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(gpu, "library", lambda major: Library())
+    monkeypatch.setattr(gpu, "_vendors", {})
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    with pytest.raises(RuntimeError, match="cuBLAS is used for the first time while"):
+        _ = gpu.CupyBackend(0, 5).has_vendor
+    assert not gpu._vendors
+
+
+# ---- workspaces ---------------------------------------------------------------------------------
+
+
+class Stream:
+    """A backend that gives memory."""
+
+    def __init__(self, stream: int, kind: str = "cupy", device: int = 0) -> None:
+        self.stream, self.kind, self.device = stream, kind, device
+        self.made: list[int] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        self.made.append(shape[0])
+        return np.empty(shape, dtype)
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+
+@pytest.fixture
+def capturing(monkeypatch) -> set[int]:
+    """The streams that are captured."""
+    streams: set[int] = set()
+    monkeypatch.setattr(jit, "is_capturing", lambda stream: stream in streams)
+    monkeypatch.setattr(workspace, "_kept", {})
+    monkeypatch.setattr(workspace, "_of_graphs", [])
+    return streams
+
+
+def at(backend: Any, nbytes: int) -> int:
+    with workspace.workspace(backend, nbytes) as address:
+        return address
+
+
+def test_calls_on_a_stream_share_one_workspace_that_grows(capturing):
+    own, other = Stream(1), Stream(2)
+    first = at(own, 100)
+    assert at(own, 60) == at(own, 100) == first and own.made == [100]
+    assert at(other, 60) != first and at(Stream(1, "torch"), 60) != first
+    assert at(Stream(1, device=1), 60) != first
+    at(own, 300)
+    assert own.made == [100, 300] and len(workspace._kept) == 4
+    workspace.release()
+    assert not workspace._kept
+    at(own, 100)
+    assert own.made == [100, 300, 100]
+
+
+def test_graphs_of_cupy_keep_their_workspace(capturing):
+    """It cannot grow while one is captured, and what one may use stays."""
+    own = Stream(1)
+    first = at(own, 100)
+    capturing.add(1)
+    assert at(own, 100) == first
+    with pytest.raises(RuntimeError, match="workspace of 200 bytes is used for the first time"):
+        at(own, 200)
+    capturing.add(2)
+    with pytest.raises(RuntimeError, match="workspace of 1 bytes is used for the first time"):
+        at(Stream(2), 1)
+    capturing.clear()
+    at(own, 200)
+    (kept,) = workspace._of_graphs
+    assert kept.array.ctypes.data == first
+    at(own, 300)  # no graph has the one of 200 bytes
+    assert workspace._of_graphs == [kept]
+    workspace.release()
+    assert not workspace._of_graphs
+
+
+def test_graphs_of_torch_have_memory_of_their_own(capturing):
+    own = Stream(1, "torch")
+    at(own, 100)
+    capturing.add(1)
+    at(own, 60), at(own, 200)
+    assert own.made == [100, 60, 200] and next(iter(workspace._kept.values())).nbytes == 100
+
+
+def test_a_thread_has_a_workspace_alone(capturing):
+    """Until its call has launched everything; the same thread may nest."""
+    inside, done = threading.Event(), []
+    with workspace.workspace(Stream(1), 10):  # type: ignore[arg-type]
+        other = threading.Thread(target=lambda: (inside.set(), at(Stream(1), 10), done.append(1)))
+        other.start()
+        inside.wait()
+        other.join(0.05)
+        assert not done
+    other.join()
+    assert done
+
+
+# ---- how a product is cut -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("count", [1, 2])
+def test_divisions_fit_what_they_are_given(itemsize, count):
+    for rows in (17, 1000, 70_000, 10**9):
+        for columns, depth in ((1, 1), (4096, 4096), (128_256, 8192), (33, 10**6), (10**9, 9)):
+            d = vendor.divide(rows, columns, depth, itemsize, count, 90)
+            assert 0 < d.wide <= columns and 0 < d.tall <= rows
+            assert d.pitch % 8 == 0 and d.sums_pitch % 4 == 0 and d.decoded % 256 == 0
+            assert d.wide == columns or d.wide % 256 == 0
+            assert d.tall == rows or d.tall % 256 == 0
+            assert d.decoded >= d.wide * depth * itemsize and d.sums >= d.tall * d.wide * 4
+            assert d.wide <= 256 or count * d.decoded <= vendor.DECODED
+            assert count * d.sums <= vendor.SUMS
+    usual = vendor.divide(4096, 14336, 4096, 2, 1, 90)
+    assert usual.wide == 14336 and usual.decoded == 14336 * 4096 * 2
+
+
+def test_endings_of_a_gemm():
+    """Which results a GEMM stores itself."""
+    plain = vendor.Ending(64, 0, 0, 40, 1, 0, 1, 0, 0, 0)
+    assert plain.is_plain("float16", 5, 40) and not plain.is_plain("bfloat16", 5, 40)
+    assert plain._replace(out_type=0).is_plain("bfloat16", 5, 40)
+    assert not plain.is_plain("float16", 5, 41) and plain.is_plain("float16", 1, 41)
+    for change in (
+        {"bias": 8},
+        {"residual": 8},
+        {"activation": 1},
+        {"out_column": 2},
+        {"out_stride": 0},
+        {"out_stride": 2**31},
+    ):
+        assert not plain._replace(**change).is_plain("float16", 5, 40)

@@ -1,0 +1,68 @@
+"""Models for the tests of cuquant.torch, and formats to quantize them to."""
+
+import pytest
+
+import cuquant as cq
+
+torch = pytest.importorskip("torch", reason="torch is optional")
+
+nn = torch.nn
+NAMES = cq.list_formats()
+FEW = ("nf4", "k3", "int4", "uint4", "int8", "mxfp4", "nvfp4", "fp16", "bf16", "q4_0", "q4_k")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+VARIANTS = {
+    "double": cq.get_format("nf4", double_quant=True),
+    "levels": cq.get_format("k3", levels=(-1.0, -0.25, 0.0, 0.1, 0.7)),
+    "words": cq.get_format("k3", packing="word"),
+    "pair": cq.get_format("fp8_e4m3", block_size=(128, 128)),
+    "tensor": cq.get_format("int8", block_size="tensor"),
+}
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(n=24, k=256, bias=True, seed=0, dtype=torch.float32):
+    made = nn.Linear(k, n, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        made.weight.copy_(random(n, k, seed=seed))
+        if bias:
+            made.bias.copy_(random(n, seed=seed + 1))
+    return made
+
+
+class Block(nn.Module):
+    """A transformer's MLP, with a norm and a head; the head may be the embedding's weight."""
+
+    def __init__(self, tied=False, width=64, hidden=96, words=40):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.mlp = nn.ModuleDict(
+            {"gate": nn.Linear(width, hidden, bias=False), "down": nn.Linear(hidden, width)}
+        )
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.mlp["down"](nn.functional.silu(self.mlp["gate"](x)))
+        return self.lm_head(self.norm(x))
+
+
+def kinds(model):
+    return {n: type(m).__name__ for n, m in model.named_modules() if "Linear" in type(m).__name__}
+
+
+def buffers_equal(a, b):
+    mine, others = a.state_dict(), b.state_dict()
+    return list(mine) == list(others) and all(
+        v.dtype == others[k].dtype and torch.equal(v, others[k]) for k, v in mine.items()
+    )
+
+
+def arguments(layer):
+    """What the layer hands to the operator behind x."""
+    return layer._parts(), *layer._words
