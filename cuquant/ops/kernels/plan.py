@@ -16,6 +16,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Gemm
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
+from cuquant.ops.kernels.hopper import segment_rows
 from cuquant.ops.kernels.matmul_plain import route
 from cuquant.ops.kernels.operands import Dense, Product, Weight
 from cuquant.ops.kernels.product import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
@@ -41,6 +42,11 @@ PRODUCTS = (
 )
 # And those that matmul_blocks.cu divides in still other ways.
 BLOCK_PRODUCTS = ((8, (4096, 14336)), (16, (14336, 2048)))
+
+
+# Those of gated units, for the GPUs with kernels of their own; and experts.
+GATED_PRODUCTS = ((16, (4096, 4096)), (512, (4096, 4096)))
+EXPERTS, EXPERT, EXPERT_ROWS = 8, (4096, 4096), (4, 512)
 
 
 class _Nothing:
@@ -163,26 +169,50 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
                 for plain in (PLAIN_ROWS, PLAIN_TILES):
                     product = Product(plain.height, columns, depth, x, (weight,))
                     plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
-        for rows, weight in _products(fmt):
-            columns, depth = weight.stored
-            product = Product(rows, columns, depth, Dense(ADDRESS, dtype, depth, 1), (weight,))
+        for rows, *weights in _products(fmt, arch):
+            columns, depth = weights[0].stored
+            x = Dense(ADDRESS, dtype, depth, 1)
+            product = Product(rows, columns, depth, x, tuple(weights))
             problem = product.problem(plan)
             for vendor in {problem.vendor, False}:  # also where it is not installed
                 chosen = ORCHESTRATORS[choose(replace(problem, vendor=vendor))]
                 if chosen not in (PLAIN_ROWS, PLAIN_TILES):
                     chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
+        _plan_experts(plan, fmt, dtype)
     return list(plan.programs)
+
+
+def _plan_experts(plan: Plan, fmt: Format, dtype: np.dtype) -> None:
+    """Rows of x through the prepacked weights of experts, where there is a kernel for them."""
+    stored = (EXPERTS, *EXPERT)
+    if not takes(fmt, stored):
+        return
+    parts = _parts(Fragments(fmt, stored).components)
+    weight = Weight(fmt, parts, stored, layout=FRAGMENTS_LAYOUT)
+    for rows in EXPERT_ROWS:
+        x = Dense(ADDRESS, dtype, EXPERT[1], 1)
+        product = Product(rows * EXPERTS, *EXPERT, x, (weight,))
+        problem = replace(product.problem(plan), rows=rows, experts=EXPERTS)
+        chosen = ORCHESTRATORS[choose(problem)]
+        if chosen in (PLAIN_ROWS, PLAIN_TILES):
+            continue
+        height = chosen.height or segment_rows(problem)
+        numbers = View(ADDRESS, (rows * EXPERTS,), (1,), np.dtype(np.int64))
+        routed = replace(product, routing=route(plan, numbers, EXPERTS, height, EXPERT[0]))
+        chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
 
 
 def _parts(components: Iterable[Component]) -> dict[str, Any]:
     return {c.name: _Nothing(c.shape) for c in components}
 
 
-def _products(fmt: Format) -> Iterator[tuple[int, Weight]]:
-    """Rows of x, and weights."""
+def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of x, and one weight or the two of a gated unit."""
     for rows, shape in PRODUCTS:
         for weight in _weights(fmt, shape):
             yield rows, weight
+            if arch == ARCH and (rows, shape) in GATED_PRODUCTS:
+                yield rows, weight, weight
     for rows, shape in BLOCK_PRODUCTS if fmt.is_blocks else ():
         yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
 
