@@ -104,6 +104,7 @@ def divide(
     table: int,
     multiprocessors: int,
     kind: int = ONE,
+    offset: bool = False,
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth], or two of a gated unit.
 
@@ -114,7 +115,7 @@ def divide(
     """
     units = -(-depth // UNIT)
     tokens = rows if kind == EXPERTS else next((n for n in (32, 64, 128) if rows <= n), 256)
-    light = bits <= 4 and fine == 1  # what is loaded ahead takes few registers
+    light = bits <= 4 and fine == 1 and not offset  # what is loaded ahead takes few registers
     wide = kind == GATED or tokens > (64 if kind == EXPERTS else 128)
     groups = (2, 1) if wide else (1, 3 if light else 2)
     rows_of_block = GROUP_ROWS * (1 if kind == GATED else groups[0])
@@ -216,6 +217,7 @@ def _shape(product: Product, fmt: Format, multiprocessors: int) -> Shape:
         prepacked.table_bytes(fmt),
         multiprocessors,
         kind,
+        bool(fmt.offset),
     )
 
 

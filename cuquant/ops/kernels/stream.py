@@ -75,9 +75,16 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     return 1 if laid or (fmt.bits == 4 and wide) else 2
 
 
-def _warps(tiles: int, pressure: int) -> int:
-    """Of a block, at most."""
+def _warps(tiles: int, pressure: int, clusters: bool) -> int:
+    """Of a block, at most. What was not measured on sm_90 has room for whatever decoding takes."""
+    if not clusters and pressure:
+        return WARPS[-1][pressure]
     return WARPS[min(tiles - 1, 2)][pressure]
+
+
+def _has_clusters(arch: int) -> bool:
+    """And with them the shared memory of a data center's GPU."""
+    return 90 <= arch < 100
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bool) -> int:
@@ -109,7 +116,7 @@ def divide(
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
-    clusters = 90 <= arch < 100
+    clusters = _has_clusters(arch)
     most = prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD
     tokens = min(rows, MOST_TILES * TILE)
     while tokens:
@@ -117,7 +124,7 @@ def divide(
         ahead = _ahead(groups, bits, pressure, tiles)
         splits = (1,) if not clusters or units < 2 * ahead else (1, 2) if tokens <= TILE else (2, 1)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
-        warps = _warps(tiles, pressure)
+        warps = _warps(tiles, pressure, clusters)
         for split, each in _shares(splits, all_each, warps):
             found: list[Shape] = []
             least = -(-each // warps)
@@ -161,7 +168,7 @@ def division_of(problem: Problem) -> Division | None:
     shape = divide(*numbers, groups, table, *rest)
     if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
         return None
-    larger = prepacked.table_bytes(fmt, wide=True)
+    larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
     wide = larger > table and divide(*numbers, groups, larger, *rest) == shape
     return Division(shape, groups, wide, larger if wide else table)
 
