@@ -385,6 +385,18 @@ def test_weights_of_two_kinds_are_not_multiplied_together():
         assert chosen(*pair) == "plain_rows"
 
 
+@pytest.mark.parametrize("part", ["packed", "scale", "nested_scale", "nested_offset"])
+def test_what_is_read_by_vectors_must_be_aligned(part):
+    """And nothing else: a scalar may lie anywhere."""
+    parts = {name: 1 << 20 for name in ("packed", "scale", "nested_scale", "nested_offset")}
+    weight = Weight(LAID["nf4"], parts, (64, 256))
+    backend = Recorder(arch=90)
+    backend.pointer = int  # type: ignore[method-assign]
+    assert weight.is_direct(backend)
+    parts[part] += 4
+    assert weight.is_direct(backend) == part.startswith("nested")
+
+
 def test_what_is_taken_by_rows_is_laid_out_too():
     """Nothing gets slower by `prepack`."""
     for fmt in LAID.values():

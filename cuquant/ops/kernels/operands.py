@@ -20,6 +20,7 @@ from cuquant.ops.kernels.task import scale_arrays
 from cuquant.reference.tiles import Tiles
 
 F32 = np.dtype(np.float32)
+VECTORS = ("packed", "blocks", "scale", "zero_point")  # components that lanes load several of
 MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 
 
@@ -41,7 +42,7 @@ class Problem:
     contiguous
         Whether its rows are contiguous.
     direct
-        Whether packed rows of the weights follow each other, and components start on 16 bytes.
+        Whether packed rows of the weights follow each other, and VECTORS of them start on 16 bytes.
     arch
         Compute capability, 90 for 9.0.
     vendor
@@ -149,11 +150,12 @@ class Weight:
         return len(self.stored) == 2 and self.row_step == 1
 
     def is_direct(self, backend: Backend) -> bool:
-        """Whether packed rows [N, K] or blocks follow each other and arrays start on 16 bytes."""
+        """Whether packed rows [N, K] or blocks follow each other, and VECTORS start on 16 bytes."""
         known = not {"packed", "blocks"}.isdisjoint(self.parts)
         if not known or not self.is_whole:
             return False
-        return all(backend.pointer(part) % 16 == 0 for part in self.parts.values())
+        read = (self.parts[name] for name in VECTORS if name in self.parts)
+        return all(backend.pointer(part) % 16 == 0 for part in read)
 
     def pack(self, backend: Backend, steps: tuple[int, ...] = ()) -> bytes:
         """The operand's struct."""
