@@ -28,6 +28,20 @@ struct Words {  // of one lane and unit
         }
         if constexpr (kBits & 1) w[kBits - 1] = load4_once(unit + (kBits - 1) * 32 + lane);
     }
+    // The same of a unit in shared memory.
+    __device__ void load_shared(u32 unit, int lane) {
+#pragma unroll
+        for (int v = 0; v < kBits / 4; ++v) {
+            const uint4 part = load16_shared(unit + (v * 32 + lane) * 16);
+            w[4 * v] = part.x; w[4 * v + 1] = part.y; w[4 * v + 2] = part.z; w[4 * v + 3] = part.w;
+        }
+        constexpr int fours = kBits / 4 * 4;
+        if constexpr (kBits & 2) {
+            const uint2 part = load8_shared(unit + fours * 128 + lane * 8);
+            w[fours] = part.x; w[fours + 1] = part.y;
+        }
+        if constexpr (kBits & 1) w[kBits - 1] = load4_shared(unit + (kBits - 1) * 128 + lane * 4);
+    }
 };
 
 // ---- where a pair's codes are -------------------------------------------------------------------

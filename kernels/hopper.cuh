@@ -11,10 +11,15 @@ namespace cuquant {
 
 struct alignas(64) TensorMap { u64 words[16]; };  // a CUtensorMap
 
-// What products read in shared memory, rows of 128 bytes whose 16-byte parts the copy engine has
-// swizzled: address / 16, and 1,024 bytes from 8 rows to the next 8. A step of 16 elements along K is 2 more.
-__device__ inline u64 swizzled(const void* p) {
-    return static_cast<u64>((shared_address(p) & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// What products read in shared memory, rows of 128 bytes whose 16-byte parts the copy engine has swizzled: address / 16.
+// The upper word, which wgmma adds, says 1,024 bytes from 8 rows to the next 8. A step of 16 elements along K is 2 more.
+__device__ inline u32 swizzled(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4 | 1u << 16; }
+
+// The compiler keeps a pointer in registers, where it would compute it anew.
+__device__ inline void keep(const u8*& p) {
+#ifndef CUQUANT_EMULATOR
+    asm volatile("" : "+l"(p));
+#endif
 }
 
 #ifndef CUQUANT_EMULATOR
@@ -51,14 +56,20 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, in
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
 }
 
-// The same number, of which the compiler does not know: what depends on it is made anew, and not kept in registers.
-__device__ inline int hidden(int number) {
-    asm volatile("" : "+r"(number));
-    return number;
+// `bytes` that follow each other, a multiple of 16, as both places are.
+__device__ inline void copy_run(void* to, const void* from, int bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
 // ---- warps with different tasks -----------------------------------------------------------------
 
+// True in one lane of a whole warp.
+__device__ inline bool elect_one() {
+    u32 chosen;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+    return chosen;
+}
 template <int kRegisters> __device__ inline void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
 template <int kRegisters> __device__ inline void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
 // A barrier of some of the block's warps; number 0 is that of __syncthreads.
@@ -77,9 +88,9 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int kPending>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
 
-// d[64, n] = a[64, 16] b[n, 16]^T, added to d where `keep`; a in registers, b in shared memory.
+// d[64, n] += a[64, 16] b[n, 16]^T; a in registers, b in shared memory.
 template <class T, int kColumns>
-__device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u64 b, int keep);
+__device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b);
 
 // asm wants every operand written out: the names of the first 8, 16, ... 128 of them, and as many sums from i on.
 #define CUQUANT_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -103,20 +114,20 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u64 b,
 #define CUQUANT_SUMS_128(i) CUQUANT_SUMS_64(i), CUQUANT_SUMS_64(i + 64)
 
 // `sums` is half of `columns`; what follows are the names of the operands behind them.
-#define CUQUANT_WGMMA(T, type, columns, sums, a0, a1, a2, a3, matrix, kept) \
-    template <> __device__ inline void wgmma<T, columns>(float (&d)[sums], const u32 (&a)[4], u64 b, int keep) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, " kept ", 0; " \
+#define CUQUANT_WGMMA(T, type, columns, sums, a0, a1, a2, a3, matrix) \
+    template <> __device__ inline void wgmma<T, columns>(float (&d)[sums], const u32 (&a)[4], u32 b) { \
+        asm volatile("{.reg .b64 m; mov.b64 m, {" matrix ", 0x40000040}; " \
                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" CUQUANT_NAMES_##sums "}, " \
-                     "{" a0 ", " a1 ", " a2 ", " a3 "}, " matrix ", p, 1, 1, 0;}" \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, m, 1, 1, 1, 0;}" \
                      : CUQUANT_SUMS_##sums(0) \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)); \
     }
 #define CUQUANT_WGMMAS(...) CUQUANT_WGMMA(Half, "f16", __VA_ARGS__) CUQUANT_WGMMA(Bfloat16, "bf16", __VA_ARGS__)
-CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
-CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
-CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12")
+CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20")
+CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36")
+CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68")
+CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
 
 #undef CUQUANT_WGMMAS
 #undef CUQUANT_WGMMA

@@ -1,7 +1,7 @@
 // x [M, K] times a prepacked weight [N, K], on Hopper's tensor cores. A warpgroup takes 64 rows of the
-// weight: each warp streams the codes of its strip straight to registers and decodes them to the A
-// operand; x comes to shared memory by the copy engine, started by a warp of its own, and is the B
-// operand. The warpgroups of a block share rows or K, the blocks of a cluster K. Of a gated unit the two
+// weight: each warp decodes the codes of its strip in registers to the A operand; x is the B operand. Both
+// come to shared memory by the copy engine, which a warp of its own starts. The warpgroups of a block share
+// rows or K, the blocks of a cluster K. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "cluster.cuh"
@@ -20,24 +20,47 @@ struct Routed {
     const i64* count;  // of segments
 };
 
-// The operand times the scales of rows g and g + 8, plus their minimums, rounded once. Integers times float16
-// scales are in range, unless `kWide`, where `unit` brings them there.
+// What a group's operands are multiplied by, for rows g and g + 8, as pairs of T: scales that have no place in T are a sum
+// of two, so that their product with a weight is rounded once. Integers times float16 scales are in range, unless `kWide`,
+// where `unit` brings them there.
 template <class Format, class T, int kLie, bool kWide>
-__device__ void apply(const Group<Format, kLie>& own, float unit, u32 (&a)[4]) {
+struct Factor {
     using Own = Group<Format, kLie>;
-    if constexpr (Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks && !kWide) {
-        const u32 s0 = __byte_perm(own.scale[0], 0, 0x1010), s1 = __byte_perm(own.scale[0], 0, 0x3232);
-        a[0] = mul_pair<T>(a[0], s0); a[1] = mul_pair<T>(a[1], s1); a[2] = mul_pair<T>(a[2], s0); a[3] = mul_pair<T>(a[3], s1);
-    } else {
-        const float s0 = own.value(0) * unit, s1 = own.value(1) * unit, m0 = own.minimum_of(0) * unit, m1 = own.minimum_of(1) * unit;
+    static constexpr bool plain = Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks && !kWide;
+    static constexpr bool exact = plain || (!Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || (Own::stored == Stored::Float16 && is_same<T, Half>)));
+    static constexpr bool minimums = Own::Parts::minimums;
+    u32 high[2], low[2];
+    float scale[2], minimum[2];  // of weights with minimums
+
+    __device__ void set(const Group<Format, kLie>& own, float unit) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const float s = r % 2 ? s1 : s0, m = r % 2 ? m1 : m0;
-            if constexpr (Own::Parts::minimums) a[r] = pair_of<T>(__fmaf_rn(low_of<T>(a[r]), s, m), __fmaf_rn(high_of<T>(a[r]), s, m));
-            else a[r] = pair_of<T>(low_of<T>(a[r]) * s, high_of<T>(a[r]) * s);
+        for (int h = 0; h < 2; ++h) {
+            if constexpr (plain) {
+                high[h] = __byte_perm(own.scale[0], 0, h ? 0x3232 : 0x1010);
+            } else {
+                const float s = own.value(h) * unit;
+                if constexpr (minimums) {
+                    scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
+                } else {
+                    high[h] = pair_of<T>(s, s);
+                    if constexpr (!exact) {
+                        const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
+                        low[h] = pair_of<T>(rest, rest);
+                    }
+                }
+            }
         }
     }
-}
+    __device__ void apply(u32 (&a)[4]) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int h = r % 2;
+            if constexpr (minimums) a[r] = pair_of<T>(__fmaf_rn(low_of<T>(a[r]), scale[h], minimum[h]), __fmaf_rn(high_of<T>(a[r]), scale[h], minimum[h]));
+            else if constexpr (exact) a[r] = mul_pair<T>(a[r], high[h]);
+            else a[r] = fma_pair<T>(a[r], high[h], mul_pair<T>(a[r], low[h]));
+        }
+    }
+};
 
 // Where each of a warpgroup's threads puts its sums before they are stored.
 constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
@@ -75,37 +98,37 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
         for (int e = 0; e < 4; ++e) to[(8 * j + 2 * t + e % 2) * pitch + e / 2 * 8] = sum[4 * j + e];
 }
 
-// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and different parts of K.
-// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1; kLie: see Lie;
-// kKind: see Kind; kWide: see apply.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kAhead, int kStages, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide>
+// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
+// stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied. kGroupUnits: units of a scale group, 0 where a row
+// is one group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kGroupUnits, int kFine, int kLie,
+          int kKind, bool kWide, bool kTable>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
     constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
-    constexpr int kBoxBytes = kTokens * kUnit * 2, kStageBytes = kBoxBytes * kDepthGroups;
-    static_assert(kGroups <= 3, "registers are for up to three warpgroups");
-    static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup");
+    constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits, kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
+    static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
     static_assert(!kRouted || kSplit == 1, "how many tiles there are is not known before");
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
     constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
     constexpr int kPitch = kWidth + 4;                             // of shared sums: lanes of a fragment meet no bank twice
     constexpr int kDrain = kTokens < 64 ? kTokens : 64;            // tokens that are stored at a time
-    using Decode = Decoder<typename Format::Codec, T, kBits>;
+    using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
-    u8* tables = stages + kStages * kStageBytes;
+    u8* coded = stages + kStages * kSpan * kBoxBytes;
+    u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
     u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : kApart ? kDepthGroups * kTokens * kPitch : 0));
     u64* empty = full + kStages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kGroups); }
+        for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups); }
         barrier_fence();
     }
     Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128, false);
@@ -113,9 +136,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
 
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int cluster = blockIdx.x / kSplit;
-    const int all_steps = (weights.units + kDepthGroups - 1) / kDepthGroups;
-    const int first_step = static_cast<int>(static_cast<i64>(all_steps) * rank / kSplit);
-    const int steps = static_cast<int>(static_cast<i64>(all_steps) * (rank + 1) / kSplit) - first_step;
+    const int first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / kSplit);
+    const int units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / kSplit) - first_unit;
+    const int spans = (units + kSpan - 1) / kSpan;
     if constexpr (kRouted) token_tiles = static_cast<int>(*routed.count);
     const int tiles = token_tiles * row_tiles;
     // Where sums take the place of x, a cluster has one tile.
@@ -135,20 +158,39 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         row = in_set / wide * kRows;
     };
 
+    // A block has the registers that it was launched with; the warps that copy leave theirs to the others.
+    constexpr int kLaunched = 65536 / (kThreads + 128) / 8 * 8 * (kGroups + 1);  // of a thread of each warpgroup
+    constexpr int kFew = kGroups <= 2 ? 40 : 32, kMany = (kLaunched - kFew) / kGroups / 8 * 8;
+    static_assert(kGroups >= 2 && kGroups <= 4, "a multiprocessor has registers for four warpgroups and one that copies");
     if (warp >= 4 * kGroups) {
-        registers_down<kGroups <= 2 ? 48 : 56>();
-        if (warp == 4 * kGroups && lane == 0) {
-            prefetch_map(&x);
+        registers_down<kFew>();
+        // Each of the four has its strip of every 64 rows, and its part of x.
+        const int own = warp - 4 * kGroups;
+        if (elect_one()) {
+            if (own == 0) prefetch_map(&x);
             int stage = 0; u32 parity = 1;
             for (int tile = cluster; tile < tiles; tile += next_tile) {
                 locate(tile);
                 if (kRouted && expert < 0) continue;
-                for (int i = 0; i < steps; ++i) {
-                    barrier_wait(empty + stage, parity);
-                    barrier_expect(full + stage, kStageBytes);
+                const u8* from[kRowGroups];
 #pragma unroll
-                    for (int d = 0; d < kDepthGroups; ++d)
-                        copy_box(stages + stage * kStageBytes + d * kBoxBytes, &x, full + stage, ((first_step + i) * kDepthGroups + d) * kUnit, token);
+                for (int r = 0; r < kRowGroups; ++r) {
+                    // Beyond the last strip any will do.
+                    const i64 strip = min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
+                    from[r] = reinterpret_cast<const u8*>(kPair && r ? second.codes : weights.codes) + (strip * weights.units + first_unit) * kUnitBytes;
+                }
+#pragma unroll 1
+                for (int i = 0; i < units; i += kSpan) {
+                    const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
+                    u64* ready = full + stage;
+                    barrier_wait(empty + stage, parity);
+                    if (own == 0) barrier_expect(ready, count * (kBoxBytes + kCodeBytes));
+                    if (own < count) copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
+#pragma unroll
+                    for (int r = 0; r < kRowGroups; ++r) {
+                        copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        from[r] += kSpan * kUnitBytes;
+                    }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
                 }
             }
@@ -157,11 +199,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
         return;
     }
-    registers_up<kGroups <= 2 ? 232 : 152>();
+    registers_up<kMany>();
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
-    int stage = 0; u32 parity = 0;
+    const u32 own_codes = shared_address(coded) + (row_group * 4 + warp % 4) * kSpan * kUnitBytes;
+    const u32 own_x = swizzled(stages);
+    int done = 0;  // stages of earlier tiles
     Prepacked moved;
     if constexpr (kPair) {
         moved = weights;
@@ -174,65 +218,75 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
         const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
         const i64 before = kRouted && !lost ? static_cast<i64>(expert) * weights.strips : 0;  // strips of other experts
-        const u32* codes = own_weights.codes + (before + strip) * weights.units * Words<kBits>::unit_words();
-        Words<kBits> words[kAhead];
-        Own groups[kAhead][kFine];
+        typename Own::Strip lies;
+        lies.set(own_weights, strip, before, g);
+        keep(lies.scale);
+        const float own_unit = own_weights.unit;
+        Own groups[2][kFine];
         const auto fetch = [&](int d, int i) {
-            const int unit = min((first_step + i) * kDepthGroups + depth, weights.units - 1);
-            words[d].load(codes + unit * Words<kBits>::unit_words(), lane);
-            if constexpr (kPair && Own::blocks) {  // more pointers than there are registers
-                moved = weights;
-                if (hidden(row_group)) moved = second;
-            }
-            typename Own::Cursor cursor;
-            const i64 first = kFine > 1 ? static_cast<i64>(unit) * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
-            cursor.set(own_weights, kLie == kInBlocks ? strip : before + strip, first, g);
+            const u32 unit = min(first_unit + i, weights.units - 1);
+            const u32 first = kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
-                groups[d][f].load(own_weights, cursor, kWhole ? f : kFine > 1 ? static_cast<int>(min(static_cast<i64>(f), weights.groups - 1 - first)) : 0, g,
-                                  kWhole && f ? &groups[d][0] : nullptr);
+                groups[d][f].load(lies, kWhole || kFine == 1 ? first + f : min(first + f, static_cast<u32>(weights.groups) - 1), kWhole && f ? &groups[d][0] : nullptr);
         };
-#pragma unroll
-        for (int d = 0; d < kAhead; ++d) fetch(d, d);
+        // Of this warpgroup's units, those of a stage and then those of the next of its stages: the one `n` behind unit 0 of a stage.
+        const auto behind = [](int n) { return n / kSpan * kDepthGroups * kSpan + n % kSpan; };
+        int i = depth * kSpan;
+        fetch(0, i);
+        fetch(1, i + behind(1));
 
         float sum[kTokens / 2];
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
-        u32 a[2][4][4];  // the products of one unit read one half while the other is made
-        int last = -1;
-        const auto unit = [&](int d, int i) {
-            u32 (&now)[4][4] = a[d % 2];
-            const u64 b = swizzled(stages + stage * kStageBytes + depth * kBoxBytes);
+        u32 a[kBuffers][4][4];  // of two, the products of one unit read one while the other is made
+        int stage = (done + depth) % kStages, last = -1;
+        u32 parity = (done + depth) / kStages & 1;
+        const auto release = [&] { if (last >= 0 && lane == 0) barrier_arrive(empty + last); };
+        // The unit `n` behind unit 0 of the stage that unit i begins.
+        const auto unit = [&](int n) {
+            const int d = n % 2, of_stage = n % kSpan;
+            u32 (&now)[4][4] = a[kBuffers > 1 ? d : 0];
+            Words<kBits> words;
+            if (of_stage == 0) barrier_wait(full + stage, parity);
+            words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
+            if constexpr (kBuffers == 1) { wgmma_wait<0>(); if (of_stage == 0) release(); }
+            Factor<Format, T, kLie, kWide> factor;
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
                 const Own& own = groups[d][s * kFine / 4];
+                if (s * kFine % 4 == 0) factor.set(own, own_unit);
                 const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-                if (s == 0) Decode::template decode<0, Own::zeros>(words[d].w, tables, table, offset, now[0]);
-                if (s == 1) Decode::template decode<1, Own::zeros>(words[d].w, tables, table, offset, now[1]);
-                if (s == 2) Decode::template decode<2, Own::zeros>(words[d].w, tables, table, offset, now[2]);
-                if (s == 3) Decode::template decode<3, Own::zeros>(words[d].w, tables, table, offset, now[3]);
-                apply<Format, T, kLie, kWide>(own, own_weights.unit, now[s]);
+                if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, now[0]);
+                if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, now[1]);
+                if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, now[2]);
+                if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, now[3]);
+                factor.apply(now[s]);
             }
-            barrier_wait(full + stage, parity);
+            const u32 b = own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16);
             wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sum, now[s], b + 2 * s, 1);
+            for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sum, now[s], b + 2 * s);
             wgmma_commit();
-            fetch(d, i + kAhead);
-            wgmma_wait<1>();
-            if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+            fetch(d, i + behind(n + 2));
+            if constexpr (kBuffers > 1) { wgmma_wait<1>(); if (of_stage == 0) release(); }
             last = stage;
-            if (++stage == kStages) { stage = 0; parity ^= 1; }
+            if (of_stage == kSpan - 1) {
+                stage += kDepthGroups;
+                if (stage >= kStages) { stage -= kStages; parity ^= 1; }
+            }
         };
-        const int own_steps = lost ? 0 : steps;
-        int i = 0;
+        constexpr int kRound = kSpan > 1 ? kSpan : 2;  // units, of one stage or of two
+        const int own_units = lost ? 0 : units;
 #pragma unroll 1
-        for (; i + kAhead <= own_steps; i += kAhead) {
+        for (; i + behind(kRound - 1) < own_units; i += behind(kRound)) {
 #pragma unroll
-            for (int d = 0; d < kAhead; ++d) unit(d, i + d);
+            for (int n = 0; n < kRound; ++n) unit(n);
         }
 #pragma unroll
-        for (int d = 0; d < kAhead - 1; ++d) if (i + d < own_steps) unit(d, i + d);
+        for (int n = 0; n < kRound - 1; ++n)
+            if (i + behind(n) < own_units) unit(n);
+        done += lost ? 0 : spans;
         wgmma_wait<0>();
         float factor = 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -245,7 +299,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             if constexpr (kRouted) return Sorted{routed.order};
             else return Straight{};
         }();
-        if constexpr (kApart) if (last >= 0 && lane == 0) barrier_arrive(empty + last);
+        if constexpr (kApart) release();
         if constexpr (kAlone && kPair) {
             float* own = drain + row_group * 64 + warp % 4 * kStrip + g;
 #pragma unroll
@@ -276,7 +330,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             }
         } else {
             float* sums = kApart ? drain : reinterpret_cast<float*>(stages);
-            static_assert(kApart || kDepthGroups * kTokens * kPitch * 4 <= kStages * kStageBytes, "the sums do not fit");
+            static_assert(kApart || kDepthGroups * kTokens * kPitch * 4 <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
             // Every x of this tile has been used: the sums take its place.
             if constexpr (!kApart) named_barrier(1, kThreads);
             put<kTokens>(sum, sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);

@@ -68,6 +68,12 @@ __device__ inline uint2 load8_shared(u32 address) {
     return v;
 }
 
+__device__ inline u32 load4_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
 // 16 bytes to shared memory behind the back of the registers; of them `bytes` are read, the rest is 0.
 __device__ inline void copy16_async(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");

@@ -79,6 +79,74 @@ struct Group {
         }
     };
 
+    // Where the groups of a strip begin, of rows g and g + 8.
+    struct Strip {
+        const u8 *scale, *zero, *minimum, *sub_scale, *sub_minimum;
+        i64 apart;               // where scales lie in blocks: from the group of row g to that of row g + 8
+        const float *nested_map, *nested_scale;
+        i64 nested_first[2];     // numbers of their first scales, of double quantization
+        float nested_offset;
+
+        // `before`: strips of the experts before, which `strip` does not count.
+        __device__ void set(const Prepacked& w, i64 strip, i64 before, int g) {
+            const i64 row = strip * kStrip + g;
+            if constexpr (kLie == kInBlocks) {
+                const i64 first = min(row / w.tall, w.scale_rows - 1) * w.groups;
+                apart = min((row + 8) / w.tall, w.scale_rows - 1) * w.groups - first;
+                scale = static_cast<const u8*>(w.scale) + first * bytes;
+                if constexpr (zeros) zero = w.zero_point + first;
+            } else {
+                const i64 at = (before + strip) * w.groups * kStrip + 2 * g, block = blocks ? (before + strip) * w.blocks * kStrip + 2 * g : at;
+                scale = static_cast<const u8*>(w.scale) + block * bytes;
+                if constexpr (zeros) zero = w.zero_point + at;
+                if constexpr (Parts::minimums) minimum = static_cast<const u8*>(w.minimum) + block * 2;
+                if constexpr (Parts::sub_scales) sub_scale = w.sub_scale + at;
+                if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = w.sub_minimum + at;
+            }
+            if constexpr (stored == Stored::Double) {
+                nested_map = w.nested_map; nested_scale = w.nested_scale; nested_offset = *w.nested_offset;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    // Padding has no nested scale of its own.
+                    i64 own = min((kLie == kInBlocks ? 0 : before * kStrip) + row + 8 * h, w.rows - 1);
+                    if constexpr (kLie == kInBlocks) own = min(own / w.tall, w.scale_rows - 1);
+                    nested_first[h] = w.nested_first + own * w.groups;
+                }
+            }
+        }
+    };
+    // Group `group` of a strip; it must exist. `beside`: another one of the same block of ggml's, whose scale this is too.
+    __device__ void load(const Strip& from, u32 group, const Group* beside = nullptr) {
+        if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + group * kStrip);
+        if constexpr (blocks) {
+            const u32 block = group / Parts::per_block * (kStrip * 2);
+            scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(from.scale + block);
+            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(from.minimum + block);
+            if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(from.sub_scale + group * kStrip);
+            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(from.sub_minimum + group * kStrip);
+        } else if constexpr (kLie == kInBlocks) {
+            by_rows(from.scale, group, from.apart + group);
+            if constexpr (zeros) zero = from.zero[group] | from.zero[from.apart + group] << 8;
+        } else if constexpr (bytes == 4) {
+            const uint2 v = *reinterpret_cast<const uint2*>(from.scale + group * (kStrip * 4));
+            scale[0] = v.x; scale[1] = v.y;
+        } else if constexpr (bytes == 2) {
+            scale[0] = *reinterpret_cast<const u32*>(from.scale + group * (kStrip * 2));
+        } else {
+            scale[0] = *reinterpret_cast<const u16*>(from.scale + group * kStrip);
+        }
+        if constexpr (stored == Stored::Double) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                nested[h] = unnested(from.nested_map[scale[0] >> 8 * h & 0xFFu], from.nested_scale[(from.nested_first[h] + group) / 256], from.nested_offset);
+        }
+    }
+    // A scale of double quantization.
+    __device__ static float unnested(float level, float scale, float offset) {
+        const float inner = __fmul_rn(level, scale);
+        return __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, offset);
+    }
+
     // Group `ahead` of a cursor; it must exist. `beside`: another one of the same block of ggml's, whose scale this is too.
     __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g, const Group* beside = nullptr) {
         if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
@@ -112,8 +180,7 @@ struct Group {
                 i64 row = min(from.strip * kStrip + g + 8 * h, w.rows - 1);
                 if constexpr (kLie == kInBlocks) row = min(row / w.tall, w.scale_rows - 1);
                 const i64 block = w.nested_first + row * w.groups + from.group + ahead;
-                const float inner = __fmul_rn(w.nested_map[scale[0] >> 8 * h & 0xFFu], w.nested_scale[block / 256]);
-                nested[h] = __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, *w.nested_offset);
+                nested[h] = unnested(w.nested_map[scale[0] >> 8 * h & 0xFFu], w.nested_scale[block / 256], *w.nested_offset);
             }
         }
     }

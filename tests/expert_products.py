@@ -46,7 +46,7 @@ class Case:
 @cache
 def _weight(name: str, shape: tuple[int, int, int], options: tuple) -> cq.QuantArray:
     """Of experts whose numbers are not of one size."""
-    sizes = np.array([1.0, 3.0, 0.5, 2.0, 0.25], F32)[: shape[0], None, None]
+    sizes = np.resize(np.array([1.0, 3.0, 0.5, 2.0, 0.25], F32), shape[0])[:, None, None]
     return cq.quantize(normal(shape, seed=3) * sizes, cq.get_format(name, **dict(options)))
 
 

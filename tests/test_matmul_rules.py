@@ -191,27 +191,30 @@ def test_usual_products_are_one_wave():
 
 
 @given(
-    sizes, sizes, depths, st.integers(1, 8), st.sampled_from([1, 2, 4]), st.sampled_from(TABLES),
-    processors,
+    sizes, sizes, depths, st.integers(1, 8), st.booleans(), st.sampled_from(TABLES), processors,
+    st.sampled_from([hopper.ONE, hopper.GATED, hopper.EXPERTS]),
 )  # fmt: skip
-def test_hopper_tiles_fit_and_cover_everything_once(
-    rows, columns, depth, bits, fine, table, processors
-):
-    shape = hopper.divide(rows, columns, depth, bits, fine, table, processors)
-    units = -(-depth // 64)
-    assert hopper.shared_bytes(shape, table) <= SHARED[90] * 1024
-    assert shape.tokens in (32, 64, 128, 256) and shape.split in (1, 2)
-    assert shape.row_groups * shape.depth_groups <= 3 and shape.threads <= 512
-    assert shape.stages >= 2  # one is read while the next one comes
-    assert shape.ahead % 2 == 0  # two operands are used in turns
-    if not shape.alone:  # the kernel's static_assert: sums take the place of x
-        sums = shape.depth_groups * shape.tokens * (shape.rows + 4) * 4
-        assert sums <= shape.stages * shape.tokens * 128 * shape.depth_groups
-    # K: all steps of all blocks; a step has a unit for each depth group.
-    steps = -(-units // shape.depth_groups)
-    borders = [steps * rank // shape.split for rank in range(shape.split + 1)]
-    assert borders[0] == 0 and borders == sorted(borders)
-    assert borders[-1] * shape.depth_groups >= units > (borders[-1] - 1) * shape.depth_groups
+def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, kind):
+    if kind == hopper.EXPERTS:
+        rows = max(n for n in hopper.TOKENS if n <= max(rows, hopper.TOKENS[0]))
+        rows = min(rows, 128 if heavy else 256)
+    tables = (table, 4 * table)
+    shape = hopper.divide(rows, columns, depth, bits, heavy, tables, processors, kind)
+    assert hopper.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
+    assert shape.tokens in hopper.TOKENS and shape.split in (1, 2) and shape.kind == kind
+    assert kind != hopper.EXPERTS or (shape.tokens == rows and shape.split == 1)
+    assert kind != hopper.GATED or shape.row_groups == 2
+    # The kernel's static_asserts: registers, and sums that take the place of x.
+    groups = shape.row_groups * shape.depth_groups
+    assert 2 <= groups <= 4 and shape.threads == 128 * (groups + 1)
+    assert hopper._has_place(shape, bits)
+    # No warpgroup waits for a stage that comes after its own is free again.
+    assert shape.stages > shape.depth_groups
+    # Threads of a warpgroup hold its sums, and an operand or two.
+    launched = 65536 // shape.threads // 8 * 8 * (groups + 1)
+    few = 40 if groups == 2 else 32
+    assert hopper.REGISTERS[groups] * groups + few <= launched
+    assert shape.tokens // 2 + 16 * shape.buffers + hopper.OWN_REGISTERS <= hopper.REGISTERS[groups]
     tiles = -(-rows // shape.tokens) * -(-columns // shape.rows)
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
 

@@ -68,7 +68,14 @@ struct EmulatorBox {
     EmulatorMap map;
     unsigned long long* barrier;
     int column, row;
+    const unsigned char* from;  // of a run, which has no map
+    int bytes;
     void run() const {
+        if (from) {
+            std::memcpy(emulator_shared(to, 16, "copy_run"), from, bytes);
+            emulator_arrived(emulator_barrier(barrier), 0, -bytes);
+            return;
+        }
         for (int i = 0; i < map.height; ++i)
             for (int j = 0; j < 64; ++j) {
                 const bool inside = row + i >= 0 && row + i < map.rows && column + j >= 0 && column + j < map.columns;
@@ -96,7 +103,7 @@ inline const bool emulator_boxes_dropped = emulator::at_block_start([] {
 
 inline void prefetch_map(const TensorMap*) {}
 inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) {
-    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row};
+    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row, nullptr, 0};
     std::memcpy(&box.map, map, sizeof box.map);
     if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
     if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
@@ -104,10 +111,21 @@ inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
 
-inline int hidden(int number) { return number; }
+
+inline void copy_run(void* to, const void* from, int bytes, unsigned long long* barrier) {
+    const auto* source = static_cast<const unsigned char*>(from);
+    if (bytes <= 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
+        emulator::fail("misaligned copy_run of %d bytes from %p", bytes, from);
+    const EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, 0, 0, source, bytes};
+    emulator_shared(box.to, 16, "copy_run");
+    emulator_shared(box.to + bytes - 16, 16, "copy_run");
+    if (blockIdx.x % 2) box.run();
+    else emulator_boxes[emulator::machine.rank].push_back(box);
+}
 
 // ---- warps with different tasks -----------------------------------------------------------------
 
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
 template <int kRegisters> inline void registers_up() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 template <int kRegisters> inline void registers_down() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 
@@ -151,7 +169,7 @@ struct EmulatorProduct {
     float* d;
     const unsigned (*a)[4];
     unsigned long long b;
-    int columns, keep;
+    int columns;
     float (*value)(unsigned);  // of 16 bits
 
     void run(Place place) const {
@@ -174,7 +192,6 @@ struct EmulatorProduct {
             }
             for (int h = 0; h < 2; ++h) {
                 float& sum = d[column / 8 * 4 + 2 * h + column % 2];
-                if (!keep) sum = 0.0f;
                 for (int k = 0; k < 16; ++k) sum += left[h][k] * right[k];
             }
         }
@@ -197,10 +214,10 @@ inline void wgmma_wait(Place place = Place::here()) {
     }
 }
 template <class T, int kColumns>
-inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned long long b, int keep, Place place = Place::here()) {
+inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned b, Place place = Place::here()) {
     static_assert(kColumns % 8 == 0 && kColumns <= 256);
-    if (b >> 62 != 1 || (b >> 32 & 0x3FFF) != 64 || (b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
-    const EmulatorProduct product{d, &a, b, kColumns, keep, [](unsigned bits) { return emulator_float<T>(bits); }};
+    if (b >> 14 != 4 || (b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
+    const EmulatorProduct product{d, &a, b, kColumns, [](unsigned bits) { return emulator_float<T>(bits); }};
     if (blockIdx.x % 2) product.run(place);
     else emulator_products[emulator::machine.rank][threadIdx.x].back().push_back(product);
 }

@@ -104,6 +104,10 @@ inline void copies_wait() {
     wait_copies<0>();
 }
 
+inline unsigned load4_shared(unsigned address) {
+    return *reinterpret_cast<const unsigned*>(emulator_shared(address, 4, "load4_shared"));
+}
+
 template <class T> inline T emulator_load(const void* from, const char* what) {
     if (reinterpret_cast<std::uintptr_t>(from) % sizeof(T))
         emulator::fail("misaligned %s: %p is no multiple of %d", what, from, static_cast<int>(sizeof(T)));

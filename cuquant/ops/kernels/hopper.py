@@ -1,7 +1,7 @@
 """Many rows of x times a prepacked weight on Hopper's tensor cores: matmul_hopper.cu."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,10 @@ from cuquant.ops.kernels.prepacked import Groups
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN = 64  # rows of x that are stored at a time
 DRAIN_PITCH = 68
-STAGES = 12  # of x in shared memory, at most
+STAGES = 24  # in shared memory, at most
+SPAN = {16: 4, 32: 4, 64: 2, 128: 2, 256: 1}  # units of a stage, by rows of x
+TOKENS = (16, 32, 64, 128, 256)
+WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 GATHER_THREADS = 256
 VECTOR = 8  # elements of 16 bytes
@@ -41,8 +44,12 @@ class Shape:
         of a gated unit; and different parts of K.
     split
         Blocks that share K.
-    ahead, stages
-        Units of the weight that are loaded ahead, and steps of x in shared memory.
+    stages, span
+        Parts of x and of the weight in shared memory, and units of each.
+    buffers
+        Decoded operands of a warpgroup.
+    wide
+        Whether the table of a codebook is the larger one.
     kind
         ONE weight, the two of a GATED unit, or EXPERTS.
     """
@@ -51,9 +58,11 @@ class Shape:
     row_groups: int
     depth_groups: int
     split: int
-    ahead: int
     stages: int
+    span: int
+    buffers: int
     kind: int = ONE
+    wide: bool = False
 
     @property
     def rows(self) -> int:
@@ -76,22 +85,68 @@ class Shape:
         return self.alone or self.kind == EXPERTS
 
 
-def shared_bytes(shape: Shape, table: int) -> int:
+def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     """Dynamic shared memory of a block."""
-    stage = shape.tokens * UNIT * 2 * shape.depth_groups + 16
+    width = shape.row_groups * GROUP_ROWS
+    stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
     drain = 0
     if shape.alone:
         drain = shape.row_groups * min(shape.tokens, DRAIN) * DRAIN_PITCH * 4
     elif shape.persistent:
-        drain = shape.depth_groups * shape.tokens * (shape.row_groups * GROUP_ROWS + 4) * 4
+        drain = shape.depth_groups * shape.tokens * (width + 4) * 4
     return shape.stages * stage + drain + table
 
 
-def staged(shape: Shape, table: int) -> Shape:
+def staged(shape: Shape, bits: int, table: int) -> Shape:
     """The shape with as many stages as fit."""
-    while shared_bytes(shape, table) > prepacked.SHARED_MOST:
+    while shared_bytes(shape, bits, table) > prepacked.SHARED_MOST:
         shape = replace(shape, stages=shape.stages - 1)
     return shape
+
+
+# What a multiprocessor does in a cycle: bytes that come in from L2, instructions of its warps, and
+# multiply-adds of its tensor cores. Measured on an H100, but for the last one.
+FEED, ISSUED, MULTIPLIED = 40, 3.2, 2048
+DECODING = 110  # instructions of a warp for a unit of 16 rows
+LATENCY = 470  # cycles that a warpgroup needs for a unit at least, as its instructions wait for each other
+REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups of a block
+OWN_REGISTERS = 44  # beside sums, and 16 for each decoded operand
+START, END, MEETING = 1200, 600, 1000  # cycles: of a block, of a tile, and of sums that meet
+
+
+def _cost(shape: Shape, rows: int, columns: int, units: int, bits: int, processors: int) -> float:
+    """Cycles that a product takes, but for what is the same for all shapes."""
+    s, width = shape, shape.row_groups * GROUP_ROWS
+    step = max(
+        (s.tokens * UNIT * 2 + width * UNIT * bits / 8) / FEED,
+        4 * s.row_groups * DECODING / ISSUED,
+        width * s.tokens * UNIT / MULTIPLIED,
+    )
+    alone = (LATENCY + (2 * s.tokens if s.buffers == 1 else 0)) / s.depth_groups
+    tiles = -(-columns // s.rows) * -(-rows // s.tokens)
+    rounds = -(-tiles * s.split // processors)
+    if s.persistent:
+        end = END + 3.0 * s.tokens * s.row_groups
+    else:
+        parts = s.depth_groups * s.split
+        end = START + MEETING * s.split + parts * width * s.tokens / FEED
+    return rounds * (units / s.split * max(step, alone) + end)
+
+
+def _shapes(rows: int, heavy: bool, kind: int) -> Iterator[Shape]:
+    """All that the kernel can be, with as many stages as there may be."""
+    sizes = (rows,) if kind == EXPERTS else (n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
+    for tokens in sizes:
+        for row_groups, depth_groups in WARPGROUPS:
+            groups = row_groups * depth_groups
+            free = REGISTERS[groups] - OWN_REGISTERS - tokens // 2 - (16 if heavy else 0)
+            if free < 16 or (kind == GATED and row_groups != 2) or (heavy and groups > 3):
+                continue
+            buffers = 2 if free >= 40 else 1
+            for split in (1,) if kind == EXPERTS else (1, 2):
+                yield Shape(
+                    tokens, row_groups, depth_groups, split, STAGES, SPAN[tokens], buffers, kind
+                )
 
 
 @lru_cache(maxsize=4096)
@@ -100,39 +155,41 @@ def divide(
     columns: int,
     depth: int,
     bits: int,
-    fine: int,
-    table: int,
+    heavy: bool,
+    tables: tuple[int, int],
     multiprocessors: int,
     kind: int = ONE,
-    offset: bool = False,
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth], or two of a gated unit.
 
-    Up to 128 rows of x a block has 64 rows of the weight, and three warpgroups that share K hide
-    each other's decoding. More rows of x want larger tiles, of which each multiprocessor has one.
-    Where there are too few tiles two blocks of a cluster share K. Of EXPERTS `rows` are those of a
-    segment, and so of a tile.
+    The shape that takes the fewest cycles: what comes in from L2, decoding and multiplying overlap,
+    and the slowest of them counts. `heavy`: decoding takes many registers. `tables`: bytes of the
+    smaller and of the larger table. Of EXPERTS `rows` are those of a segment, and so of a tile.
     """
     units = -(-depth // UNIT)
-    tokens = rows if kind == EXPERTS else next((n for n in (32, 64, 128) if rows <= n), 256)
-    light = bits <= 4 and fine == 1 and not offset  # what is loaded ahead takes few registers
-    wide = kind == GATED or tokens > (64 if kind == EXPERTS else 128)
-    groups = (2, 1) if wide else (1, 3 if light else 2)
-    rows_of_block = GROUP_ROWS * (1 if kind == GATED else groups[0])
-    if kind != EXPERTS and tokens == 256:
-        full = -(-columns // rows_of_block) * -(-rows // tokens)
-        if _is_heavy(bits, fine) or 2 * full <= multiprocessors:
-            tokens = 128
-    tiles = -(-columns // rows_of_block) * -(-rows // tokens)
-    few = kind != EXPERTS and 2 * tiles <= multiprocessors
-    split = 2 if few and units >= 8 * groups[1] else 1
-    ahead = 4 if light and groups == (2, 1) and tokens <= 128 else 2
-    return staged(Shape(tokens, *groups, split, ahead, STAGES, kind), table)
+    best: tuple[float, Shape] | None = None
+    for shape in _shapes(rows, heavy, kind):
+        wide = tables[1] > tables[0] and shape.tokens <= 128
+        shape = staged(replace(shape, wide=wide), bits, tables[wide])
+        if shape.stages < max(3, shape.depth_groups + 1) or not _has_place(shape, bits):
+            continue
+        tiles = -(-columns // shape.rows) * -(-rows // shape.tokens)
+        if shape.split > 1 and tiles * shape.split > multiprocessors:
+            continue
+        cost = _cost(shape, rows, columns, units, bits, multiprocessors)
+        if best is None or cost < best[0]:
+            best = cost, shape
+    assert best is not None
+    return best[1]
 
 
-def _is_heavy(bits: int, fine: int) -> bool:
-    """Whether decoding leaves no registers for the sums of 256 rows of x."""
-    return bits > 4 and fine == 4
+def _has_place(shape: Shape, bits: int) -> bool:
+    """Whether sums that take the place of x fit there."""
+    if shape.persistent:
+        return True
+    width = shape.row_groups * GROUP_ROWS
+    sums = shape.depth_groups * shape.tokens * (width + 4) * 4
+    return sums <= shape.stages * shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8)
 
 
 def takes_experts(problem: Problem) -> bool:
@@ -150,10 +207,14 @@ def segment_rows(problem: Problem) -> int:
     """
     fmt = problem.format
     assert fmt is not None
-    fine = Groups.of(fmt, problem.depth).fine
     tokens = next((n for n in (16, 32, 64) if 3 * problem.rows <= 2 * n), 256)
-    heavy = _is_heavy(fmt.bits, fine) or (fmt.is_blocks and fine == 4)
+    heavy = _is_heavy(fmt, problem.depth)
     return 128 if tokens == 256 and (problem.rows <= 128 or heavy) else tokens
+
+
+def _is_heavy(fmt: Format, depth: int) -> bool:
+    """Whether decoding takes many registers."""
+    return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
 
 @dataclass(frozen=True)
@@ -175,7 +236,7 @@ class Hopper:
             _program(fmt, dtype, shape, Groups.of(fmt, depth), any(s.wide for s in scalings)),
             shape,
             token_tiles * row_tiles,
-            prepacked.table_bytes(fmt),
+            shared_bytes(shape, fmt.bits, prepacked.table_bytes(fmt, shape.wide)),
             backend.multiprocessors,
         )
         packed = [
@@ -213,17 +274,16 @@ def _shape(product: Product, fmt: Format, multiprocessors: int) -> Shape:
         product.columns,
         product.depth,
         fmt.bits,
-        Groups.of(fmt, product.depth).fine,
-        prepacked.table_bytes(fmt),
+        _is_heavy(fmt, product.depth),
+        (prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)),
         multiprocessors,
         kind,
-        bool(fmt.offset),
     )
 
 
-def _launch(program: Program, shape: Shape, tiles: int, table: int, multiprocessors: int) -> Launch:
+def _launch(program: Program, shape: Shape, tiles: int, shared: int, multiprocessors: int) -> Launch:
     blocks = min(tiles, multiprocessors) if shape.persistent else tiles * shape.split
-    return Launch(program, (blocks, 1, 1), shape.threads, shared_bytes(shape, table))
+    return Launch(program, (blocks, 1, 1), shape.threads, shared)
 
 
 def _gather(
@@ -255,13 +315,15 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         shape.row_groups,
         shape.depth_groups,
         shape.split,
-        shape.ahead,
         shape.stages,
+        shape.span,
+        shape.buffers,
         groups.units,
         groups.fine,
         prepacked.lie(fmt, FRAGMENTS_LAYOUT),
         shape.kind,
         int(wide),
+        int(shape.wide),
     )
     return Program(
         "matmul_hopper.cu", "matmul_hopper", arguments, facts.text, features=True, contract=True
