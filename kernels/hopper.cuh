@@ -19,6 +19,7 @@ __device__ inline u32 swizzled(const void* p) { return (shared_address(p) & 0x3F
 __device__ inline void keep(const u8*& p) {
 #ifndef CUQUANT_EMULATOR
     asm volatile("" : "+l"(p));
+    __builtin_assume(__isGlobal(p));
 #endif
 }
 
@@ -60,6 +61,11 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, in
 __device__ inline void copy_run(void* to, const void* from, int bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+// Brings such a run to the L2 cache.
+__device__ inline void prefetch_run(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
 // ---- warps with different tasks -----------------------------------------------------------------

@@ -62,6 +62,24 @@ struct Factor {
     }
 };
 
+// Brings what a strip has beside codes to the L2 cache: its groups from `first` to `last`.
+template <class Format, int kLie>
+__device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 last) {
+    using Own = Group<Format, kLie>;
+    if constexpr (kLie == kInStrips) {
+        const auto bring = [&](const void* from, i64 each, i64 begin, i64 end, int bytes) {
+            prefetch_run(static_cast<const u8*>(from) + (strip * each + begin) * kStrip * bytes, static_cast<int>(end - begin + 1) * kStrip * bytes);
+        };
+        constexpr int kBlock = Own::blocks ? Own::Parts::per_block : 1;
+        const i64 each = Own::blocks ? w.blocks : w.groups;
+        bring(w.scale, each, first / kBlock, last / kBlock, Own::bytes);
+        if constexpr (Own::zeros) bring(w.zero_point, w.groups, first, last, 1);
+        if constexpr (Own::Parts::minimums) bring(w.minimum, each, first / kBlock, last / kBlock, 2);
+        if constexpr (Own::Parts::sub_scales) bring(w.sub_scale, w.groups, first, last, 1);
+        if constexpr (Own::Parts::sub_scales && Own::Parts::minimums) bring(w.sub_minimum, w.groups, first, last, 1);
+    }
+}
+
 // Where each of a warpgroup's threads puts its sums before they are stored.
 constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
 
@@ -126,7 +144,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
     u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : kApart ? kDepthGroups * kTokens * kPitch : 0));
     u64* empty = full + kStages;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups); }
         barrier_fence();
@@ -158,6 +176,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         row = in_set / wide * kRows;
     };
 
+    const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
+
     // A block has the registers that it was launched with; the warps that copy leave theirs to the others.
     constexpr int kLaunched = 65536 / (kThreads + 128) / 8 * 8 * (kGroups + 1);  // of a thread of each warpgroup
     constexpr int kFew = kGroups <= 2 ? 40 : 32, kMany = (kLaunched - kFew) / kGroups / 8 * 8;
@@ -177,7 +197,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 for (int r = 0; r < kRowGroups; ++r) {
                     // Beyond the last strip any will do.
                     const i64 strip = min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
-                    from[r] = reinterpret_cast<const u8*>(kPair && r ? second.codes : weights.codes) + (strip * weights.units + first_unit) * kUnitBytes;
+                    const Prepacked& from_weights = kPair && r ? second : weights;
+                    from[r] = reinterpret_cast<const u8*>(from_weights.codes) + (strip * weights.units + first_unit) * kUnitBytes;
+                    const i64 last = min(static_cast<i64>(group_of(first_unit + units - 1)) + kFine - 1, weights.groups - 1);
+                    prefetch_groups<Format, kLie>(from_weights, strip, group_of(first_unit), last);
                 }
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
@@ -225,7 +248,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         Own groups[2][kFine];
         const auto fetch = [&](int d, int i) {
             const u32 unit = min(first_unit + i, weights.units - 1);
-            const u32 first = kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
+            const u32 first = group_of(unit);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
                 groups[d][f].load(lies, kWhole || kFine == 1 ? first + f : min(first + f, static_cast<u32>(weights.groups) - 1), kWhole && f ? &groups[d][0] : nullptr);

@@ -123,6 +123,13 @@ inline void copy_run(void* to, const void* from, int bytes, unsigned long long* 
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
 
+inline void prefetch_run(const void* from, int bytes) {
+    if (bytes <= 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
+        emulator::fail("misaligned prefetch_run of %d bytes from %p", bytes, from);
+    static_cast<void>(*static_cast<const volatile unsigned char*>(from));
+    static_cast<void>(static_cast<const volatile unsigned char*>(from)[bytes - 1]);
+}
+
 // ---- warps with different tasks -----------------------------------------------------------------
 
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
