@@ -129,6 +129,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
     constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits, kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
     static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
+    // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
+    // one might be two behind, and would not be seen.
+    static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
     static_assert(!kRouted || kSplit == 1, "how many tiles there are is not known before");
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
     constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x

@@ -108,28 +108,41 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         next_group.set(own, strip, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
     };
     Loaded words[kAhead];
-    Own groups[kGroups], coming;  // `coming`: where one group lasts longer than what is loaded ahead
+    // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
+    constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong);
+    Own groups[kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g, beside); };
     const auto load = [&](int d, bool whole) {
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
             else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
-            if constexpr (kFine > 1 && kRows) {
+            if constexpr (kFine > 1 && kRows && !kShared) {
                 Own::template load_fine<kFine>(groups + d * kFine, next_group, d);
-            } else if constexpr (kFine > 1) {
+            } else if constexpr (kFine > 1 && !kShared) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
                     load_group(groups[d * kFine + f], kWhole ? d * kFine + f : min(d * kFine + f, last_group), kWhole && f ? groups + d * kFine : nullptr);  // beyond the last one x is 0
             }
         }
-        if constexpr (kFine == 1 && !kLong) {
+        if constexpr (kFine == 1 && !kLong && !kShared) {
             if ((d + 1) % kGroup == 0 && (whole || d + 1 - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
+        }
+    };
+    // One load for all the units ahead.
+    const auto load_coming = [&](Own* to) {
+        if constexpr (kShared) {
+            if (t < next_count) {
+                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, next_group, t);
+                else load_group(to[0], t / kGroup);
+            }
+        } else if constexpr (kFine == 1 && kLong) {
+            if (next_count > 0) load_group(to[0], 0);
         }
     };
     locate(0, 0);
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) load(d, false);
-    if constexpr (kFine == 1 && kLong) { if (count > 0) load_group(groups[0], 0); }
+    load_coming(groups);
     if (!little) stage();
     if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     Decode::fill(tables, weights.values, threadIdx.x, kThreads, kRows && Format::Packing::order == Order::High);
@@ -175,9 +188,18 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             words[d].template row<0>(t, rows_of[0]);
             words[d].template row<1>(t, rows_of[1]);
         }
+        Own here[kShared ? kFine : 1];
+        if constexpr (kShared && (kFine > 1 || Own::zeros)) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d);
+        }
+        const auto group_of = [&](int s) -> const Own& {
+            if constexpr (kShared) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
+            else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
+        };
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-            const Own& own = kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
+            const Own& own = group_of(s);
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
             const u32* first = kRows ? rows_of[0] : words[d].w;
             if (s == 0) decode_step<Decode, 0, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[0]);
@@ -188,7 +210,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
             mma<T>(sum[q], a[s], low, high);
             if constexpr (kMinimum) mma<T>(x_sum[q], ones, low, high);
-            if constexpr (kFine > 1) { if ((s + 1) * kFine % 4 == 0) scaled(q, groups[d * kFine + s * kFine / 4]); }
+            if constexpr (kFine > 1) { if ((s + 1) * kFine % 4 == 0) scaled(q, group_of(s)); }
         };
         if constexpr (kRows) {
 #pragma unroll
@@ -219,14 +241,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         const int now = at, begin = first + at;
         if (ends) { at = 0; ++pass; } else at += kAhead;
         locate(pass, at);
-        if constexpr (kFine == 1 && kLong) { if (next_count > 0) load_group(coming, 0); }
+        load_coming(coming);
         const auto chunk = [&](bool whole) {
 #pragma unroll
             for (int d = 0; d < kAhead; ++d) {
                 if (whole || d < here) {
                     multiply(d, now + d);
                     if constexpr (kFine == 1 && !kLong) {
-                        if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) all_scaled(groups[d / kGroup]);
+                        if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) {
+                            if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
+                            else all_scaled(groups[d / kGroup]);
+                        }
                     }
                 }
                 load(d, whole);
@@ -237,7 +262,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         else chunk(false);
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
-            groups[0] = coming;
+            groups[0] = coming[0];
+        }
+        if constexpr (kShared) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) groups[f] = coming[f];
         }
         if (ends) {
             const float factor = weights.global_scale ? (kGated && pass % 2 == 0 ? *second.global_scale : *weights.global_scale) : 1.0f;

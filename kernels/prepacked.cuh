@@ -205,6 +205,20 @@ struct Group {
             for (int f = 0; f < kFine; ++f) to[f].zero = __byte_perm(own[0], other[0], 0x40 + 0x11 * f) & 0xFFFFu;
         }
     }
+    // Those that another lane has loaded.
+    __device__ Group of_lane(int lane) const {
+        static_assert(kLie == kInRows && !blocks, "groups by rows, which lanes share out");
+        Group got;
+        if constexpr (stored == Stored::Double) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) got.nested[h] = __shfl_sync(~0u, nested[h], lane);
+        } else {
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof scale / sizeof scale[0]); ++i) got.scale[i] = __shfl_sync(~0u, scale[i], lane);
+        }
+        if constexpr (zeros) got.zero = __shfl_sync(~0u, zero, lane);
+        return got;
+    }
     template <int kBytes, int kWords>
     __device__ static void several(const u8* from, u32 (&to)[kWords]) {
         if constexpr (kBytes == 2) to[0] = *reinterpret_cast<const u16*>(from);

@@ -97,11 +97,14 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     return shape.stages * stage + drain + table
 
 
-def staged(shape: Shape, bits: int, table: int) -> Shape:
-    """The shape with as many stages as fit."""
-    while shared_bytes(shape, bits, table) > prepacked.SHARED_MOST:
-        shape = replace(shape, stages=shape.stages - 1)
-    return shape
+def staged(shape: Shape, bits: int, table: int) -> Shape | None:
+    """The shape with as many stages as fit, each of which belongs to one depth group; or None."""
+    each = shape.depth_groups
+    for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
+        found = replace(shape, stages=stages)
+        if shared_bytes(found, bits, table) <= prepacked.SHARED_MOST:
+            return found
+    return None
 
 
 # What a multiprocessor does in a cycle: bytes that come in from L2, instructions of its warps, and
@@ -170,9 +173,10 @@ def divide(
     best: tuple[float, Shape] | None = None
     for shape in _shapes(rows, heavy, kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
-        shape = staged(replace(shape, wide=wide), bits, tables[wide])
-        if shape.stages < max(3, shape.depth_groups + 1) or not _has_place(shape, bits):
+        found = staged(replace(shape, wide=wide), bits, tables[wide])
+        if found is None or not _has_place(found, bits):
             continue
+        shape = found
         tiles = -(-columns // shape.rows) * -(-rows // shape.tokens)
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue

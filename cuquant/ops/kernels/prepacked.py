@@ -92,7 +92,7 @@ def takes_rows(fmt: Format, depth: int) -> bool:
     if not isinstance(block, int):
         return block == "row"
     if block in (16, 32) and block < depth:
-        return packing.bits in (2, 4, 8) and fmt.scale.nested is None
+        return packing.bits in (2, 4, 8) and fmt.scale.nested != "double"
     return block >= depth or block % UNIT == 0
 
 

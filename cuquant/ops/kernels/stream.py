@@ -23,6 +23,9 @@ MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
 MOST_GRID_Y = 65535
+# Bytes for x and tables where weights lie by rows: what is loaded ahead of 16 rows takes whole lines
+# of the L1 cache, which is the rest.
+ROWS_SHARED = 150_000
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,7 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
         return 2
     if isinstance(fmt.codec, Uniform):  # integers of bfloat16 take more steps
         return 2 if dtype == "bfloat16" else int(not laid)
-    wide = fmt.scale is not None and fmt.scale.dtype == "float32"  # as they are multiplied
-    return 1 if laid or (fmt.bits == 4 and wide) else 2
+    return 1 if laid else 2
 
 
 def _warps(tiles: int, pressure: int, clusters: bool) -> int:
@@ -108,16 +110,18 @@ def divide(
     gated: bool = False,
     pressure: int = 0,
     bits: int = 4,
+    most: int = 0,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
     One wave of blocks, or more where the sums of so many rows of the weight do not fit, with as
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
+    `most`: bytes of shared memory, but for all that a block may have.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = _has_clusters(arch)
-    most = prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD
+    most = most or (prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD)
     tokens = min(rows, MOST_TILES * TILE)
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
@@ -164,11 +168,15 @@ def division_of(problem: Problem) -> Division | None:
     groups, table = Groups.of(fmt, p.depth), prepacked.table_bytes(fmt)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     numbers = p.rows, p.columns, p.depth
+    larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
     rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits
+    if p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch):
+        shape = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
+        if shape is not None and shape.tokens == min(p.rows, MOST_TILES * TILE):
+            return Division(shape, groups, larger > table, larger)
     shape = divide(*numbers, groups, table, *rest)
     if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
         return None
-    larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
     wide = larger > table and divide(*numbers, groups, larger, *rest) == shape
     return Division(shape, groups, wide, larger if wide else table)
 
