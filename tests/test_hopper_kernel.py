@@ -52,7 +52,8 @@ CASES = [
     Case("nf4", "float16", 18, (70, 256), "rows"),
 ]
 
-# Of x [rows, K] and a weight [150, K]: tokens, row_groups, depth_groups, split, stages, span, buffers.
+# Of x [rows, K] and a weight [150, K]: tokens, row_groups, depth_groups, split, stages, span,
+# buffers.
 SHAPES = [
     (32, 1, 3, 1, 6, 2, 2),
     (32, 1, 2, 2, 4, 4, 1),

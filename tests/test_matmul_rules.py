@@ -282,7 +282,10 @@ def test_each_kernel_gets_only_what_it_takes(problem):
 def test_usual_problems():
     """Few rows are streamed, many go to the tensor cores, and all else is there too."""
     assert choose(PROBLEM) == "stream"
-    assert choose(replace(PROBLEM, rows=16)) == "stream"
+    assert choose(replace(PROBLEM, rows=8)) == "stream"
+    assert choose(replace(PROBLEM, rows=16)) == "hopper"
+    assert choose(replace(PROBLEM, rows=16, columns=14336)) == "stream"  # 112 blocks
+    assert choose(replace(PROBLEM, rows=16, aligned=False)) == "stream"
     assert choose(replace(PROBLEM, rows=17)) == "hopper"
     assert choose(replace(PROBLEM, rows=512, arch=100)) == "stream"
     assert choose(replace(PROBLEM, rows=512, arch=89)) == "stream"
@@ -320,7 +323,8 @@ def test_the_vendors_gemm_takes_many_rows():
         assert choose(replace(VENDOR, arch=89, rows=rows)) == name
     nf4 = replace(VENDOR, format=LAID["nf4"])
     assert choose(nf4) == "vendor" and choose(replace(nf4, rows=1024)) == "hopper"
-    assert choose(VENDOR) == "hopper" and choose(replace(VENDOR, rows=20_000)) == "vendor"
+    assert choose(VENDOR) == choose(replace(VENDOR, rows=20_000)) == "hopper"
+    assert choose(replace(VENDOR, format=LAID["q4_k"])) == "vendor"
     assert choose(replace(VENDOR, aligned=False)) == "vendor"
 
 

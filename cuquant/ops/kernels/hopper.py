@@ -107,33 +107,40 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
     return None
 
 
-# What a multiprocessor does in a cycle: bytes that come in from L2, instructions of its warps, and
-# multiply-adds of its tensor cores. Measured on an H100, but for the last one.
-FEED, ISSUED, MULTIPLIED = 40, 3.2, 2048
-DECODING = 110  # instructions of a warp for a unit of 16 rows
-LATENCY = 470  # cycles that a warpgroup needs for a unit at least, as its instructions wait for each other
+# What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
+# those of a weight from memory where all have some, and multiply-adds.
+FEED, MEMORY, MULTIPLIED = 42, 9.8, 1620
+# Cycles that a warpgroup needs for a unit, as its instructions wait for each other: where weights
+# are computed, looked up, or take many registers; and more for each row of x, where a product has
+# to end before the next operand is decoded.
+COMPUTED, LOOKED_UP, HEAVY = 480, 690, 950
+WAITING = 6.8
+# Cycles of blocks whose sums are parts: to begin and end, and for each block that they meet.
+START, MEETING = 1450, 4300
 REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups of a block
 OWN_REGISTERS = 44  # beside sums, and 16 for each decoded operand
-START, END, MEETING = 1200, 600, 1000  # cycles: of a block, of a tile, and of sums that meet
 
 
-def _cost(shape: Shape, rows: int, columns: int, units: int, bits: int, processors: int) -> float:
+def _cost(
+    shape: Shape, rows: int, columns: int, units: int, bits: int, latency: int, processors: int
+) -> float:
     """Cycles that a product takes, but for what is the same for all shapes."""
     s, width = shape, shape.row_groups * GROUP_ROWS
-    step = max(
-        (s.tokens * UNIT * 2 + width * UNIT * bits / 8) / FEED,
-        4 * s.row_groups * DECODING / ISSUED,
-        width * s.tokens * UNIT / MULTIPLIED,
-    )
-    alone = (LATENCY + (2 * s.tokens if s.buffers == 1 else 0)) / s.depth_groups
     tiles = -(-columns // s.rows) * -(-rows // s.tokens)
-    rounds = -(-tiles * s.split // processors)
-    if s.persistent:
-        end = END + 3.0 * s.tokens * s.row_groups
-    else:
-        parts = s.depth_groups * s.split
-        end = START + MEETING * s.split + parts * width * s.tokens / FEED
-    return rounds * (units / s.split * max(step, alone) + end)
+    busy = min(tiles * s.split, processors) / processors
+    codes = width * UNIT * (bits + 0.25) / 8
+    alone = (latency + s.tokens * (WAITING if s.buffers == 1 else 1)) / s.depth_groups
+    step = max(
+        (s.tokens * UNIT * 2 + codes) / FEED,
+        width * s.tokens * UNIT / MULTIPLIED + 0.2 * latency,
+        codes * busy / MEMORY if rows <= TOKENS[-1] else 0,
+        alone,
+    )
+    step += 0.1 * alone
+    end = 0.0
+    if not s.alone:
+        end = START + MEETING * s.split + s.depth_groups * s.split * width * s.tokens / FEED
+    return -(-tiles * s.split // processors) * (units / s.split * step + end)
 
 
 def _shapes(rows: int, heavy: bool, kind: int) -> Iterator[Shape]:
@@ -170,6 +177,7 @@ def divide(
     smaller and of the larger table. Of EXPERTS `rows` are those of a segment, and so of a tile.
     """
     units = -(-depth // UNIT)
+    latency = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
     best: tuple[float, Shape] | None = None
     for shape in _shapes(rows, heavy, kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
@@ -180,11 +188,23 @@ def divide(
         tiles = -(-columns // shape.rows) * -(-rows // shape.tokens)
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
-        cost = _cost(shape, rows, columns, units, bits, multiprocessors)
+        cost = _cost(shape, rows, columns, units, bits, latency, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
     assert best is not None
     return best[1]
+
+
+def takes_few(p: Problem) -> bool:
+    """Whether it is faster than matmul_stream.cu for 9 to 16 rows of x.
+
+    It is where most multiprocessors have a block, or where weights are looked up, which
+    matmul_stream.cu does for each 8 rows of x.
+    """
+    assert p.format is not None
+    shape = _shape(p)
+    blocks = -(-p.columns // shape.rows) * -(-p.rows // shape.tokens) * shape.split
+    return shape.wide or 10 * blocks >= 9 * p.multiprocessors
 
 
 def _has_place(shape: Shape, bits: int) -> bool:
@@ -212,11 +232,11 @@ def segment_rows(problem: Problem) -> int:
     fmt = problem.format
     assert fmt is not None
     tokens = next((n for n in (16, 32, 64) if 3 * problem.rows <= 2 * n), 256)
-    heavy = _is_heavy(fmt, problem.depth)
+    heavy = is_heavy(fmt, problem.depth)
     return 128 if tokens == 256 and (problem.rows <= 128 or heavy) else tokens
 
 
-def _is_heavy(fmt: Format, depth: int) -> bool:
+def is_heavy(fmt: Format, depth: int) -> bool:
     """Whether decoding takes many registers."""
     return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
@@ -232,7 +252,7 @@ class Hopper:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
         fmt, dtype, routing = weights[0].fmt, product.x.dtype.name, product.routing
         rows, columns, depth = product.rows, product.columns, product.depth
-        shape = _shape(product, fmt, backend.multiprocessors)
+        shape = _shape(product.problem(backend), routing.height if routing else 0)
         token_tiles = routing.most if routing else -(-rows // shape.tokens)
         row_tiles = -(-columns // shape.rows)
         scalings = [prepacked.scaling(backend, fmt, weight.parts, dtype) for weight in weights]
@@ -270,22 +290,25 @@ class Hopper:
         return run
 
 
-def _shape(product: Product, fmt: Format, multiprocessors: int) -> Shape:
-    routing = product.routing
-    kind = EXPERTS if routing else GATED if len(product.weights) > 1 else ONE
+def _shape(p: Problem, height: int = 0) -> Shape:
+    """How to divide a Problem, of experts by segments of so many rows."""
+    fmt = p.format
+    assert fmt is not None
     return divide(
-        routing.height if routing else product.rows,
-        product.columns,
-        product.depth,
+        height or p.rows,
+        p.columns,
+        p.depth,
         fmt.bits,
-        _is_heavy(fmt, product.depth),
+        is_heavy(fmt, p.depth),
         (prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)),
-        multiprocessors,
-        kind,
+        p.multiprocessors,
+        EXPERTS if height else GATED if p.gated else ONE,
     )
 
 
-def _launch(program: Program, shape: Shape, tiles: int, shared: int, multiprocessors: int) -> Launch:
+def _launch(
+    program: Program, shape: Shape, tiles: int, shared: int, multiprocessors: int
+) -> Launch:
     blocks = min(tiles, multiprocessors) if shape.persistent else tiles * shape.split
     return Launch(program, (blocks, 1, 1), shape.threads, shared)
 

@@ -15,7 +15,7 @@ from cuquant.ops.kernels.prepacked import fits, takes_rows
 Run = Callable[[Backend, int, bytes], None]
 
 MOST_ROWS = 16  # of x for matmul_rows, which reads the weights anew for each 8
-FEW_ROWS = 16  # of x for which matmul_stream is faster than matmul_hopper
+FEW_ROWS = 16  # of x for which matmul_stream may be faster than matmul_hopper
 
 
 def choose(problem: Problem) -> str:
@@ -31,7 +31,11 @@ def choose(problem: Problem) -> str:
         if p.layout == FRAGMENTS_LAYOUT:
             shape = stream.shape_of(p)
             many = p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows
-            if many and p.arch == 90 and p.aligned:
+            if (
+                p.arch == 90
+                and p.aligned
+                and (many or (p.rows > stream.TILE and hopper.takes_few(p)))
+            ):
                 return "vendor" if gemm and vendor.beats_hopper(p) else "hopper"
             if shape is not None:
                 return "vendor" if gemm and vendor.beats_stream(p, shape.tokens) else "stream"

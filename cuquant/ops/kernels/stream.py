@@ -23,8 +23,8 @@ MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
 MOST_GRID_Y = 65535
-# Bytes for x and tables where weights lie by rows: what is loaded ahead of 16 rows takes whole lines
-# of the L1 cache, which is the rest.
+# Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
+# lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
 
 

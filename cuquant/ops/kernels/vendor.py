@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from cuquant.formats import Codebook, Format
+from cuquant.formats import Format
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend, Gemm, Matrix
 from cuquant.ops.kernels import facts as words
-from cuquant.ops.kernels import prepacked
+from cuquant.ops.kernels import hopper, prepacked
 from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
 from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.operands import MOST_STRIDE, Operand, Problem, Product, Weight
@@ -88,9 +88,10 @@ TENSOR, FLOAT32, PLAIN = 160, 14, 10
 TENSOR_90 = 230
 LEAST_ROWS = 17
 LAUNCHES = 8e6  # bytes in the time that two more launches take
-# By how much of the GEMM's time matmul_hopper.cu is slower: where it looks levels up, and else.
-# At 4096 x 8192 x 8192 on an H100 nf4 took 839 us, int4 757 and cuBLAS 718.
-LOOKING_UP, COMPUTING = 1 / 6, 1 / 20
+# By how much of the GEMM's time matmul_hopper.cu is slower: where it looks levels up, and where
+# decoding takes many instructions. Else it is faster. At 4096 x 8192 x 8192 on an H100 nf4 took 810
+# us, int4 690 and cuBLAS 718.
+LOOKING_UP, HEAVY = 1 / 8, 1 / 3
 
 
 def takes(p: Problem) -> bool:
@@ -135,7 +136,12 @@ def beats_hopper(p: Problem) -> bool:
     That is half as much again, for the memory that it takes.
     """
     assert p.format is not None
-    part = LOOKING_UP if isinstance(p.format.codec, Codebook) else COMPUTING
+    if hopper.is_heavy(p.format, p.depth):
+        part = HEAVY
+    elif prepacked.table_bytes(p.format):
+        part = LOOKING_UP
+    else:
+        return False
     decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
     return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
 
