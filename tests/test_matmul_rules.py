@@ -283,9 +283,10 @@ def test_usual_problems():
     """Few rows are streamed, many go to the tensor cores, and all else is there too."""
     assert choose(PROBLEM) == "stream"
     assert choose(replace(PROBLEM, rows=8)) == "stream"
-    assert choose(replace(PROBLEM, rows=16)) == "hopper"
     assert choose(replace(PROBLEM, rows=16, columns=14336)) == "stream"  # 112 blocks
-    assert choose(replace(PROBLEM, rows=16, aligned=False)) == "stream"
+    assert choose(replace(PROBLEM, rows=16, columns=8192)) == "hopper"  # 128
+    assert choose(replace(PROBLEM, rows=16, columns=8192, aligned=False)) == "stream"
+    assert choose(replace(PROBLEM, rows=16, format=LAID["nf4"])) == "hopper"
     assert choose(replace(PROBLEM, rows=17)) == "hopper"
     assert choose(replace(PROBLEM, rows=512, arch=100)) == "stream"
     assert choose(replace(PROBLEM, rows=512, arch=89)) == "stream"
