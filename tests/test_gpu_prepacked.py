@@ -17,8 +17,9 @@ from products import Products, finished, normal, values, weight
 
 import cuquant as cq
 from cuquant import jit
-from cuquant.fragments import takes
-from cuquant.ops.kernels.product import FEW_ROWS
+from cuquant.fragments import FRAGMENTS_LAYOUT, takes
+from cuquant.ops.kernels.operands import Problem
+from cuquant.ops.kernels.product import choose
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +27,7 @@ F32 = np.float32
 ROWS = (1, 5, 16, 17, 40, 130, 300)
 SHAPE = (1000, 4096)
 SMALL = [*TAILS, *BLOCKS, *OPTIONS]
+RAW = ("nf4", "int4", "uint4", "int8", "dynamic8", "fp8_e4m3", "int2", "mxfp4", "nvfp4", "k3")
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,16 @@ def compiled(device):
         list(pool.map(lambda program: jit.compiled(program, arch), recorder.programs))
 
 
-def expect(x: np.ndarray, q: cq.QuantArray, arch: int) -> Expected:
+def expect(
+    x: np.ndarray, q: cq.QuantArray, device: tuple[int, int], gated: bool = False
+) -> Expected:
     """What the kernel that the rule names may give."""
-    by_hopper = arch == 90 and len(x) > FEW_ROWS and x.strides[0] % 16 == x.ctypes.data % 16 == 0
-    return Expected.of(x, q, unit_of(x, q) if by_hopper else None)
+    aligned = x.strides[0] % 16 == 0
+    problem = Problem(
+        *(len(x), *q.shape, q.format, FRAGMENTS_LAYOUT, x.dtype.name, aligned, *device),
+        gated=gated,
+    )
+    return Expected.of(x, q, unit_of(x, q) if choose(problem) == "hopper" else None)
 
 
 def there(p: cq.PackedWeight) -> cq.PackedWeight:
@@ -73,7 +81,7 @@ def test_every_format(name, dtype, gpu, device):
         moved = gpu.asarray(x[:rows])
         runs = [cq.linear(moved, p, out_dtype="float32").get() for _ in range(3)]
         assert all(bits_equal(run, runs[0]) for run in runs)
-        wanted = expect(x[:rows], q, device[0])
+        wanted = expect(x[:rows], q, device)
         assert wanted.admits(runs[0], SHAPE[1], on_gpu=True), rows
         assert wanted.admits(cq.linear(moved, p).get(), SHAPE[1], on_gpu=True), rows
 
@@ -85,7 +93,7 @@ def test_shapes_blocks_and_options(case, rows, gpu, device):
     q, depth = case.weight, case.shape[1]
     x = normal((rows, depth), case.dtype)
     y = cq.linear(gpu.asarray(x), there(cq.prepack(q)), out_dtype="float32").get()
-    assert expect(x, q, device[0]).admits(y, depth, on_gpu=True)
+    assert expect(x, q, device).admits(y, depth, on_gpu=True)
 
 
 @pytest.mark.parametrize("case", VIEWS, ids=str)
@@ -99,7 +107,7 @@ def test_x_lies_anywhere(case, gpu):
 @pytest.mark.parametrize("rows", [1, 9, 16])
 def test_weights_that_are_not_prepacked(rows, dtype, gpu):
     """Those whose rows matmul_stream.cu reads as they lie."""
-    for name in ("nf4", "int4", "uint4", "int8", "dynamic8", "fp8_e4m3", "int2"):
+    for name in RAW:
         q, x = Case(name, shape=SHAPE).weight, normal((rows, SHAPE[1]), dtype)
         y = cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()
         assert Expected.of(x, q).admits(y, SHAPE[1], on_gpu=True), name
@@ -137,7 +145,7 @@ def test_epilogues(rows, activation, gpu):
 def test_out_lies_anywhere(rows, layout, gpu, device):
     """What lies between and beside its elements is left alone."""
     q, x = weight("nf4", (72, 256)), normal((rows, 256), "float16")
-    where, wanted = LAYOUTS[layout], expect(x, q, device[0])
+    where, wanted = LAYOUTS[layout], expect(x, q, device)
     for dtype in DTYPES.values():
         base = gpu.full(where.base((rows, 72)), 7, dtype)
         out = where.view(base, (rows, 72))
@@ -155,7 +163,7 @@ def test_swiglu(rows, gpu, device):
         x = normal((rows, SHAPE[1]), "float16")
         packed = [there(cq.prepack(q)) for q in (gate, up)]
         y = cq.swiglu(gpu.asarray(x), *packed).get()
-        a, b = (expect(x, q, device[0]) for q in (gate, up))
+        a, b = (expect(x, q, device, gated=True) for q in (gate, up))
         with np.errstate(over="ignore"):
             true = a.sums / (1 + np.exp(-a.sums)) * b.sums
         roundings = 2.0**-24 * (36 * SHAPE[1] / 16 + 32)
@@ -206,7 +214,7 @@ def test_more_than_2_to_the_31_weights(rows, gpu, device):
     for part in (slice(0, 40), slice(n // 2, n // 2 + 40), slice(n - 40, n)):
         own = {name: array[part].get() for name, array in parts.items()}
         few = cq.QuantArray(fmt, (40, k), np.dtype(np.float16), own, (0, 1))
-        assert expect(x, few, device[0]).admits(y[:, part].get(), k, on_gpu=True)
+        assert expect(x, few, device).admits(y[:, part].get(), k, on_gpu=True)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
