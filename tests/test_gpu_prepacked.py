@@ -57,10 +57,8 @@ def expect(
 ) -> Expected:
     """What the kernel that the rule names may give."""
     aligned = x.strides[0] % 16 == 0
-    problem = Problem(
-        *(len(x), *q.shape, q.format, FRAGMENTS_LAYOUT, x.dtype.name, aligned, *device),
-        gated=gated,
-    )
+    sizes, dtype = (len(x), q.shape[0], q.shape[1]), x.dtype.name
+    problem = Problem(*sizes, q.format, FRAGMENTS_LAYOUT, dtype, aligned, *device, gated=gated)
     return Expected.of(x, q, unit_of(x, q) if choose(problem) == "hopper" else None)
 
 
