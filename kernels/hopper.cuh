@@ -94,8 +94,8 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int kPending>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
 
-// d[64, n] += a[64, 16] b[n, 16]^T; a in registers, b in shared memory.
-template <class T, int kColumns>
+// d[64, n] = a[64, 16] b[n, 16]^T, added to d if kAdd; a in registers, b in shared memory.
+template <class T, int kColumns, bool kAdd>
 __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b);
 
 // asm wants every operand written out: the names of the first 8, 16, ... 128 of them, and as many sums from i on.
@@ -112,23 +112,24 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define CUQUANT_SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define CUQUANT_SUMS_8(i) CUQUANT_SUMS_4(i), CUQUANT_SUMS_4(i + 4)
-#define CUQUANT_SUMS_16(i) CUQUANT_SUMS_8(i), CUQUANT_SUMS_8(i + 8)
-#define CUQUANT_SUMS_32(i) CUQUANT_SUMS_16(i), CUQUANT_SUMS_16(i + 16)
-#define CUQUANT_SUMS_64(i) CUQUANT_SUMS_32(i), CUQUANT_SUMS_32(i + 32)
-#define CUQUANT_SUMS_128(i) CUQUANT_SUMS_64(i), CUQUANT_SUMS_64(i + 64)
+#define CUQUANT_SUMS_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define CUQUANT_SUMS_8(c, i) CUQUANT_SUMS_4(c, i), CUQUANT_SUMS_4(c, i + 4)
+#define CUQUANT_SUMS_16(c, i) CUQUANT_SUMS_8(c, i), CUQUANT_SUMS_8(c, i + 8)
+#define CUQUANT_SUMS_32(c, i) CUQUANT_SUMS_16(c, i), CUQUANT_SUMS_16(c, i + 16)
+#define CUQUANT_SUMS_64(c, i) CUQUANT_SUMS_32(c, i), CUQUANT_SUMS_32(c, i + 32)
+#define CUQUANT_SUMS_128(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_64(c, i + 64)
 
 // `sums` is half of `columns`; what follows are the names of the operands behind them.
-#define CUQUANT_WGMMA(T, type, columns, sums, a0, a1, a2, a3, matrix) \
-    template <> __device__ inline void wgmma<T, columns>(float (&d)[sums], const u32 (&a)[4], u32 b) { \
+#define CUQUANT_WGMMA(T, type, add, access, columns, sums, a0, a1, a2, a3, matrix) \
+    template <> __device__ inline void wgmma<T, columns, add>(float (&d)[sums], const u32 (&a)[4], u32 b) { \
         asm volatile("{.reg .b64 m; mov.b64 m, {" matrix ", 0x40000040}; " \
                      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" CUQUANT_NAMES_##sums "}, " \
-                     "{" a0 ", " a1 ", " a2 ", " a3 "}, m, 1, 1, 1, 0;}" \
-                     : CUQUANT_SUMS_##sums(0) \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, m, " #add ", 1, 1, 0;}" \
+                     : CUQUANT_SUMS_##sums(access, 0) \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)); \
     }
-#define CUQUANT_WGMMAS(...) CUQUANT_WGMMA(Half, "f16", __VA_ARGS__) CUQUANT_WGMMA(Bfloat16, "bf16", __VA_ARGS__)
+#define CUQUANT_WGMMAS_OF(T, type, ...) CUQUANT_WGMMA(T, type, 0, "=f", __VA_ARGS__) CUQUANT_WGMMA(T, type, 1, "+f", __VA_ARGS__)
+#define CUQUANT_WGMMAS(...) CUQUANT_WGMMAS_OF(Half, "f16", __VA_ARGS__) CUQUANT_WGMMAS_OF(Bfloat16, "bf16", __VA_ARGS__)
 CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12")
 CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20")
 CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36")
@@ -136,6 +137,7 @@ CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68")
 CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
 
 #undef CUQUANT_WGMMAS
+#undef CUQUANT_WGMMAS_OF
 #undef CUQUANT_WGMMA
 #undef CUQUANT_SUMS_4
 #undef CUQUANT_NAMES_8

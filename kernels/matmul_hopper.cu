@@ -140,6 +140,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
+    // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
+    constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
+    // Codes come to registers while the unit before is multiplied, and one more stage is held.
+    constexpr bool kEarly = !kLate && kBuffers > 1 && kBits <= 4 && kStages >= 3 * kDepthGroups;
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
@@ -266,55 +270,84 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
         u32 a[kBuffers][4][4];  // of two, the products of one unit read one while the other is made
-        int stage = (done + depth) % kStages, last = -1;
+        int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
+        const int own_units = lost ? 0 : units;
         const auto release = [&] { if (last >= 0 && lane == 0) barrier_arrive(empty + last); };
-        // The unit `n` behind unit 0 of the stage that unit i begins.
-        const auto unit = [&](int n) {
-            const int d = n % 2, of_stage = n % kSpan;
-            u32 (&now)[4][4] = a[kBuffers > 1 ? d : 0];
-            Words<kBits> words;
+        Words<kBits> words;
+        const auto load = [&](int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
             words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
-            if constexpr (kBuffers == 1) { wgmma_wait<0>(); if (of_stage == 0) release(); }
+        };
+        const auto decode = [&](const Own (&from)[kFine], u32 (&to)[4][4]) {
             Factor<Format, T, kLie, kWide> factor;
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
-                const Own& own = groups[d][s * kFine / 4];
-                if (s * kFine % 4 == 0) factor.set(own, own_unit);
+                const Own& own = from[s * kFine / 4];
+                if (!kLate && s * kFine % 4 == 0) factor.set(own, own_unit);
                 const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-                if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, now[0]);
-                if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, now[1]);
-                if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, now[2]);
-                if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, now[3]);
-                factor.apply(now[s]);
+                if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to[0]);
+                if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to[1]);
+                if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to[2]);
+                if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to[3]);
+                if constexpr (!kLate) factor.apply(to[s]);
             }
-            const u32 b = own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16);
-            wgmma_fence();
+        };
+        const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
+        const auto advance = [&] {
+            stage += kDepthGroups;
+            if (stage >= kStages) { stage -= kStages; parity ^= 1; }
+        };
+        if (kLate && i < own_units) { load(0); decode(groups[0], a[0]); }
+        if (kEarly && i < own_units) load(0);
+        // The unit `n` behind unit 0 of the stage that unit i begins; `more`: another one comes.
+        const auto unit = [&](int n, bool more) {
+            const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
+            const u32 b = place_of_x(of_stage);
+            if constexpr (kLate) {
+                float part[kTokens / 2];
+                wgmma_fence();
+                wgmma<T, kTokens, false>(part, a[d % kBuffers][0], b);
 #pragma unroll
-            for (int s = 0; s < 4; ++s) wgmma<T, kTokens>(sum, now[s], b + 2 * s);
-            wgmma_commit();
-            fetch(d, i + behind(n + 2));
-            if constexpr (kBuffers > 1) { wgmma_wait<1>(); if (of_stage == 0) release(); }
-            last = stage;
-            if (of_stage == kSpan - 1) {
-                stage += kDepthGroups;
-                if (stage >= kStages) { stage -= kStages; parity ^= 1; }
+                for (int s = 1; s < 4; ++s) wgmma<T, kTokens, true>(part, a[d % kBuffers][s], b + 2 * s);
+                wgmma_commit();
+                const float scale[2] = {groups[d][0].value(0), groups[d][0].value(1)};
+                fetch(d, i + behind(n + 2));
+                if (of_stage == kSpan - 1) advance();
+                if (more) { load((n + 1) % kSpan); decode(groups[1 - d], a[(1 - d) % kBuffers]); }
+                wgmma_wait<0>();
+                if (lane == 0 && (of_stage == kSpan - 1 || !more)) barrier_arrive(empty + own_stage);
+#pragma unroll
+                for (int j = 0; j < kTokens / 2; ++j) sum[j] = __fmaf_rn(scale[j / 2 % 2], part[j], sum[j]);
+            } else {
+                u32 (&now)[4][4] = a[d % kBuffers];
+                if constexpr (!kEarly) load(of_stage);
+                if constexpr (kBuffers == 1) { wgmma_wait<0>(); if (of_stage == 0) release(); }
+                decode(groups[d], now);
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < 4; ++s) wgmma<T, kTokens, true>(sum, now[s], b + 2 * s);
+                wgmma_commit();
+                fetch(d, i + behind(n + 2));
+                if (of_stage == kSpan - 1) advance();
+                if (kEarly && more) load((n + 1) % kSpan);
+                if constexpr (kBuffers > 1) { wgmma_wait<1>(); if (of_stage == 0) release(); }
+                last = own_stage;
             }
         };
         constexpr int kRound = kSpan > 1 ? kSpan : 2;  // units, of one stage or of two
-        const int own_units = lost ? 0 : units;
+        static_assert(kRound % 2 == 0, "units have the two operands in turn");
 #pragma unroll 1
         for (; i + behind(kRound - 1) < own_units; i += behind(kRound)) {
 #pragma unroll
-            for (int n = 0; n < kRound; ++n) unit(n);
+            for (int n = 0; n < kRound; ++n) unit(n, n + 1 < kRound || i + behind(kRound) < own_units);
         }
 #pragma unroll
         for (int n = 0; n < kRound - 1; ++n)
-            if (i + behind(n) < own_units) unit(n);
+            if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
         done += lost ? 0 : spans;
         wgmma_wait<0>();
-        float factor = 1.0f / own_weights.unit;
+        float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
         if (factor != 1.0f) {
 #pragma unroll

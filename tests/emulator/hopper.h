@@ -177,6 +177,7 @@ struct EmulatorProduct {
     const unsigned (*a)[4];
     unsigned long long b;
     int columns;
+    bool add;
     float (*value)(unsigned);  // of 16 bits
 
     void run(Place place) const {
@@ -199,6 +200,7 @@ struct EmulatorProduct {
             }
             for (int h = 0; h < 2; ++h) {
                 float& sum = d[column / 8 * 4 + 2 * h + column % 2];
+                if (!add) sum = 0.0f;
                 for (int k = 0; k < 16; ++k) sum += left[h][k] * right[k];
             }
         }
@@ -220,11 +222,11 @@ inline void wgmma_wait(Place place = Place::here()) {
         groups.erase(groups.begin());
     }
 }
-template <class T, int kColumns>
+template <class T, int kColumns, bool kAdd>
 inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned b, Place place = Place::here()) {
     static_assert(kColumns % 8 == 0 && kColumns <= 256);
     if (b >> 14 != 4 || (b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
-    const EmulatorProduct product{d, &a, b, kColumns, [](unsigned bits) { return emulator_float<T>(bits); }};
+    const EmulatorProduct product{d, &a, b, kColumns, kAdd, [](unsigned bits) { return emulator_float<T>(bits); }};
     if (blockIdx.x % 2) product.run(place);
     else emulator_products[emulator::machine.rank][threadIdx.x].back().push_back(product);
 }

@@ -98,12 +98,16 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
 
 
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:
-    """The shape with as many stages as fit, each of which belongs to one depth group; or None."""
+    """The shape with as many stages as fit, each of which belongs to one depth group; or None.
+
+    Where so few fit that warps would wait for each other, stages have one unit.
+    """
     each = shape.depth_groups
-    for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
-        found = replace(shape, stages=stages)
-        if shared_bytes(found, bits, table) <= prepacked.SHARED_MOST:
-            return found
+    for span in dict.fromkeys((shape.span, 1)):
+        for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
+            found = replace(shape, stages=stages, span=span)
+            if shared_bytes(found, bits, table) <= prepacked.SHARED_MOST:
+                return found
     return None
 
 
