@@ -113,14 +113,14 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
 
 # What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
 # those of a weight from memory where all have some, and multiply-adds.
-FEED, MEMORY, MULTIPLIED = 42, 9.8, 1620
+FEED, MEMORY, MULTIPLIED = 42, 10.8, 1650
 # Cycles that a warpgroup needs for a unit, as its instructions wait for each other: where weights
 # are computed, looked up, or take many registers; and more for each row of x, where a product has
-# to end before the next operand is decoded.
-COMPUTED, LOOKED_UP, HEAVY = 480, 690, 950
-WAITING = 6.8
+# to end before the next operand is decoded. Where few stages fit, codes come late.
+COMPUTED, LOOKED_UP, HEAVY = 470, 650, 950
+WAITING, COMING_LATE = 7, 1.25
 # Cycles of blocks whose sums are parts: to begin and end, and for each block that they meet.
-START, MEETING = 1450, 4300
+START, MEETING = 200, 4400
 REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups of a block
 OWN_REGISTERS = 44  # beside sums, and 16 for each decoded operand
 
@@ -134,6 +134,8 @@ def _cost(
     busy = min(tiles * s.split, processors) / processors
     codes = width * UNIT * (bits + 0.25) / 8
     alone = (latency + s.tokens * (WAITING if s.buffers == 1 else 1)) / s.depth_groups
+    if s.buffers == 2 and s.stages < 3 * s.depth_groups:
+        alone *= COMING_LATE
     step = max(
         (s.tokens * UNIT * 2 + codes) / FEED,
         width * s.tokens * UNIT / MULTIPLIED + 0.2 * latency,
