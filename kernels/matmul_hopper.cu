@@ -118,12 +118,13 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 
 // kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
 // stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied. kGroupUnits: units of a scale group, 0 where a row
-// is one group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder.
+// is one group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder;
+// kPaired: see next_tile.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide, bool kTable>
-__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+          int kKind, bool kWide, bool kTable, bool kPaired>
+__global__ void CUQUANT_CLUSTER(kPaired ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles) {
+              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int whole) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
     constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
@@ -132,7 +133,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
     // one might be two behind, and would not be seen.
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
-    static_assert(!kRouted || kSplit == 1, "how many tiles there are is not known before");
+    static_assert(!kRouted || (kSplit == 1 && !kPaired), "how many tiles there are is not known before");
+    static_assert(!kPaired || (kSplit == 1 && kDepthGroups == 1 && !kPair), "tiles that blocks have alone");
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
     constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
     constexpr int kPitch = kWidth + 4;                             // of shared sums: lanes of a fragment meet no bank twice
@@ -159,15 +161,28 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128, false);
     __syncthreads();
 
-    const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int cluster = blockIdx.x / kSplit;
-    const int first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / kSplit);
-    const int units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / kSplit) - first_unit;
-    const int spans = (units + kSpan - 1) / kSpan;
+    const int rank = kSplit > 1 || kPaired ? static_cast<int>(cluster_rank()) : 0;
+    int first_unit, units;  // of K, that are this block's
+    const auto share = [&](int parts) {
+        first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / parts);
+        units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / parts) - first_unit;
+    };
+    share(kSplit);
+    const auto share_tile = [&](int tile) {
+        if (tile >= whole) share(2);
+        else { first_unit = 0; units = weights.units; }
+    };
     if constexpr (kRouted) token_tiles = static_cast<int>(*routed.count);
     const int tiles = token_tiles * row_tiles;
-    // Where sums take the place of x, a cluster has one tile.
-    const int next_tile = kApart ? gridDim.x : tiles;
+    // Where sums take the place of x, a cluster has one tile. kPaired: the last tiles, from number `whole` on, are those of
+    // clusters, whose two blocks share K; the others are blocks'.
+    const int first_tile = blockIdx.x / kSplit;
+    const auto next_tile = [&](int tile) {
+        if constexpr (!kApart) return tiles;
+        const int next = tile + static_cast<int>(gridDim.x);
+        if constexpr (!kPaired) return next;
+        return tile >= whole ? tiles : next < whole ? next : whole + static_cast<int>(blockIdx.x) / 2;
+    };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
     const auto locate = [&](int tile) {
@@ -196,8 +211,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if (elect_one()) {
             if (own == 0) prefetch_map(&x);
             int stage = 0; u32 parity = 1;
-            for (int tile = cluster; tile < tiles; tile += next_tile) {
+            for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
                 locate(tile);
+                if constexpr (kPaired) share_tile(tile);
                 if (kRouted && expert < 0) continue;
                 const u8* from[kRowGroups];
 #pragma unroll
@@ -242,8 +258,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if (row_group) moved = second;
     }
     const Prepacked& own_weights = kKind == kOne ? weights : moved;
-    for (int tile = cluster; tile < tiles; tile += next_tile) {
+    for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
         locate(tile);
+        if constexpr (kPaired) share_tile(tile);
         const bool lost = kRouted && expert < 0;
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
         const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
@@ -345,7 +362,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
 #pragma unroll
         for (int n = 0; n < kRound - 1; ++n)
             if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
-        done += lost ? 0 : spans;
+        done += lost ? 0 : (units + kSpan - 1) / kSpan;
         wgmma_wait<0>();
         float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -359,6 +376,18 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             else return Straight{};
         }();
         if constexpr (kApart) release();
+        if constexpr (kPaired) {
+            if (tile >= whole) {  // the block's last one: its sums take the place of x
+                float* sums = reinterpret_cast<float*>(stages);
+                static_assert(kTokens * kPitch * 4 <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
+                named_barrier(1 + kGroups, kThreads);
+                put<kTokens>(sum, sums + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
+                cluster_arrive(); cluster_wait();
+                store_sums<2, false>(epilogue, sums, kPitch, 1, 0, kTokens, kRows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
+                cluster_arrive(); cluster_wait();
+                break;
+            }
+        }
         if constexpr (kAlone && kPair) {
             float* own = drain + row_group * 64 + warp % 4 * kStrip + g;
 #pragma unroll

@@ -65,6 +65,9 @@ SHAPES = [
     (16, 1, 4, 1, 8, 2, 2),
     (128, 4, 1, 2, 6, 1, 1),
     (32, 3, 1, 1, 5, 1, 2),
+    # 3 tiles of 2 blocks, which share the last one.
+    (32, 3, 1, 1, 5, 1, 2, hopper.ONE, False, True),
+    (32, 4, 1, 1, 3, 2, 2, hopper.ONE, False, True),
 ]
 DIVIDED = [
     *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in SHAPES),

@@ -52,6 +52,8 @@ class Shape:
         Whether the table of a codebook is the larger one.
     kind
         ONE weight, the two of a GATED unit, or EXPERTS.
+    paired
+        Whether the last tiles, that are too few for all multiprocessors, are shared by two blocks.
     """
 
     tokens: int
@@ -63,6 +65,7 @@ class Shape:
     buffers: int
     kind: int = ONE
     wide: bool = False
+    paired: bool = False
 
     @property
     def rows(self) -> int:
@@ -113,14 +116,14 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
 
 # What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
 # those of a weight from memory where all have some, and multiply-adds.
-FEED, MEMORY, MULTIPLIED = 42, 10.8, 1650
+FEED, MEMORY, MULTIPLIED = 44, 10.8, 1800
 # Cycles that a warpgroup needs for a unit, as its instructions wait for each other: where weights
 # are computed, looked up, or take many registers; and more for each row of x, where a product has
 # to end before the next operand is decoded. Where few stages fit, codes come late.
 COMPUTED, LOOKED_UP, HEAVY = 470, 650, 950
 WAITING, COMING_LATE = 7, 1.25
 # Cycles of blocks whose sums are parts: to begin and end, and for each block that they meet.
-START, MEETING = 200, 4400
+START, MEETING = 200, 5000
 REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups of a block
 OWN_REGISTERS = 44  # beside sums, and 16 for each decoded operand
 
@@ -146,7 +149,10 @@ def _cost(
     end = 0.0
     if not s.alone:
         end = START + MEETING * s.split + s.depth_groups * s.split * width * s.tokens / FEED
-    return -(-tiles * s.split // processors) * (units / s.split * step + end)
+    rounds: float = -(-tiles * s.split // processors)
+    if s.paired:
+        end, rounds = MEETING * 3 / rounds, rounds - 0.5
+    return rounds * (units / s.split * step + end)
 
 
 def _shapes(rows: int, heavy: bool, kind: int) -> Iterator[Shape]:
@@ -188,17 +194,26 @@ def divide(
     for shape in _shapes(rows, heavy, kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
         found = staged(replace(shape, wide=wide), bits, tables[wide])
-        if found is None or not _has_place(found, bits):
+        if found is None or not (found.persistent or _has_place(found, bits)):
             continue
         shape = found
         tiles = -(-columns // shape.rows) * -(-rows // shape.tokens)
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
+        if not heavy and _has_place(shape, bits):
+            shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
         cost = _cost(shape, rows, columns, units, bits, latency, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
     assert best is not None
     return best[1]
+
+
+def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
+    """Whether blocks are so many, and the last ones so few, that two may share a tile."""
+    left = tiles % processors
+    fits = shape.alone and shape.kind == ONE and units > 1
+    return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
 
 
 def takes_few(p: Problem) -> bool:
@@ -214,9 +229,7 @@ def takes_few(p: Problem) -> bool:
 
 
 def _has_place(shape: Shape, bits: int) -> bool:
-    """Whether sums that take the place of x fit there."""
-    if shape.persistent:
-        return True
+    """Whether sums fit where x was."""
     width = shape.row_groups * GROUP_ROWS
     sums = shape.depth_groups * shape.tokens * (width + 4) * 4
     return sums <= shape.stages * shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8)
@@ -273,7 +286,9 @@ class Hopper:
             prepacked.pack(backend, fmt, weight.parts, (columns, depth), scaling.unit)
             for weight, scaling in zip(weights, scalings, strict=True)
         ]
-        numbers = (rows, columns, token_tiles, row_tiles)
+        tiles = token_tiles * row_tiles
+        whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
+        numbers = (rows, columns, token_tiles, row_tiles, whole)
         if routing is not None:
             gather = _gather(backend, product, routing)
             arrays = (routing.order, routing.segments, routing.count)
@@ -357,6 +372,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         shape.kind,
         int(wide),
         int(shape.wide),
+        int(shape.paired),
     )
     return Program(
         "matmul_hopper.cu", "matmul_hopper", arguments, facts.text, features=True, contract=True
