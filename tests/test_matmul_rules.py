@@ -216,6 +216,8 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     assert shape.tokens // 2 + 16 * shape.buffers + hopper.OWN_REGISTERS <= hopper.REGISTERS[groups]
     tiles = -(-rows // shape.tokens) * -(-columns // shape.rows)
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
+    if shape.paired:  # each cluster has one of the last tiles, or none
+        assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
