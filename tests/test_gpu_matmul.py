@@ -3,6 +3,8 @@
 The first half also runs on arrays that only look like theirs, with the emulator below.
 """
 
+from typing import Any
+
 import fake_gpu
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from kernel_arrays import LAYOUTS
 from kernel_cases import NAMES
 from oracle import bits_equal
 from products import CASES, Case, exact, finished, is_close, normal, values, weight
+from test_vendor import expect
 
 import cuquant as cq
 from cuquant import interop
+from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.product import choose
 
 
 @pytest.fixture(params=fake_gpu.KINDS)
@@ -203,6 +208,17 @@ def test_the_matrix(case, gpu):
     assert bits_equal(out.get(), y.get())
 
 
+def admitted(y: np.ndarray, x: np.ndarray, q: cq.QuantArray, rows: int, gpu: Any) -> bool:
+    """Whether the kernel that the rule names for so many rows of x may give `y`."""
+    device, (n, k), dtype = gpu.cuda.Device(), q.shape, x.dtype.name
+    places = int(device.compute_capability), device.attributes["MultiProcessorCount"]
+    problem = Problem(rows, n, k, q.format, Weight.layout, dtype, True, *places, vendor=True)
+    if choose(problem) == "vendor" and expect(x, q).admits(y, k, on_gpu=True):
+        return True
+    wanted, size = exact(x, q)
+    return is_close(y, wanted, size, k)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [1, 8, 40, 300])
@@ -211,8 +227,7 @@ def test_larger_products_and_every_run_gives_the_same(name, rows, gpu):
     x, q = gpu.asarray(case.x), case.weight.to("cuda")
     runs = [cq.linear(x, q, out_dtype="float32") for _ in range(4)]
     assert all(bits_equal(run.get(), runs[0].get()) for run in runs)
-    wanted, size = exact(case.x, case.weight)
-    assert is_close(runs[0].get(), wanted, size, 4096)
+    assert admitted(runs[0].get(), case.x, case.weight, rows, gpu)
 
 
 @pytest.mark.gpu
@@ -245,5 +260,4 @@ def test_more_than_2_to_the_31_results(gpu):
     x = normal((rows, 8), "float16")
     y = cq.linear(gpu.asarray(x), w.to("cuda"))
     for part in (slice(0, 9), slice(rows - 9, rows)):
-        wanted, size = exact(x[part], w)
-        assert is_close(y[part].get(), wanted, size, 8)
+        assert admitted(y[part].get(), x[part], w, rows, gpu)
