@@ -34,6 +34,8 @@ REPORTED = {
         "FewAtBarrier": r"(?s)deadlock.*named_barrier in matrix.cu",
         "OtherBarrier": r"named barrier 1 of \d+ threads, where others say \d+",
         "NoMap": r"this is no tensor map",
+        "RunPlace": r"misaligned copy_run of 16 bytes",
+        "RunAhead": r"misaligned prefetch_run of 16 bytes",
         "StoredPlace": r"misaligned store_matrices_transposed",
     },
     "cluster_sum": {

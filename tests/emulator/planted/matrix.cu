@@ -27,6 +27,8 @@ enum class Bug {
     FewAtBarrier,       // a named barrier that a warp does not meet
     OtherBarrier,       // one that warps give different numbers of threads
     NoMap,              // bytes that are no tensor map
+    RunPlace,           // a run from 4 bytes further
+    RunAhead,           // the same, where it is only brought nearer
     StoredPlace,        // a stored matrix from 2 bytes further
     // of `cluster_sum`
     NoArrival,          // the other block's number is read before it is there
@@ -73,6 +75,9 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
             wrong.words[5] = 0;
             barrier_expect(full, 1024);
             if constexpr (kBug == Bug::TooManyArrivals) barrier_arrive(full);
+            const u8* const run = reinterpret_cast<const u8*>(a) + 4;
+            if constexpr (kBug == Bug::RunPlace) copy_run(results, run, 16, full);
+            if constexpr (kBug == Bug::RunAhead) prefetch_run(run, 16);
             if constexpr (kBug != Bug::NoCopy) copy_box(dynamic_shared, kBug == Bug::NoMap ? &wrong : &map, full, 0, 0);
         }
         return;
@@ -82,8 +87,8 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
     for (int r = 0; r < 4; ++r) own[r] = a[(warp * 16 + g + r % 2 * 8) * 8 + r / 2 * 4 + t];
     float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     wgmma_fence();
-    const u64 b = swizzled(dynamic_shared);
-    wgmma<T, 8>(d, own, kBug == Bug::NoSwizzle ? b & ~(3ull << 62) : b, 0);
+    const u32 b = swizzled(dynamic_shared);
+    wgmma<T, 8, false>(d, own, kBug == Bug::NoSwizzle ? b & 0x3FFF : b);
     wgmma_commit();
     if constexpr (kBug == Bug::OperandChanged) own[0] = 0;
     if constexpr (kBug != Bug::NoProductWait) wgmma_wait<0>();
