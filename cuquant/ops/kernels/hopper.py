@@ -161,7 +161,8 @@ def _shapes(rows: int, heavy: bool, kind: int) -> Iterator[Shape]:
     for tokens in sizes:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
-            free = REGISTERS[groups] - OWN_REGISTERS - tokens // 2 - (16 if heavy else 0)
+            free = REGISTERS[groups] - OWN_REGISTERS - tokens // 2
+            free -= (16 + 8 * (kind == GATED)) if heavy else 0
             if free < 16 or (kind == GATED and row_groups != 2) or (heavy and groups > 3):
                 continue
             buffers = 2 if free >= 40 else 1
