@@ -272,6 +272,16 @@ inline void prepare(Fiber& fiber) {
     fiber.state = State::Ready;
 }
 
+// The kernel allows a process so many mappings, two of each stack, and a test run loads many libraries
+// with stacks of their own: those of large blocks are not kept.
+constexpr std::size_t kKept = 256;
+inline void drop_stacks(std::vector<Fiber>& fibers) {
+    if (fibers.size() <= kKept) return;
+    for (const Fiber& fiber : fibers)
+        if (fiber.stack_top) munmap(fiber.stack_top - kStack - kPage, kStack + kPage);
+    fibers.clear();
+}
+
 // Who waits for what, threads with equal wishes together.
 inline std::string waiting() {
     std::string text;

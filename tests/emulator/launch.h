@@ -111,6 +111,8 @@ const char* start(void (*kernel)(A...), const Launch& launch, const Argument* gi
             fail("the kernel has %d parameters, got %d", static_cast<int>(sizeof...(A)), count);
         call(kernel, launch, given, std::index_sequence_for<A...>{});
     });
+    drop_stacks(machine.fibers);
+    for (Aside& aside : cluster.aside) drop_stacks(aside.fibers);
     *fault = machine.fault;
     return failure;
 }
