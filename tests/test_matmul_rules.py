@@ -214,6 +214,9 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     few = 40 if groups == 2 else 32
     assert hopper.REGISTERS[groups] * groups + few <= launched
     assert shape.tokens // 2 + 16 * shape.buffers + hopper.OWN_REGISTERS <= hopper.REGISTERS[groups]
+    units = -(-depth // 64)  # K: every block of a cluster has some, and all have all
+    borders = [units * rank // shape.split for rank in range(shape.split + 1)]
+    assert borders[0] == 0 and borders[-1] == units and sorted(set(borders)) == borders
     tiles = -(-rows // shape.tokens) * -(-columns // shape.rows)
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
     if shape.paired:  # each cluster has one of the last tiles, or none
