@@ -20,9 +20,10 @@ __device__ inline u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// What a block wrote before it arrives can be read by the others after they waited.
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// All threads of the cluster that have not ended come here; what they wrote before can then be read by the others.
+__device__ inline void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The same, but for what they wrote: nobody waits until that is where others see it.
+__device__ inline void cluster_meet() { asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Read what lies at the same place of another block's shared memory.
 __device__ inline float4 load_remote(const void* p, u32 rank) {
@@ -33,8 +34,8 @@ __device__ inline float4 load_remote(const void* p, u32 rank) {
 }
 #else
 __device__ inline u32 cluster_rank() { return 0; }
-__device__ inline void cluster_arrive() {}
-__device__ inline void cluster_wait() {}
+__device__ inline void cluster_sync() {}
+__device__ inline void cluster_meet() {}
 __device__ inline float4 load_remote(const void* p, u32) { return *static_cast<const float4*>(p); }
 #endif
 

@@ -117,18 +117,21 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 }
 
 // kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
-// stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied. kGroupUnits: units of a scale group, 0 where a row
-// is one group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder;
-// kPaired: see next_tile.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kGroupUnits, int kFine, int kLie,
+// stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
+// of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
+// for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
+// unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile. `tile_rows`
+// of the weight, whole strips, are a tile's.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
           int kKind, bool kWide, bool kTable, bool kPaired>
 __global__ void CUQUANT_CLUSTER(kPaired ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int whole) {
+              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_rows, int whole) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
     constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
     constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits, kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
+    static_assert(kSpan <= 4 && 4 % kSlices == 0, "each of four warps copies the x of one unit");
     static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
     // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
     // one might be two behind, and would not be seen.
@@ -138,14 +141,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
     constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
     constexpr int kPitch = kWidth + 4;                             // of shared sums: lanes of a fragment meet no bank twice
-    constexpr int kDrain = kTokens < 64 ? kTokens : 64;            // tokens that are stored at a time
+    constexpr int kMost = kGroups == 4 ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
     constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
-    constexpr bool kEarly = !kLate && kBuffers > 1 && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
@@ -195,7 +198,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
             end = token + static_cast<int>(segment.count);
         }
-        row = in_set / wide * kRows;
+        row = in_set / wide * tile_rows;
     };
 
     const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
@@ -207,7 +210,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     if (warp >= 4 * kGroups) {
         registers_down<kFew>();
         // Each of the four has its strip of every 64 rows, and its part of x.
-        const int own = warp - 4 * kGroups;
+        const int own = warp - 4 * kGroups, strips = kPair ? kStrips : tile_rows / kStrip;
+        const auto has = [&](int r) { return kPair || 4 * r + own < strips; };
         if (elect_one()) {
             if (own == 0) prefetch_map(&x);
             int stage = 0; u32 parity = 1;
@@ -223,18 +227,18 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                     const Prepacked& from_weights = kPair && r ? second : weights;
                     from[r] = reinterpret_cast<const u8*>(from_weights.codes) + (strip * weights.units + first_unit) * kUnitBytes;
                     const i64 last = min(static_cast<i64>(group_of(first_unit + units - 1)) + kFine - 1, weights.groups - 1);
-                    prefetch_groups<Format, kLie>(from_weights, strip, group_of(first_unit), last);
+                    if (has(r)) prefetch_groups<Format, kLie>(from_weights, strip, group_of(first_unit), last);
                 }
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (kBoxBytes + kCodeBytes));
+                    if (own == 0) barrier_expect(ready, count * (kBoxBytes + strips * kUnitBytes));
                     if (own < count) copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        if (has(r)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -242,7 +246,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             }
         }
         __syncwarp();
-        if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); cluster_arrive(); cluster_wait(); }
         return;
     }
     registers_up<kMany>();
@@ -286,7 +289,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         float sum[kTokens / 2];
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
-        u32 a[kBuffers][4][4];  // of two, the products of one unit read one while the other is made
+        constexpr int kSteps = 4 / kSlices;  // of a unit
+        u32 a[kBuffers][kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
         const int own_units = lost ? 0 : units;
@@ -296,26 +300,33 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             if (of_stage == 0) barrier_wait(full + stage, parity);
             words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
         };
-        const auto decode = [&](const Own (&from)[kFine], u32 (&to)[4][4]) {
-            Factor<Format, T, kLie, kWide> factor;
+        Factor<Format, T, kLie, kWide> scaled;
+        const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
+            const Own& own = from[s * kFine / 4];
+            if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit);
+            const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
+            if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
+            if constexpr (!kLate) scaled.apply(to);
+        };
+        const auto decode_step = [&](int step, const Own (&from)[kFine], u32 (*to)[4]) {
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                const Own& own = from[s * kFine / 4];
-                if (!kLate && s * kFine % 4 == 0) factor.set(own, own_unit);
-                const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-                if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to[0]);
-                if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to[1]);
-                if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to[2]);
-                if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to[3]);
-                if constexpr (!kLate) factor.apply(to[s]);
-            }
+            for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
         const auto advance = [&] {
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
-        if (kLate && i < own_units) { load(0); decode(groups[0], a[0]); }
+        if constexpr (kLate) {
+            if (i < own_units) {
+                load(0);
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) decode_step(step, groups[0], a[0] + step * kSlices);
+            }
+        }
         if (kEarly && i < own_units) load(0);
         // The unit `n` behind unit 0 of the stage that unit i begins; `more`: another one comes.
         const auto unit = [&](int n, bool more) {
@@ -323,32 +334,55 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             const u32 b = place_of_x(of_stage);
             if constexpr (kLate) {
                 float part[kTokens / 2];
-                wgmma_fence();
-                wgmma<T, kTokens, false>(part, a[d % kBuffers][0], b);
+                const auto multiply = [&](int step) {
+                    wgmma_fence();
 #pragma unroll
-                for (int s = 1; s < 4; ++s) wgmma<T, kTokens, true>(part, a[d % kBuffers][s], b + 2 * s);
-                wgmma_commit();
+                    for (int s = step * kSlices; s < (step + 1) * kSlices; ++s)
+                        if (s == 0) wgmma<T, kTokens, false>(part, a[d][s], b);
+                        else wgmma<T, kTokens, true>(part, a[d][s], b + 2 * s);
+                    wgmma_commit();
+                };
+                multiply(0);
                 const float scale[2] = {groups[d][0].value(0), groups[d][0].value(1)};
                 fetch(d, i + behind(n + 2));
                 if (of_stage == kSpan - 1) advance();
-                if (more) { load((n + 1) % kSpan); decode(groups[1 - d], a[(1 - d) % kBuffers]); }
+                if (more) {
+                    load((n + 1) % kSpan);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+                        decode_step(step, groups[1 - d], a[1 - d] + step * kSlices);
+                        if (step < kSteps - 1) multiply(step + 1);
+                    }
+                } else {
+#pragma unroll
+                    for (int step = 1; step < kSteps; ++step) multiply(step);
+                }
                 wgmma_wait<0>();
                 if (lane == 0 && (of_stage == kSpan - 1 || !more)) barrier_arrive(empty + own_stage);
 #pragma unroll
                 for (int j = 0; j < kTokens / 2; ++j) sum[j] = __fmaf_rn(scale[j / 2 % 2], part[j], sum[j]);
             } else {
-                u32 (&now)[4][4] = a[d % kBuffers];
                 if constexpr (!kEarly) load(of_stage);
-                if constexpr (kBuffers == 1) { wgmma_wait<0>(); if (of_stage == 0) release(); }
-                decode(groups[d], now);
-                wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; ++s) wgmma<T, kTokens, true>(sum, now[s], b + 2 * s);
-                wgmma_commit();
+                for (int step = 0; step < kSteps; ++step) {
+                    if (step > 0 || kBuffers == 1) {
+                        wgmma_wait<kBuffers - 1>();
+                        if (step == kBuffers - 1 && of_stage == 0) release();
+                    }
+                    u32 (*const now)[4] = a[(n * kSteps + step) % kBuffers];
+                    decode_step(step, groups[d], now);
+                    wgmma_fence();
+#pragma unroll
+                    for (int s = 0; s < kSlices; ++s) wgmma<T, kTokens, true>(sum, now[s], b + 2 * (step * kSlices + s));
+                    wgmma_commit();
+                }
                 fetch(d, i + behind(n + 2));
                 if (of_stage == kSpan - 1) advance();
                 if (kEarly && more) load((n + 1) % kSpan);
-                if constexpr (kBuffers > 1) { wgmma_wait<1>(); if (of_stage == 0) release(); }
+                if constexpr (kBuffers > 1) {
+                    wgmma_wait<1>();
+                    if (kSteps == 1 && of_stage == 0) release();
+                }
                 last = own_stage;
             }
         };
@@ -382,9 +416,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 static_assert(kTokens * kPitch * 4 <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
                 named_barrier(1 + kGroups, kThreads);
                 put<kTokens>(sum, sums + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
-                cluster_arrive(); cluster_wait();
-                store_sums<2, false>(epilogue, sums, kPitch, 1, 0, kTokens, kRows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
-                cluster_arrive(); cluster_wait();
+                cluster_sync();
+                store_sums<2, false>(epilogue, sums, kPitch, 1, 0, kTokens, tile_rows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
+                cluster_meet();
                 break;
             }
         }
@@ -402,18 +436,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             float* own = sums + warp % 4 * kStrip + g;
             const int thread = threadIdx.x % 128;
             const int first_row = row + row_group * 64;
+            const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
             const bool quick = !epilogue.residual && epilogue.activation == kNone && epilogue.out_column == 1 && N % 8 == 0 &&
                                epilogue.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
                                !((reinterpret_cast<u64>(epilogue.out) | static_cast<u64>(epilogue.out_stride) * 2) & 15);
 #pragma unroll
             for (int part = 0; part < kTokens / kDrain; ++part) {
                 if (quick) {
-                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, rows, N, thread, 1 + row_group, place);
+                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, rows, row_end, thread, 1 + row_group, place);
                     continue;
                 }
                 put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                 named_barrier(1 + row_group, 128);
-                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, N, thread, 128, 0, place);
+                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, row_end, thread, 128, 0, place);
                 named_barrier(1 + row_group, 128);
             }
         } else {
@@ -422,13 +457,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             // Every x of this tile has been used: the sums take its place.
             if constexpr (!kApart) named_barrier(1, kThreads);
             put<kTokens>(sum, sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
-            if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+            if constexpr (kSplit > 1) cluster_sync();
             else named_barrier(1, kThreads);
-            store_sums<kSplit, kPair>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, kRows, kRows, token, row, rows, N, threadIdx.x, kThreads, rank, place);
+            store_sums<kSplit, kPair>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, tile_rows, kRows, token, row, rows, N, threadIdx.x, kThreads, rank, place);
             if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
         }
     }
-    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }  // until no other block reads these sums
+    if constexpr (kSplit > 1) cluster_meet();  // until no other block reads these sums
 }
 
 }  // namespace cuquant

@@ -281,11 +281,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     }
 
-    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+    if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
     store_sums<kSplit, kGated>(epilogue, sums, pitch, kDepth, kTokens * pitch, M_here, rows, kStrips * kStrip, token,
                                static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, threadIdx.x, kThreads, rank);
-    if constexpr (kSplit > 1) { cluster_arrive(); cluster_wait(); }
+    if constexpr (kSplit > 1) cluster_meet();
 }
 
 }  // namespace cuquant

@@ -209,15 +209,20 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     assert 2 <= groups <= 4 and shape.threads == 128 * (groups + 1)
     assert hopper._has_place(shape, bits) or (shape.persistent and not shape.paired)
     assert shape.stages % shape.depth_groups == 0 and shape.stages >= 2 * shape.depth_groups
-    # Threads of a warpgroup hold its sums, and an operand or two.
+    # Threads of a warpgroup hold its sums, and an operand or two: whole ones for late scales.
     launched = 65536 // shape.threads // 8 * 8 * (groups + 1)
     few = 40 if groups == 2 else 32
-    assert hopper.REGISTERS[groups] * groups + few <= launched
-    assert shape.tokens // 2 + 16 * shape.buffers + hopper.OWN_REGISTERS <= hopper.REGISTERS[groups]
+    operands = 4 * shape.buffers * (4 if shape.tokens <= 32 else shape.slices)
+    assert shape.slices in (1, 2, 4) and shape.span <= 4
+    assert shape.tokens // 2 + operands + 32 <= (launched - few) // groups // 8 * 8
     units = -(-depth // 64)  # K: every block of a cluster has some, and all have all
     borders = [units * rank // shape.split for rank in range(shape.split + 1)]
     assert borders[0] == 0 and borders[-1] == units and sorted(set(borders)) == borders
-    tiles = -(-rows // shape.tokens) * -(-columns // shape.rows)
+    # A tile has whole strips, and where there are several rounds as many as it can.
+    tile_rows = hopper._tile_rows(shape, columns, -(-rows // shape.tokens), processors)
+    assert 0 < tile_rows <= shape.rows and tile_rows % 16 == 0
+    tiles = -(-rows // shape.tokens) * -(-columns // tile_rows)
+    assert tile_rows == shape.rows or tiles * shape.split <= processors
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
     if shape.paired:  # each cluster has one of the last tiles, or none
         assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
@@ -327,10 +332,12 @@ def test_the_vendors_gemm_takes_many_rows():
     assert choose(replace(NOT_DIRECT, rows=64, columns=64, depth=64)) == "plain_tiles"
     for rows, name in ((32, "stream"), (256, "vendor"), (4096, "vendor")):
         assert choose(replace(VENDOR, arch=89, rows=rows)) == name
-    nf4 = replace(VENDOR, format=LAID["nf4"])
-    assert choose(nf4) == "vendor" and choose(replace(nf4, rows=1024)) == "hopper"
-    assert choose(VENDOR) == choose(replace(VENDOR, rows=20_000)) == "hopper"
-    assert choose(replace(VENDOR, format=LAID["q4_k"])) == "vendor"
+    for name in ("int4", "nf4", "uint4", "int8"):
+        of = replace(VENDOR, format=LAID[name])
+        assert choose(of) == choose(replace(of, rows=20_000)) == "hopper"
+    for name in ("q4_k", "q6_k"):
+        blocks = replace(VENDOR, format=LAID[name])
+        assert choose(blocks) == "vendor" and choose(replace(blocks, rows=1024)) == "hopper"
     assert choose(replace(VENDOR, aligned=False)) == "vendor"
 
 

@@ -126,6 +126,19 @@ inline int alive_in(int rank) {
     return cluster.states[rank] == Cluster::Unborn ? machine.threads : 0;
 }
 
+// What `function` does with shared memory, it does with that of block `rank`.
+template <class Function>
+void as_block(int rank, const Function& function) {
+    if (rank == machine.rank) return function();
+    if (rank >= cluster.blocks || cluster.states[rank] != Cluster::Alive)
+        fail("block %d of the cluster has no shared memory now", rank);
+    unsigned char* const own = cuquant::dynamic_shared;
+    unsigned char* const its = cluster.aside[rank].shared.data() + (own - shared_memory().begin);
+    std::swap_ranges(own, own + machine.shared, its);
+    function();
+    std::swap_ranges(own, own + machine.shared, its);
+}
+
 }  // namespace emulator
 
 // ---- what kernels/cluster.cuh writes in asm -----------------------------------------------------
@@ -134,11 +147,9 @@ namespace cuquant {
 
 inline unsigned cluster_rank() { return emulator::machine.rank; }
 
-inline void cluster_arrive() {
+inline void cluster_sync(emulator::Place place = emulator::Place::here()) {
     ++emulator::cluster.arrived;
     emulator::running().met = emulator::cluster.times;
-}
-inline void cluster_wait(emulator::Place place = emulator::Place::here()) {
     const auto met = [](const void*, std::uint64_t before) {
         int threads = 0;
         for (int rank = 0; rank < emulator::cluster.blocks; ++rank) threads += emulator::alive_in(rank);
@@ -148,8 +159,9 @@ inline void cluster_wait(emulator::Place place = emulator::Place::here()) {
         }
         return emulator::cluster.times != before;
     };
-    emulator::wait_until({"cluster_wait", met, nullptr, emulator::running().met, place});
+    emulator::wait_until({"cluster_sync", met, nullptr, emulator::running().met, place});
 }
+inline void cluster_meet(emulator::Place place = emulator::Place::here()) { cluster_sync(place); }
 inline float4 load_remote(const void* p, unsigned rank) {
     if (rank == cluster_rank()) return *static_cast<const float4*>(p);
     if (rank >= emulator::cluster.blocks || emulator::cluster.states[rank] != emulator::Cluster::Alive)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.fragments import FRAGMENTS_LAYOUT, UNIT
+from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
@@ -18,12 +18,12 @@ from cuquant.ops.kernels.operands import Problem, Product, Routing, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
-DRAIN = 64  # rows of x that are stored at a time
+DRAIN = {2: 64, 3: 64, 4: 32}  # rows of x that are stored at a time, by warpgroups of a block
 DRAIN_PITCH = 68
 STAGES = 24  # in shared memory, at most
-SPAN = {16: 2, 32: 2, 64: 2, 128: 2, 256: 1}  # units of a stage, by rows of x
+SPANS = {16: (2,), 32: (2,), 64: (2,), 128: (2, 1), 256: (1,)}  # units of a stage, by rows of x
 TOKENS = (16, 32, 64, 128, 256)
-WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1))  # of rows, and of K
+WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 GATHER_THREADS = 256
 VECTOR = 8  # elements of 16 bytes
@@ -46,8 +46,8 @@ class Shape:
         Blocks that share K.
     stages, span
         Parts of x and of the weight in shared memory, and units of each.
-    buffers
-        Decoded operands of a warpgroup.
+    buffers, slices
+        Decoded operands of a warpgroup, and how many times 16 columns each of them has.
     wide
         Whether the table of a codebook is the larger one.
     kind
@@ -63,6 +63,7 @@ class Shape:
     stages: int
     span: int
     buffers: int
+    slices: int
     kind: int = ONE
     wide: bool = False
     paired: bool = False
@@ -94,7 +95,7 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
     drain = 0
     if shape.alone:
-        drain = shape.row_groups * min(shape.tokens, DRAIN) * DRAIN_PITCH * 4
+        drain = shape.row_groups * min(shape.tokens, DRAIN[shape.row_groups]) * DRAIN_PITCH * 4
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
     return shape.stages * stage + drain + table
@@ -116,60 +117,83 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
 
 # What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
 # those of a weight from memory where all have some, and multiply-adds.
-FEED, MEMORY, MULTIPLIED = 44, 10.8, 1800
-# Cycles that a warpgroup needs for a unit, as its instructions wait for each other: where weights
-# are computed, looked up, or take many registers; and more for each row of x, where a product has
-# to end before the next operand is decoded. Where few stages fit, codes come late.
-COMPUTED, LOOKED_UP, HEAVY = 470, 650, 950
-WAITING, COMING_LATE = 7, 1.25
-# Cycles of blocks whose sums are parts: to begin and end, and for each block that they meet.
-START, MEETING = 200, 5000
-REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups of a block
-OWN_REGISTERS = 44  # beside sums, and 16 for each decoded operand
+FEED, MEMORY, MULTIPLIED = 47.7, 13.2, 1957
+# Of weights that are computed, looked up, or take many registers: cycles that a warpgroup needs for
+# a unit, as its instructions wait for each other, and those in which no other one's can be issued.
+# And more for each row of x, by buffers and slices of an operand, where products keep a warpgroup
+# waiting. Where few stages fit, codes come late. Some of it is never hidden.
+COMPUTED, LOOKED_UP, HEAVY = (466, 44), (560, 92), (900, 130)
+WAITING = {(1, 4): 4.7, (2, 4): 1.3, (2, 2): 0.3, (2, 1): 0.3}
+COMING_LATE, IN_TURN = 1.28, 0.12
+# Cycles of blocks whose sums are parts: to begin and end, for another block that they meet, and
+# floats that they exchange in one; and those of two blocks that share a last tile.
+START, MEETING, EXCHANGED, PAIR = 6900, 2450, 23, 7500
 
 
 def _cost(
-    shape: Shape, rows: int, columns: int, units: int, bits: int, latency: int, processors: int
+    shape: Shape,
+    rows: int,
+    columns: int,
+    units: int,
+    bits: int,
+    decoding: tuple[int, int],
+    processors: int,
 ) -> float:
     """Cycles that a product takes, but for what is the same for all shapes."""
-    s, width = shape, shape.row_groups * GROUP_ROWS
-    tiles = -(-columns // s.rows) * -(-rows // s.tokens)
+    s, width, (latency, issue) = shape, shape.row_groups * GROUP_ROWS, decoding
+    token_tiles = -(-rows // s.tokens)
+    tile_rows = _tile_rows(s, columns, token_tiles, processors)
+    tiles = -(-columns // tile_rows) * token_tiles
     busy = min(tiles * s.split, processors) / processors
-    codes = width * UNIT * (bits + 0.25) / 8
-    alone = (latency + s.tokens * (WAITING if s.buffers == 1 else 1)) / s.depth_groups
+    codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
+    alone = (latency + s.tokens * WAITING[s.buffers, s.slices]) / s.depth_groups
     if s.buffers == 2 and s.stages < 3 * s.depth_groups:
         alone *= COMING_LATE
     step = max(
         (s.tokens * UNIT * 2 + codes) / FEED,
-        width * s.tokens * UNIT / MULTIPLIED + 0.2 * latency,
+        width * s.tokens * UNIT / MULTIPLIED + s.row_groups * issue,
         codes * busy / MEMORY if rows <= TOKENS[-1] else 0,
         alone,
     )
-    step += 0.1 * alone
+    step += IN_TURN * alone
     end = 0.0
     if not s.alone:
-        end = START + MEETING * s.split + s.depth_groups * s.split * width * s.tokens / FEED
+        sums = s.depth_groups * s.split * width * s.tokens
+        end = START + MEETING * (s.split - 1) + sums / EXCHANGED
     rounds: float = -(-tiles * s.split // processors)
     if s.paired:
-        end, rounds = MEETING * 3 / rounds, rounds - 0.5
+        end, rounds = PAIR / rounds, rounds - 0.5
     return rounds * (units / s.split * step + end)
 
 
-def _shapes(rows: int, heavy: bool, kind: int) -> Iterator[Shape]:
+def _operands(tokens: int, groups: int, looked_up: bool, heavy: bool) -> tuple[int, int]:
+    """Decoded operands of a warpgroup, and slices of each: what is fast and finds registers.
+
+    Products that follow each slice leave less to wait for, but all four warps meet at each.
+    """
+    if heavy:
+        return 2, 1 if tokens == 128 and groups == 4 else 2
+    if tokens == 64 and groups == 4:
+        return 1, 4
+    if tokens == 128 and groups > 2:
+        return 2, groups - 2
+    return 2, 2 if looked_up and tokens <= 32 else 4
+
+
+def _shapes(rows: int, heavy: bool, looked_up: bool, kind: int) -> Iterator[Shape]:
     """All that the kernel can be, with as many stages as there may be."""
     sizes = (rows,) if kind == EXPERTS else (n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
     for tokens in sizes:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
-            free = REGISTERS[groups] - OWN_REGISTERS - tokens // 2
-            free -= (16 + 8 * (kind == GATED)) if heavy else 0
-            if free < 16 or (kind == GATED and row_groups != 2) or (heavy and groups > 3):
+            if (tokens == TOKENS[-1] and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
-            buffers = 2 if free >= 40 else 1
+            operands = _operands(tokens, groups, looked_up, heavy)
             for split in (1,) if kind == EXPERTS else (1, 2):
-                yield Shape(
-                    tokens, row_groups, depth_groups, split, STAGES, SPAN[tokens], buffers, kind
-                )
+                for span in SPANS[tokens]:
+                    yield Shape(
+                        tokens, row_groups, depth_groups, split, STAGES, span, *operands, kind
+                    )
 
 
 @lru_cache(maxsize=4096)
@@ -190,20 +214,22 @@ def divide(
     smaller and of the larger table. Of EXPERTS `rows` are those of a segment, and so of a tile.
     """
     units = -(-depth // UNIT)
-    latency = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
+    decoding = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
     best: tuple[float, Shape] | None = None
-    for shape in _shapes(rows, heavy, kind):
+    for shape in _shapes(rows, heavy, bool(tables[0]), kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
         found = staged(replace(shape, wide=wide), bits, tables[wide])
         if found is None or not (found.persistent or _has_place(found, bits)):
             continue
         shape = found
-        tiles = -(-columns // shape.rows) * -(-rows // shape.tokens)
+        token_tiles = -(-rows // shape.tokens)
+        tile_rows = _tile_rows(shape, columns, token_tiles, multiprocessors)
+        tiles = -(-columns // tile_rows) * token_tiles
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
-        cost = _cost(shape, rows, columns, units, bits, latency, multiprocessors)
+        cost = _cost(shape, rows, columns, units, bits, decoding, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
     assert best is not None
@@ -217,16 +243,29 @@ def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
     return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
 
 
-def takes_few(p: Problem) -> bool:
-    """Whether it is faster than matmul_stream.cu for 9 to 16 rows of x.
+def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
+    """Rows of a tile, whole strips: fewer than there may be where no block has two tiles."""
+    blocks = processors // (token_tiles * shape.split)
+    if shape.kind != ONE or blocks * shape.rows < columns:
+        return shape.rows
+    return -(-columns // (blocks * STRIP)) * STRIP
 
-    It is where most multiprocessors have a block, or where weights are looked up, which
-    matmul_stream.cu does for each 8 rows of x.
+
+def takes_few(p: Problem) -> bool:
+    """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
+
+    Above 8 it is where most multiprocessors have a whole tile, or where weights are looked up,
+    which matmul_stream.cu does for each 8 rows of x; above 4 where both hold, and a block has all
+    of K.
     """
     assert p.format is not None
+    if p.rows <= 4:
+        return False
     shape = _shape(p)
-    blocks = -(-p.columns // shape.rows) * -(-p.rows // shape.tokens) * shape.split
-    return shape.wide or 10 * blocks >= 9 * p.multiprocessors
+    full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
+    if p.rows <= 8:
+        return shape.wide and full and shape.split == 1
+    return shape.wide or full
 
 
 def _has_place(shape: Shape, bits: int) -> bool:
@@ -274,7 +313,8 @@ class Hopper:
         rows, columns, depth = product.rows, product.columns, product.depth
         shape = _shape(product.problem(backend), routing.height if routing else 0)
         token_tiles = routing.most if routing else -(-rows // shape.tokens)
-        row_tiles = -(-columns // shape.rows)
+        tile_rows = _tile_rows(shape, columns, token_tiles, backend.multiprocessors)
+        row_tiles = -(-columns // tile_rows)
         scalings = [prepacked.scaling(backend, fmt, weight.parts, dtype) for weight in weights]
         launch = _launch(
             _program(fmt, dtype, shape, Groups.of(fmt, depth), any(s.wide for s in scalings)),
@@ -289,7 +329,7 @@ class Hopper:
         ]
         tiles = token_tiles * row_tiles
         whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
-        numbers = (rows, columns, token_tiles, row_tiles, whole)
+        numbers = (rows, columns, token_tiles, row_tiles, tile_rows, whole)
         if routing is not None:
             gather = _gather(backend, product, routing)
             arrays = (routing.order, routing.segments, routing.count)
@@ -367,6 +407,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         shape.stages,
         shape.span,
         shape.buffers,
+        shape.slices,
         groups.units,
         groups.fine,
         prepacked.lie(fmt, FRAGMENTS_LAYOUT),

@@ -31,11 +31,7 @@ def choose(problem: Problem) -> str:
         if p.layout == FRAGMENTS_LAYOUT:
             shape = stream.shape_of(p)
             many = p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows
-            if (
-                p.arch == 90
-                and p.aligned
-                and (many or (p.rows > stream.TILE and hopper.takes_few(p)))
-            ):
+            if p.arch == 90 and p.aligned and (many or hopper.takes_few(p)):
                 return "vendor" if gemm and vendor.beats_hopper(p) else "hopper"
             if shape is not None:
                 return "vendor" if gemm and vendor.beats_stream(p, shape.tokens) else "stream"

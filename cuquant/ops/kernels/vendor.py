@@ -16,7 +16,7 @@ from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend, Gemm, Matrix
 from cuquant.ops.kernels import facts as words
-from cuquant.ops.kernels import hopper, prepacked
+from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
 from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.operands import MOST_STRIDE, Operand, Problem, Product, Weight
@@ -88,10 +88,10 @@ TENSOR, FLOAT32, PLAIN = 160, 14, 10
 TENSOR_90 = 230
 LEAST_ROWS = 17
 LAUNCHES = 8e6  # bytes in the time that two more launches take
-# By how much of the GEMM's time matmul_hopper.cu is slower: where it looks levels up, and where
-# decoding takes many instructions. Else it is faster. At 4096 x 8192 x 8192 on an H100 nf4 took 810
-# us, int4 690 and cuBLAS 718.
-LOOKING_UP, HEAVY = 1 / 8, 1 / 3
+# By how much of the GEMM's time matmul_hopper.cu is slower for ggml's blocks, of up to 4 bits and
+# of more. Else it is faster: at 4096 x 4096 x 14336 on an H100 nf4 took 624 us, 674 by way of cuBLAS,
+# q4_k 670 and 659, q6_k 731 and 669.
+FEW_BITS, MANY_BITS = 1 / 8, 1 / 5
 
 
 def takes(p: Problem) -> bool:
@@ -136,12 +136,9 @@ def beats_hopper(p: Problem) -> bool:
     That is half as much again, for the memory that it takes.
     """
     assert p.format is not None
-    if hopper.is_heavy(p.format, p.depth):
-        part = HEAVY
-    elif prepacked.table_bytes(p.format):
-        part = LOOKING_UP
-    else:
+    if not p.format.is_blocks:
         return False
+    part = FEW_BITS if p.format.bits <= 4 else MANY_BITS
     decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
     return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
 

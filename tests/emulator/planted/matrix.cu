@@ -107,11 +107,11 @@ template <Bug kBug>
 __global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) {
     __shared__ __align__(16) float number[4];
     if (threadIdx.x < 4) number[threadIdx.x] = x[blockIdx.x];
-    if constexpr (kBug != Bug::NoArrival) { cluster_arrive(); cluster_wait(); }
+    if constexpr (kBug != Bug::NoArrival) cluster_sync();
     float sum = 0;
     for (int rank = 0; rank < 2; ++rank) sum += load_remote(number, rank).y;
     if (threadIdx.x == 0) y[blockIdx.x] = sum * (cluster_rank() + 1);
-    if constexpr (kBug != Bug::NoLastWait) { cluster_arrive(); cluster_wait(); }
+    if constexpr (kBug != Bug::NoLastWait) cluster_sync();
 }
 
 // a * b + c of pairs.
