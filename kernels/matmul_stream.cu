@@ -75,8 +75,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
-    u8* zeros = tables + Decode::table_bytes;  // 128 bytes, which tokens that do not exist read
-    u8* xs = zeros + 128;
+    u8* xs = tables + Decode::table_bytes;
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
     const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
 
@@ -144,20 +143,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     for (int d = 0; d < kAhead; ++d) load(d, false);
     load_coming(groups);
     if (!little) stage();
-    if (threadIdx.x < 8) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     Decode::fill(tables, weights.values, threadIdx.x, kThreads, kRows && Format::Packing::order == Order::High);
     copies_wait();
     __syncthreads();
 
     const u32 table = Decode::lane_table(lane);
-    u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, and how far the next unit is
-    int x_step[kTiles];
+    u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
-        const int m = 8 * q + (kRows ? g : lane % 8);
-        x_step[q] = m < M_here ? 128 : 0;
-        x_lane[q] = (m < M_here ? shared_address(xs) + (m * block_units + first - block_first) * 128 : shared_address(zeros)) +
-                    (kRows ? Rows::x_place(g, t) : ((lane / 8) ^ twist(lane % 8)) * 16);
+        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0;
+        x_lane[q] = shared_address(xs) + (m * block_units + first - block_first) * 128 + (kRows ? Rows::x_place(m % 8, t) : ((lane / 8) ^ twist(m % 8)) * 16);
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
 #pragma unroll
@@ -216,7 +211,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
                 u32 b[8];
-                Rows::read_x(x_lane[q] + unit * x_step[q], b);
+                Rows::read_x(x_lane[q] + unit * 128, b);
 #pragma unroll
                 for (int s = 0; s < 4; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
             }
@@ -225,14 +220,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
                 for (int q = 0; q < kTiles; ++q) {
-                    const uint4 b = load_matrices((x_lane[q] + unit * x_step[q]) ^ (s * 32));
+                    const uint4 b = load_matrices((x_lane[q] + unit * 128) ^ (s * 32));
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);
                 }
             }
         }
     };
-    float* own_sums = sums + depth * kTokens * pitch + 2 * t * pitch + warp % kStrips * kStrip + g;
+    int own_sums = (depth * kTokens + 2 * t) * pitch + warp % kStrips * kStrip + g;
     int pass = 0, at = 0;
 #pragma unroll 1
     while (pass < passes) {
@@ -274,7 +269,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int q = 0; q < kTiles; ++q)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    own_sums[(8 * q + e % 2) * pitch + e / 2 * 8] = total[q][e] * factor;
+                    sums[own_sums + (8 * q + e % 2) * pitch + e / 2 * 8] = total[q][e] * factor;
                     total[q][e] = 0.0f;
                 }
             own_sums += kStrips * kStrip;

@@ -70,6 +70,9 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
         return BLOCKS
     if fmt.offset and fmt.bits == 8:
         return 4
+    three = fmt.bits == 3 and laid and isinstance(fmt.codec, Uniform) and groups.fine == 1
+    if three and (dtype == "float16" or not fmt.offset):
+        return 1
     if groups.fine > 1 or fmt.offset or fmt.bits not in (2, 4):
         return 2
     if isinstance(fmt.codec, Uniform):  # integers of bfloat16 take more steps
@@ -95,7 +98,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bo
     shares = -(-units // share)
     x = (shares + 2 * shape.split - 1) // shape.split * share * shape.tokens * ROW_BYTES
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
-    return table + ROW_BYTES + x + shape.depth * shape.tiles * TILE * pitch * 4
+    return table + x + shape.depth * shape.tiles * TILE * pitch * 4
 
 
 @lru_cache(maxsize=4096)
