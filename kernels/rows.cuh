@@ -11,8 +11,8 @@
 
 namespace cuquant {
 
-// Swaps bits: a lane's part of x's line of 128 bytes lies at part ^ twist(token), so that no bank is met twice
-// by 8 tokens at one part, by 2 at every other part, or by 4 at two neighbours.
+// Part `part` of 16 bytes of a token's line of x lies at part ^ twist(token): 8 tokens at one part, 2 at every other
+// part and 4 at two neighbours then meet no bank twice.
 __device__ constexpr int twist(int token) { return (token & 3) * 2 ^ (token & 1) ^ (token >> 2 & 1); }
 
 // kJoined: neighbouring codes are a pair, a byte: see PairDecoder.
