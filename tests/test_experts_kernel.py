@@ -1,6 +1,9 @@
 """Prepacked experts by matmul_hopper.cu, against float64, on the CPU under the emulator."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,6 +55,27 @@ def built() -> None:
 @pytest.fixture
 def run(built) -> Products:
     return Products(Emulator(arch=ARCH))
+
+
+def test_no_memory_but_a_workspace_is_taken(run):
+    """Rows are sorted and copied in what the call has meanwhile."""
+    case, recorder = CASES[0], Recorder(arch=ARCH)
+    x, w = run.guarded(case.x), run.guarded(cq.prepack(case.weight))
+    out, asked = np.zeros((len(case.x), case.shape[1]), case.x.dtype), []
+
+    @contextmanager
+    def workspace(nbytes: int) -> Iterator[int]:
+        asked.append(nbytes)
+        yield 1 << 20
+
+    with (
+        mock.patch.object(recorder, "workspace", workspace),
+        mock.patch.object(recorder, "array", lambda experts: experts),  # as if they were there
+        mock.patch.object(recorder, "empty", side_effect=AssertionError("an array was made")),
+        Products(recorder).in_place(),
+    ):
+        cq.grouped_linear(x, w, case.experts, out=out)
+    assert len(recorder.launches) == 3 and len(asked) == 1 and asked[0] > case.x.nbytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

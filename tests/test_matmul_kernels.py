@@ -13,9 +13,9 @@ from products import CASES, Products, exact, finished, is_close, normal, values,
 
 import cuquant as cq
 from cuquant.ops import multiply
-from cuquant.ops.kernels.matmul_plain import route
 from cuquant.ops.kernels.operands import Dense, Problem, Product
 from cuquant.ops.kernels.product import ORCHESTRATORS, choose
+from cuquant.ops.kernels.route import route, route_bytes
 from cuquant.ops.product import Finish, Operand
 from cuquant.reference import ACTIVATIONS
 
@@ -364,10 +364,17 @@ def test_experts_are_sorted_in_the_order_in_which_they_came(run):
         experts = _rows_by_expert(count, known, seed=count).astype(np.int32)
         experts[::17] = known
         there = run.backend.array(experts)
-        routing = route(run.backend, run.backend.view(there), known, 8, 10)
+        memory = run.backend.empty((route_bytes(count, known, 8),), np.dtype(np.uint8))
+        at = run.backend.pointer(memory)
+        routing = route(run.backend, run.backend.view(there), known, 8, 10, at)
+        assert routing.end == at + memory.size
+
+        def integers(where: int, count: int, memory: np.ndarray = memory, at: int = at) -> Any:
+            return memory[where - at :][: 8 * count].view(np.int64)
+
         order = np.argsort(experts, kind="stable")
-        assert (routing.order == order).all()
-        used = routing.segments[: int(routing.count[0])]
+        assert (integers(routing.order, count) == order).all()
+        used = integers(routing.segments, 3 * int(integers(routing.count, 1)[0])).reshape(-1, 3)
         found = {}
         for expert, first, rows in used.tolist():
             assert 0 < rows <= 8

@@ -19,9 +19,10 @@ from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.epilogue import Epilogue
 from cuquant.ops.kernels.geometry import View, c_strides
 from cuquant.ops.kernels.hopper import segment_rows
-from cuquant.ops.kernels.matmul_plain import MOST_DIMS, route
+from cuquant.ops.kernels.matmul_plain import MOST_DIMS
 from cuquant.ops.kernels.operands import Dense, Product, Weight
 from cuquant.ops.kernels.product import ORCHESTRATORS, choose, orchestrator_of
+from cuquant.ops.kernels.route import gather_bytes, route, route_bytes
 from cuquant.ops.product import Finish, Operand
 from cuquant.ops.repeated import Call
 from cuquant.packed import ROWS_LAYOUT, PackedWeight
@@ -403,9 +404,12 @@ def grouped_linear(left: Operand, right: Operand, experts: Any, finish: Finish) 
             product = replace(product, weights=(weight,))
         numbers = backend.array(experts) if isinstance(experts, np.ndarray) else experts
         height = orchestrator.height or segment_rows(problem)
-        routing = route(backend, backend.view(numbers), known, height, step)
         down, across = backend.view(out).strides
         epilogue = Epilogue(out, finish.dtype.name, down, across)
-        run = orchestrator.prepare(backend, replace(product, routing=routing))
-        run(backend, view.pointer, epilogue.pack(backend))
+        # What takes rows wherever they lie has a height of its own; else they are copied.
+        copied = 0 if orchestrator.height else gather_bytes(rows, depth)
+        with backend.workspace(route_bytes(rows, known, height) + copied) as at:
+            routing = route(backend, backend.view(numbers), known, height, step, at)
+            run = orchestrator.prepare(backend, replace(product, routing=routing))
+            run(backend, view.pointer, epilogue.pack(backend))
         return out

@@ -4,9 +4,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
 
 from cuquant.formats import Format
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -14,8 +11,9 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.operands import Problem, Product, Routing, Weight
+from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
+from cuquant.ops.kernels.route import VECTOR, gather
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN = {2: 64, 3: 64, 4: 32}  # rows of x that are stored at a time, by warpgroups of a block
@@ -25,9 +23,6 @@ SPANS = {16: (2,), 32: (2,), 64: (2,), 128: (2, 1), 256: (1,)}  # units of a sta
 TOKENS = (16, 32, 64, 128, 256)
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
-GATHER_THREADS = 256
-VECTOR = 8  # elements of 16 bytes
-I32 = np.dtype(np.int32)
 NOT_ROUTED = bytes(24)  # its Routed
 
 
@@ -331,14 +326,12 @@ class Hopper:
         whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
         numbers = (rows, columns, token_tiles, row_tiles, tile_rows, whole)
         if routing is not None:
-            gather = _gather(backend, product, routing)
-            arrays = (routing.order, routing.segments, routing.count)
-            routed = struct.pack("<3Q", *map(backend.pointer, arrays))
+            gathered, pitch = gather(product, routing)
+            routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
 
             def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
-                own, stride = gather(backend, pointer)
-                at = backend.pointer(own)
-                x = backend.tensor_map(at, rows, depth, stride, shape.tokens, dtype)
+                at = gathered(backend, pointer)
+                x = backend.tensor_map(at, rows, depth, pitch, shape.tokens, dtype)
                 backend.launch(launch, x, packed[0], packed[-1], epilogue, routed, *numbers)
 
             return run_sorted
@@ -373,25 +366,6 @@ def _launch(
 ) -> Launch:
     blocks = min(tiles, multiprocessors) if shape.persistent else tiles * shape.split
     return Launch(program, (blocks, 1, 1), shape.threads, shared)
-
-
-def _gather(
-    backend: Backend, product: Product, routing: Routing
-) -> Callable[[Backend, int], tuple[Any, int]]:
-    """What copies rows of x as they are sorted: to an array, whose rows are so many bytes apart."""
-    rows, depth, x = product.rows, product.depth, product.x
-    pitch = -(-depth // VECTOR) * VECTOR
-    vectors = x.is_aligned() and depth % VECTOR == 0
-    program = Program("gather.cu", "gather", (GATHER_THREADS, int(vectors)))
-    launch = Launch(program, (rows, 1, 1), GATHER_THREADS)
-    strides, order = (x.row_stride, x.column_stride), backend.pointer(routing.order)
-
-    def gather(backend: Backend, pointer: int) -> tuple[Any, int]:
-        made = backend.empty((rows, pitch // 2), I32)
-        backend.launch(launch, pointer, *strides, order, depth, pitch, backend.pointer(made))
-        return made, 2 * pitch
-
-    return gather
 
 
 @lru_cache(maxsize=4096)

@@ -1,24 +1,20 @@
-"""Products by the plain kernels, and the rows of x sorted by expert."""
+"""Products by the plain kernels."""
 
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
-from cuquant.ops.kernels.geometry import CHUNK, View
-from cuquant.ops.kernels.operands import Operand, Product, Routing
+from cuquant.ops.kernels.geometry import CHUNK
+from cuquant.ops.kernels.operands import Operand, Product
 
 MOST_GRID = 2**31 - 1  # thread blocks along x
 MOST_DIMS = 6  # matmul_plain.cu's Batch::most
 THREADS, WARP = 256, 32
 TILE, FEW = 64, 8  # rows of x that a block of matmul_tiles and of matmul_rows takes
 PAIR = 2  # rows of weights that a warp of matmul_rows takes
-ROUTE_THREADS = 256, 1024
-SEGMENT_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ class Plain:
     ) -> bytes:
         """The Problem struct of matmul_plain.cu."""
         routing, batch = product.routing, product.batch
-        arrays = (routing.order, routing.segments, routing.count) if routing else ()
-        pointers = [backend.pointer(array) for array in arrays] or [0, 0, 0]
+        pointers = (routing.order, routing.segments, routing.count) if routing else (0, 0, 0)
         padded = [*batch, *[(1, 0, 0, 0)] * (MOST_DIMS - len(batch))]
         columns = [n for column in zip(*padded, strict=True) for n in column]
         return struct.pack(
@@ -114,33 +109,3 @@ class Plain:
 def _plain_launch(entry: str, types: tuple[str, ...], facts: str, grid: int) -> Launch:
     program = Program("matmul_plain.cu", entry, types, facts)
     return Launch(program, (grid, 1, 1), THREADS)
-
-
-def route(backend: Backend, experts: View, known: int, height: int, expert_step: int) -> Routing:
-    """Sort rows of x by expert on the device, into segments of up to `height`.
-
-    Parameters
-    ----------
-    experts
-        Where [rows] integers lie; those that are not in 0..known - 1 make segments of expert -1.
-    expert_step
-        From the rows of an expert's weights to those of the next.
-    """
-    integer, rows = np.dtype(np.int64), experts.size
-    threads = ROUTE_THREADS[rows > 1024]
-    most = rows // height + min(rows, known + 1)
-    places = backend.empty((known + 1, threads // WARP), integer)
-    order, count = backend.empty((rows,), integer), backend.empty((1,), integer)
-    segments = backend.empty((most, SEGMENT_BYTES // 8), integer)
-    size = experts.dtype.itemsize * (1 if experts.dtype.kind == "u" else -1)
-    backend.launch(
-        Launch(Program("route.cu", "route", (threads,)), (1, 1, 1), threads),
-        experts.pointer,
-        size,
-        experts.strides[0],
-        rows,
-        known,
-        height,
-        *(backend.pointer(array) for array in (places, order, segments, count)),
-    )
-    return Routing(order, segments, count, most, expert_step, height)

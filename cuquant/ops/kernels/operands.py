@@ -227,24 +227,27 @@ Operand = Dense | Weight
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows of x sorted by expert, as route.cu does it; arrays on the device.
+    """Rows of x sorted by expert, as route.cu does it.
 
     Attributes
     ----------
     order, segments, count
-        int64 [T], what Segment structs fill, and int64 [1].
+        Addresses of int64 [T], Segment structs, and int64 [1].
     most, height
         At least as many as there are segments, and how many rows one has at most.
     step
         From the rows of an expert's weights to those of the next.
+    end
+        Where these arrays end; see gather_bytes in route.py.
     """
 
-    order: Any
-    segments: Any
-    count: Any
+    order: int
+    segments: int
+    count: int
     most: int
     step: int
     height: int
+    end: int
 
 
 @dataclass(frozen=True)

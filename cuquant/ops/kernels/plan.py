@@ -17,10 +17,10 @@ from cuquant.ops.backend import Gemm
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View, axis_last, c_strides
 from cuquant.ops.kernels.hopper import segment_rows
-from cuquant.ops.kernels.matmul_plain import route
 from cuquant.ops.kernels.operands import Dense, Product, Weight
 from cuquant.ops.kernels.product import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
 from cuquant.ops.kernels.quantize import quantizer
+from cuquant.ops.kernels.route import route
 from cuquant.ops.kernels.task import Known, Task
 from cuquant.ops.tensor_map import MAP_BYTES
 
@@ -157,7 +157,7 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
     """The programs that multiply with weights of the usual shapes, and with decoded ones."""
     plan = Plan(arch)
     for rows in (1, 1 << 16):  # to be sorted by expert
-        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1)
+        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1, ADDRESS)
     for name in dtypes:
         dtype = interop.float_dtype(name)
         for stored, _ in SHAPES:
@@ -198,7 +198,7 @@ def _plan_experts(plan: Plan, fmt: Format, dtype: np.dtype) -> None:
             continue
         height = chosen.height or segment_rows(problem)
         numbers = View(ADDRESS, (rows * EXPERTS,), (1,), np.dtype(np.int64))
-        routed = replace(product, routing=route(plan, numbers, EXPERTS, height, EXPERT[0]))
+        routed = replace(product, routing=route(plan, numbers, EXPERTS, height, EXPERT[0], ADDRESS))
         chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
 
 

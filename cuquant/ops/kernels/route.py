@@ -1,0 +1,92 @@
+"""Rows of x sorted by expert: route.cu and gather.cu, in memory that a call has meanwhile."""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+from cuquant.jit import Launch, Program
+from cuquant.ops.backend import Backend
+from cuquant.ops.kernels.geometry import View
+from cuquant.ops.kernels.operands import Product, Routing
+
+ROUTE_THREADS, GATHER_THREADS, WARP = (256, 1024), 256, 32
+INTEGER_BYTES, SEGMENT_BYTES, ELEMENT_BYTES = 8, 24, 2
+VECTOR = 8  # elements of 16 bytes
+ALIGNMENT = 256
+
+
+def _threads(rows: int) -> int:
+    return ROUTE_THREADS[rows > 1024]
+
+
+def _most(rows: int, known: int, height: int) -> int:
+    """At least as many as there are segments."""
+    return rows // height + min(rows, known + 1)
+
+
+def _places(rows: int, known: int, height: int) -> list[int]:
+    """Where `places`, `order`, `count` and `segments` of route.cu begin, and where they end."""
+    integers = ((known + 1) * (_threads(rows) // WARP), rows, 1)
+    sizes = [n * INTEGER_BYTES for n in integers]
+    sizes.append(_most(rows, known, height) * SEGMENT_BYTES)
+    return list(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0))
+
+
+def route_bytes(rows: int, known: int, height: int) -> int:
+    """How much memory `route` wants."""
+    return _places(rows, known, height)[-1]
+
+
+def route(
+    backend: Backend, experts: View, known: int, height: int, expert_step: int, at: int
+) -> Routing:
+    """Sort rows of x by expert on the device, into segments of up to `height`.
+
+    Parameters
+    ----------
+    experts
+        Where [rows] integers lie; those that are not in 0..known - 1 make segments of expert -1.
+    expert_step
+        From the rows of an expert's weights to those of the next.
+    at
+        The address of route_bytes of memory, on 256.
+    """
+    rows, threads = experts.size, _threads(experts.size)
+    places, order, count, segments, end = (at + n for n in _places(rows, known, height))
+    size = experts.dtype.itemsize * (1 if experts.dtype.kind == "u" else -1)
+    backend.launch(
+        Launch(Program("route.cu", "route", (threads,)), (1, 1, 1), threads),
+        experts.pointer,
+        size,
+        experts.strides[0],
+        rows,
+        known,
+        height,
+        *(places, order, segments, count),
+    )
+    most = _most(rows, known, height)
+    return Routing(order, segments, count, most, expert_step, height, end)
+
+
+def _pitch(depth: int) -> int:
+    return -(-depth // VECTOR) * VECTOR
+
+
+def gather_bytes(rows: int, depth: int) -> int:
+    """How much memory `gather` wants behind a Routing."""
+    return rows * _pitch(depth) * ELEMENT_BYTES
+
+
+def gather(product: Product, routing: Routing) -> tuple[Callable[[Backend, int], int], int]:
+    """What copies rows of x as they are sorted, and says where; and bytes from one to the next."""
+    rows, depth, x = product.rows, product.depth, product.x
+    pitch = _pitch(depth)
+    vectors = x.is_aligned() and depth % VECTOR == 0
+    program = Program("gather.cu", "gather", (GATHER_THREADS, int(vectors)))
+    launch = Launch(program, (rows, 1, 1), GATHER_THREADS)
+    numbers = (x.row_stride, x.column_stride, routing.order, depth, pitch, routing.end)
+
+    def run(backend: Backend, pointer: int) -> int:
+        backend.launch(launch, pointer, *numbers)
+        return routing.end
+
+    return run, pitch * ELEMENT_BYTES
