@@ -1,12 +1,8 @@
 """Products by a decoded weight and the vendor's GEMM against float64, on the CPU: the kernels under
-the emulator, cuBLAS by functions on NumPy that take what its own take."""
+the emulator, cuBLAS by functions on NumPy that take what its own take. Itself: test_cublas.py."""
 
 import gc
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +21,6 @@ from products import ULP, UNIT, Products, finished, normal, values, weight
 import cuquant as cq
 from cuquant import interop, jit
 from cuquant.ops import cublas, gpu, workspace
-from cuquant.ops.backend import Gemm, Matrix
 from cuquant.ops.kernels import product, vendor
 from cuquant.ops.kernels.operands import Weight
 from cuquant.reference import ACTIVATIONS
@@ -358,206 +353,6 @@ def install(kind: str, monkeypatch: pytest.MonkeyPatch, backend: Emulator) -> An
     monkeypatch.setattr(jit, "is_capturing", lambda stream: False)
     monkeypatch.setattr(workspace, "_kept", {})
     return to
-
-
-# ---- cuBLAS -------------------------------------------------------------------------------------
-
-
-def matrix(array: np.ndarray) -> Matrix:
-    return Matrix(array.ctypes.data, array.strides[0] // array.itemsize, array.dtype.name)
-
-
-def test_gemm_multiplies_rows_and_sets_what_it_needs():
-    fake = Library()
-    handle = cublas.Cublas(fake)
-    x, w = normal((7, 24), "float16")[:, :20], normal((5, 20), "float16")
-    out = np.full((7, 8), 7, F32)
-    handle.gemm(42, Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (1024, 99)))
-    assert np.allclose(out[:, :5], 0.5 * values(x) @ values(w).T, atol=1e-5)
-    assert (out[:, 5:] == 7).all()
-    assert (fake.stream, fake.workspace) == (42, (1024, 99))
-    assert fake.math == cublas.NO_REDUCED_REDUCTION
-
-
-# A shared library with the declarations of cublas_v2.h, for float32.
-STUB = """
-#include <stddef.h>
-extern "C" {
-static void *set_stream, *workspace;
-static size_t room;
-int cublasCreate_v2(void** handle) { *handle = &room; return 0; }
-int cublasSetMathMode(void* handle, int mode) { return handle != &room || mode != 16; }
-int cublasSetStream_v2(void* handle, void* stream) { set_stream = stream; return handle != &room; }
-int cublasSetWorkspace_v2(void* handle, void* at, size_t nbytes) {
-    workspace = at; room = nbytes;
-    return handle != &room;
-}
-int cublasGemmEx(void* handle, int a_order, int b_order, int m, int n, int k, const void* alpha,
-                 const void* A, int a_type, int lda, const void* B, int b_type, int ldb,
-                 const void* beta, void* C, int c_type, int ldc, int compute, int algorithm) {
-    if (handle != &room || a_order != 1 || b_order != 0 || a_type || b_type || c_type) return 2;
-    if (*(const float*)beta || compute != 68 || algorithm != -1) return 3;
-    if ((size_t)set_stream != 0x700000000042 || (size_t)workspace != 0x710000000000) return 4;
-    if (room != (size_t)1 << 33) return 5;
-    for (int i = 0; i < m; ++i)
-        for (int j = 0; j < n; ++j) {
-            float sum = 0;
-            for (int l = 0; l < k; ++l)
-                sum += ((const float*)A)[i * lda + l] * ((const float*)B)[j * ldb + l];
-            ((float*)C)[j * ldc + i] = *(const float*)alpha * sum;
-        }
-    return 0;
-}
-}
-"""
-
-
-@needs_compiler
-def test_the_c_interface(tmp_path, monkeypatch):
-    """Arguments arrive in their places and widths; the library is found beside NVIDIA's wheels."""
-    source, made = tmp_path / "stub.cpp", tmp_path / "libcublas.so.77"
-    source.write_text(STUB)
-    subprocess.run([compiler() or "", "-shared", "-fPIC", source, "-o", made], check=True)
-    monkeypatch.setattr(cublas, "_wheel_folders", lambda major: [tmp_path / "none", tmp_path])
-    found = cublas.library.__wrapped__(77)
-    assert found is not None
-    x, w, out = normal((7, 24)), normal((5, 30)), np.full((7, 8), 7, F32)
-    gemm = Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (0x710000000000, 1 << 33))
-    cublas.Cublas(found).gemm(0x700000000042, gemm)
-    assert np.allclose(out[:, :5], 0.5 * x[:, :20] @ w[:, :20].T, atol=1e-5)
-    assert (out[:, 5:] == 7).all()
-    made.unlink()
-    with pytest.raises(cublas.CublasError, match="status 4"):
-        cublas.Cublas(found).gemm(0x42, gemm)
-
-
-def test_what_cublas_refuses_is_an_error():
-    handle = cublas.Cublas(Library())
-    x, out = normal((4, 16), "float16"), np.zeros((4, 4), DTYPES["bfloat16"])
-    with pytest.raises(cublas.CublasError, match="cublasGemmEx of cuBLAS returned status 15"):
-        handle.gemm(0, Gemm((4, 4, 16), matrix(x), matrix(x), matrix(out), 1.0, (0, 0)))
-    with pytest.raises(cublas.CublasError, match="cublasCreate_v2"):
-        cublas.Cublas(Library(broken=True))
-
-
-def test_cublas_is_looked_for_once_and_may_be_missing(monkeypatch):
-    """Not installed, too old, or one that makes no handle: there is none, and no error."""
-    runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(jit, "is_capturing", lambda stream: False)
-    for library, there in ((None, False), (Library(broken=True), False), (Library(), True)):
-        asked: list[int] = []
-
-        def find(major: int, found: Any = library, asked: list[int] = asked) -> Any:
-            asked.append(major)
-            return found
-
-        monkeypatch.setattr(gpu, "library", find)
-        monkeypatch.setattr(gpu, "_vendors", {})
-        backend = gpu.CupyBackend(0, 0)
-        assert backend.has_vendor is backend.has_vendor is there
-        assert asked == [12]
-    assert cublas.library(99) is None
-
-
-def test_cublas_is_not_started_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(jit, "is_capturing", lambda stream: True)
-    monkeypatch.setattr(gpu, "library", lambda major: Library())
-    monkeypatch.setattr(gpu, "_vendors", {})
-    runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    with pytest.raises(RuntimeError, match="cuBLAS is used for the first time while"):
-        _ = gpu.CupyBackend(0, 5).has_vendor
-    assert not gpu._vendors
-
-
-# ---- workspaces ---------------------------------------------------------------------------------
-
-
-class Stream:
-    """A backend that gives memory."""
-
-    def __init__(self, stream: int, kind: str = "cupy", device: int = 0) -> None:
-        self.stream, self.kind, self.device = stream, kind, device
-        self.made: list[int] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        self.made.append(shape[0])
-        return np.empty(shape, dtype)
-
-    def pointer(self, array: np.ndarray) -> int:
-        return array.ctypes.data
-
-
-@pytest.fixture
-def capturing(monkeypatch) -> set[int]:
-    """The streams that are captured."""
-    streams: set[int] = set()
-    monkeypatch.setattr(jit, "is_capturing", lambda stream: stream in streams)
-    monkeypatch.setattr(workspace, "_kept", {})
-    monkeypatch.setattr(workspace, "_of_graphs", [])
-    return streams
-
-
-def at(backend: Any, nbytes: int) -> int:
-    with workspace.workspace(backend, nbytes) as address:
-        return address
-
-
-def test_calls_on_a_stream_share_one_workspace_that_grows(capturing):
-    own, other = Stream(1), Stream(2)
-    first = at(own, 100)
-    assert at(own, 60) == at(own, 100) == first and own.made == [100]
-    assert at(other, 60) != first and at(Stream(1, "torch"), 60) != first
-    assert at(Stream(1, device=1), 60) != first
-    at(own, 300)
-    assert own.made == [100, 300] and len(workspace._kept) == 4
-    workspace.release()
-    assert not workspace._kept
-    at(own, 100)
-    assert own.made == [100, 300, 100]
-
-
-def test_graphs_of_cupy_keep_their_workspace(capturing):
-    """It cannot grow while one is captured, and what one may use stays."""
-    own = Stream(1)
-    first = at(own, 100)
-    capturing.add(1)
-    assert at(own, 100) == first
-    with pytest.raises(RuntimeError, match="workspace of 200 bytes is used for the first time"):
-        at(own, 200)
-    capturing.add(2)
-    with pytest.raises(RuntimeError, match="workspace of 1 bytes is used for the first time"):
-        at(Stream(2), 1)
-    capturing.clear()
-    at(own, 200)
-    (kept,) = workspace._of_graphs
-    assert kept.array.ctypes.data == first
-    at(own, 300)  # no graph has the one of 200 bytes
-    assert workspace._of_graphs == [kept]
-    workspace.release()
-    assert not workspace._of_graphs
-
-
-def test_graphs_of_torch_have_memory_of_their_own(capturing):
-    own = Stream(1, "torch")
-    at(own, 100)
-    capturing.add(1)
-    at(own, 60), at(own, 200)
-    assert own.made == [100, 60, 200] and next(iter(workspace._kept.values())).nbytes == 100
-
-
-def test_a_thread_has_a_workspace_alone(capturing):
-    """Until its call has launched everything; the same thread may nest."""
-    inside, done = threading.Event(), []
-    with workspace.workspace(Stream(1), 10):  # type: ignore[arg-type]
-        other = threading.Thread(target=lambda: (inside.set(), at(Stream(1), 10), done.append(1)))
-        other.start()
-        inside.wait()
-        other.join(0.05)
-        assert not done
-    other.join()
-    assert done
 
 
 # ---- how a product is cut -----------------------------------------------------------------------
