@@ -68,14 +68,15 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     laid = layout == FRAGMENTS_LAYOUT
     if fmt.is_blocks:
         return BLOCKS
-    if fmt.offset and fmt.bits == 8:
+    uniform = isinstance(fmt.codec, Uniform)
+    if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
         return 4
-    three = fmt.bits == 3 and laid and isinstance(fmt.codec, Uniform) and groups.fine == 1
+    three = uniform and fmt.bits == 3 and laid and groups.fine == 1
     if three and (dtype == "float16" or not fmt.offset):
         return 1
     if groups.fine > 1 or fmt.offset or fmt.bits not in (2, 4):
         return 2
-    if isinstance(fmt.codec, Uniform):  # integers of bfloat16 take more steps
+    if uniform:  # integers of bfloat16 take more steps
         return 2 if dtype == "bfloat16" else int(not laid)
     return 1 if laid else 2
 
