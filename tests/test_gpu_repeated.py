@@ -106,7 +106,7 @@ def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
 
 @pytest.mark.gpu
 def test_a_repeated_call_costs_the_host_at_most_20_us(gpu):
-    """The best of many runs of 100, on a queue that is never full; of more where others are busy."""
+    """The best of many runs of 100, on a queue that is never full: others may be busy meanwhile."""
     q, x = weight("int4", (64, 256)).to("cuda"), gpu.asarray(normal((1, 256), "float16"))
     out = gpu.zeros((1, 64), gpu.float16)
     cq.linear(x, q, out=out)
