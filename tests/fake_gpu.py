@@ -171,6 +171,7 @@ def cupy_module(memory: Any) -> ModuleType:
         getDevice=lambda: 0,
         setDevice=lambda index: None,
         getDeviceCount=lambda: 1,
+        streamIsCapturing=lambda stream: False,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
     )
     module.cuda = SimpleNamespace(
