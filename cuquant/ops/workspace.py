@@ -1,4 +1,4 @@
-"""Memory on a GPU that calls have for as long as they run: decoded weights, and sums.
+"""Memory on a GPU that calls have for as long as they run: decoded weights, sums, sorted rows of x.
 
 A device has one piece for each library and stream that asked, which grows to what the largest call
 wanted and is kept, so that calls do not allocate; `release` gives all of it back. Calls on one
