@@ -7,6 +7,13 @@ import numpy as np
 
 from cuquant.jit import Launch
 
+ALIGNMENT = 256  # of a workspace
+
+
+def aligned(nbytes: int) -> int:
+    """So many bytes, and those to the next place on ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 class Matrix(NamedTuple):
     """Rows of floats, whose elements follow each other.
@@ -108,7 +115,7 @@ class Backend(Protocol):
         ...
 
     def workspace(self, nbytes: int) -> AbstractContextManager[int]:
-        """The address of memory on 256 bytes that a call has while it runs: see workspace.py."""
+        """The address, on ALIGNMENT, of memory that a call has while it runs: see workspace.py."""
         ...
 
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:

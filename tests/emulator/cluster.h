@@ -126,19 +126,6 @@ inline int alive_in(int rank) {
     return cluster.states[rank] == Cluster::Unborn ? machine.threads : 0;
 }
 
-// What `function` does with shared memory, it does with that of block `rank`.
-template <class Function>
-void as_block(int rank, const Function& function) {
-    if (rank == machine.rank) return function();
-    if (rank >= cluster.blocks || cluster.states[rank] != Cluster::Alive)
-        fail("block %d of the cluster has no shared memory now", rank);
-    unsigned char* const own = cuquant::dynamic_shared;
-    unsigned char* const its = cluster.aside[rank].shared.data() + (own - shared_memory().begin);
-    std::swap_ranges(own, own + machine.shared, its);
-    function();
-    std::swap_ranges(own, own + machine.shared, its);
-}
-
 }  // namespace emulator
 
 // ---- what kernels/cluster.cuh writes in asm -----------------------------------------------------

@@ -13,7 +13,7 @@ from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
-from cuquant.ops.kernels.route import VECTOR, gather
+from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, pitch
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN = {2: 64, 3: 64, 4: 32}  # rows of x that are stored at a time, by warpgroups of a block
@@ -128,7 +128,8 @@ START, MEETING, EXCHANGED, PAIR = 6900, 2450, 23, 7500
 def _cost(
     shape: Shape,
     rows: int,
-    columns: int,
+    tile_rows: int,
+    tiles: int,
     units: int,
     bits: int,
     decoding: tuple[int, int],
@@ -136,9 +137,6 @@ def _cost(
 ) -> float:
     """Cycles that a product takes, but for what is the same for all shapes."""
     s, width, (latency, issue) = shape, shape.row_groups * GROUP_ROWS, decoding
-    token_tiles = -(-rows // s.tokens)
-    tile_rows = _tile_rows(s, columns, token_tiles, processors)
-    tiles = -(-columns // tile_rows) * token_tiles
     busy = min(tiles * s.split, processors) / processors
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
     alone = (latency + s.tokens * WAITING[s.buffers, s.slices]) / s.depth_groups
@@ -224,7 +222,7 @@ def divide(
             continue
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
-        cost = _cost(shape, rows, columns, units, bits, decoding, multiprocessors)
+        cost = _cost(shape, rows, tile_rows, tiles, units, bits, decoding, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
     assert best is not None
@@ -310,11 +308,13 @@ class Hopper:
         token_tiles = routing.most if routing else -(-rows // shape.tokens)
         tile_rows = _tile_rows(shape, columns, token_tiles, backend.multiprocessors)
         row_tiles = -(-columns // tile_rows)
+        tiles = token_tiles * row_tiles
+        whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
         scalings = [prepacked.scaling(backend, fmt, weight.parts, dtype) for weight in weights]
         launch = _launch(
             _program(fmt, dtype, shape, Groups.of(fmt, depth), any(s.wide for s in scalings)),
             shape,
-            token_tiles * row_tiles,
+            tiles,
             shared_bytes(shape, fmt.bits, prepacked.table_bytes(fmt, shape.wide)),
             backend.multiprocessors,
         )
@@ -322,21 +322,19 @@ class Hopper:
             prepacked.pack(backend, fmt, weight.parts, (columns, depth), scaling.unit)
             for weight, scaling in zip(weights, scalings, strict=True)
         ]
-        tiles = token_tiles * row_tiles
-        whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
         numbers = (rows, columns, token_tiles, row_tiles, tile_rows, whole)
         if routing is not None:
-            gathered, pitch = gather(product, routing)
+            copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
             routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
 
             def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
-                at = gathered(backend, pointer)
-                x = backend.tensor_map(at, rows, depth, pitch, shape.tokens, dtype)
+                copy(backend, pointer)
+                x = backend.tensor_map(routing.end, rows, depth, stride, shape.tokens, dtype)
                 backend.launch(launch, x, packed[0], packed[-1], epilogue, routed, *numbers)
 
             return run_sorted
         # One row may have any stride, but a tensor map wants one of whole vectors.
-        stride = 2 * (product.x.row_stride if rows > 1 else -(-depth // VECTOR) * VECTOR)
+        stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             x = backend.tensor_map(pointer, rows, depth, stride, shape.tokens, dtype)

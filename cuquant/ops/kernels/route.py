@@ -4,14 +4,13 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.ops.backend import Backend, aligned
 from cuquant.ops.kernels.geometry import View
 from cuquant.ops.kernels.operands import Product, Routing
 
 ROUTE_THREADS, GATHER_THREADS, WARP = (256, 1024), 256, 32
 INTEGER_BYTES, SEGMENT_BYTES, ELEMENT_BYTES = 8, 24, 2
 VECTOR = 8  # elements of 16 bytes
-ALIGNMENT = 256
 
 
 def _threads(rows: int) -> int:
@@ -28,7 +27,7 @@ def _places(rows: int, known: int, height: int) -> list[int]:
     integers = ((known + 1) * (_threads(rows) // WARP), rows, 1)
     sizes = [n * INTEGER_BYTES for n in integers]
     sizes.append(_most(rows, known, height) * SEGMENT_BYTES)
-    return list(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0))
+    return list(accumulate(map(aligned, sizes), initial=0))
 
 
 def route_bytes(rows: int, known: int, height: int) -> int:
@@ -48,7 +47,7 @@ def route(
     expert_step
         From the rows of an expert's weights to those of the next.
     at
-        The address of route_bytes of memory, on 256.
+        The address of route_bytes of memory, aligned as a workspace is.
     """
     rows, threads = experts.size, _threads(experts.size)
     places, order, count, segments, end = (at + n for n in _places(rows, known, height))
@@ -67,26 +66,26 @@ def route(
     return Routing(order, segments, count, most, expert_step, height, end)
 
 
-def _pitch(depth: int) -> int:
+def pitch(depth: int) -> int:
+    """Elements from one row of x to the next where rows begin on a vector."""
     return -(-depth // VECTOR) * VECTOR
 
 
 def gather_bytes(rows: int, depth: int) -> int:
     """How much memory `gather` wants behind a Routing."""
-    return rows * _pitch(depth) * ELEMENT_BYTES
+    return rows * pitch(depth) * ELEMENT_BYTES
 
 
-def gather(product: Product, routing: Routing) -> tuple[Callable[[Backend, int], int], int]:
-    """What copies rows of x as they are sorted, and says where; and bytes from one to the next."""
+def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]:
+    """What copies rows of x as they are sorted to the memory behind a Routing, `pitch` apart."""
     rows, depth, x = product.rows, product.depth, product.x
-    pitch = _pitch(depth)
     vectors = x.is_aligned() and depth % VECTOR == 0
     program = Program("gather.cu", "gather", (GATHER_THREADS, int(vectors)))
     launch = Launch(program, (rows, 1, 1), GATHER_THREADS)
-    numbers = (x.row_stride, x.column_stride, routing.order, depth, pitch, routing.end)
+    steps = (x.row_stride, x.column_stride)
+    numbers = (*steps, routing.order, depth, pitch(depth), routing.end)
 
-    def run(backend: Backend, pointer: int) -> int:
+    def run(backend: Backend, pointer: int) -> None:
         backend.launch(launch, pointer, *numbers)
-        return routing.end
 
-    return run, pitch * ELEMENT_BYTES
+    return run

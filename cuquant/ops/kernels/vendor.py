@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cuquant.formats import Format
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend, Gemm, Matrix
+from cuquant.ops.backend import Backend, Gemm, Matrix, aligned
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
@@ -25,7 +25,6 @@ from cuquant.ops.kernels.prepacked import Groups
 DECODED = 256 << 20  # bytes of decoded weights, at most, unless 256 rows have more
 SUMS = 64 << 20  # bytes of float32 sums; with more a GPU's caches would not hold them
 SLAB = 256  # rows of a weight or of x, of which slabs are made
-ALIGNMENT = 256
 NAMES = {code: name for name, code in TYPES.items()}
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 THREADS, EACH = 256, 2  # of dequantize_rows, and the chunks of a thread
@@ -63,10 +62,6 @@ def _slab(count: int, most: int) -> int:
     return min(count, max(most // SLAB, 1) * SLAB)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @lru_cache(maxsize=4096)
 def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arch: int) -> Division:
     """How to cut x [rows, depth] times so many weights [columns, depth]."""
@@ -76,7 +71,7 @@ def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arc
     sums_pitch = -(-wide // FOUR) * FOUR
     tall = _slab(rows, SUMS // (sums_pitch * 4 * weights))
     scratch = (32 if arch >= 90 else 4) << 20  # NVIDIA's recommendation for cublasSetWorkspace
-    decoded, sums = _aligned(wide * pitch * itemsize), _aligned(tall * sums_pitch * 4)
+    decoded, sums = aligned(wide * pitch * itemsize), aligned(tall * sums_pitch * 4)
     return Division(wide, tall, pitch, sums_pitch, decoded, sums, scratch)
 
 
