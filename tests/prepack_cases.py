@@ -7,6 +7,7 @@ of rows. All of it has to come back.
 from typing import Any, NamedTuple
 
 import numpy as np
+from oracle import bits_equal
 
 import cuquant as cq
 from cuquant.formats import Format
@@ -99,3 +100,15 @@ AS_THEY_ARE = [
 ]
 
 assert all(takes(case.fmt, case.shape) for case in (*ALL, *EMPTY))
+
+
+def same_parts(found: dict, wanted: dict) -> bool:
+    alike = all(bits_equal(found[name], part) for name, part in wanted.items())
+    return list(found) == list(wanted) and alike
+
+
+def same(a: cq.QuantArray, b: cq.QuantArray) -> bool:
+    fields = ("format", "shape", "dtype", "axes", "kind")
+    return all(getattr(a, f) == getattr(b, f) for f in fields) and same_parts(
+        a.numpy().arrays(), b.numpy().arrays()
+    )
