@@ -23,7 +23,8 @@ __device__ inline u32 cluster_rank() {
 // All threads of the cluster that have not ended come here; what they wrote before can then be read by the others.
 __device__ inline void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same, but for what they wrote: nobody waits until that is where others see it.
-__device__ inline void cluster_meet() { asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Read what lies at the same place of another block's shared memory.
 __device__ inline float4 load_remote(const void* p, u32 rank) {
@@ -35,9 +36,12 @@ __device__ inline float4 load_remote(const void* p, u32 rank) {
 #else
 __device__ inline u32 cluster_rank() { return 0; }
 __device__ inline void cluster_sync() {}
-__device__ inline void cluster_meet() {}
+__device__ inline void cluster_arrive() {}
+__device__ inline void cluster_wait() {}
 __device__ inline float4 load_remote(const void* p, u32) { return *static_cast<const float4*>(p); }
 #endif
+
+__device__ inline void cluster_meet() { cluster_arrive(); cluster_wait(); }
 
 // Which row of the output row m of a product is: itself, or where it was before rows were sorted.
 struct Straight { __device__ i64 operator()(i64 m) const { return m; } };
@@ -46,39 +50,53 @@ struct Sorted {
     __device__ i64 operator()(i64 m) const { return order[m]; }
 };
 
-// Add up the partial sums of a tile in shared memory and store what they finish to: `depth` of them in
-// each of the cluster's kSplit blocks, one at a distance of `apart` floats from the next, [tokens][pitch].
-// Block `rank` does every kSplit-th token, each thread four rows of the weight at once. kGated: each `set`
-// rows are followed by those of the second weight, and the result is silu(first) * second.
-template <int kSplit, bool kGated, class Place = Straight>
-__device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int depth, int apart, int tokens, int rows, int set,
+// Add up the partial sums of a tile in shared memory and store what they finish to: kDepth of them in each of
+// the cluster's kSplit blocks, one at a distance of `apart` floats from the next, [tokens][pitch]. Block
+// `rank` does every kSplit-th token, each thread four rows of the weight at once. kGated: each `set` rows are
+// followed by those of the second weight, and the result is silu(first) * second.
+template <int kSplit, int kDepth, bool kGated, class Place = Straight>
+__device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int apart, int tokens, int rows, int set,
                            i64 token, i64 row, i64 M, i64 N, int thread, int threads, int rank, Place place = {}) {
-    const int fours = rows / 4;
+    const int fours = rows / 4, lines = (static_cast<int>(min(M - token, static_cast<i64>(tokens))) - rank + kSplit - 1) / kSplit;
+    const int next_line = threads / fours, next_four = threads - next_line * fours;
     const auto added = [&](const float* from) {
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int d = 0; d < depth; ++d) {
-            float4 part[kSplit];
+        constexpr int kTogether = 4;  // that do not wait for each other
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether][kSplit];
 #pragma unroll
-            for (int r = 0; r < kSplit; ++r) part[r] = kSplit > 1 ? load_remote(from + d * apart, r) : *reinterpret_cast<const float4*>(from + d * apart);
+        for (int first = 0; first < kDepth; first += kTogether) {
 #pragma unroll
-            for (int r = 0; r < kSplit; ++r) { total.x += part[r].x; total.y += part[r].y; total.z += part[r].z; total.w += part[r].w; }
+            for (int d = first; d < kDepth && d < first + kTogether; ++d)
+#pragma unroll
+                for (int r = 0; r < kSplit; ++r) {
+                    const float* own = from + d * apart;
+                    part[d - first][r] = kSplit > 1 && r != rank ? load_remote(own, r) : *reinterpret_cast<const float4*>(own);
+                }
+#pragma unroll
+            for (int d = first; d < kDepth && d < first + kTogether; ++d)
+#pragma unroll
+                for (int r = 0; r < kSplit; ++r) add_4(total, part[d - first][r]);
         }
         return total;
     };
-#pragma unroll 1
-    for (int i = thread; i < (tokens + kSplit - 1) / kSplit * fours; i += threads) {
-        const int line = i / fours, own_token = line * kSplit + rank, first = (i - line * fours) * 4;
-        const i64 m = token + own_token, n = row + first;
-        if (own_token >= tokens || m >= M || n >= N) continue;
+    int line = thread / fours, four = thread - line * fours;
+    const bool whole = has_fours(epilogue, N), plain = whole && is_plain(epilogue);
+    while (line < lines) {
+        const int own_token = line * kSplit + rank, first = four * 4;
         const float* from = sums + own_token * pitch + (kGated ? first / set * set + first : first);
         float4 total = added(from);
         if constexpr (kGated) {
+            activate_4<kSilu>(total);
             const float4 other = added(from + set);
-            total = make_float4(activated(kSilu, total.x) * other.x, activated(kSilu, total.y) * other.y,
-                                activated(kSilu, total.z) * other.z, activated(kSilu, total.w) * other.w);
+            total = make_float4(total.x * other.x, total.y * other.y, total.z * other.z, total.w * other.w);
         }
-        const float y[4] = {total.x, total.y, total.z, total.w};
-        finish_4(epilogue, y, place(m), n, N);
+        const i64 n = row + first;
+        if (n < N) {
+            const i64 m = place(token + own_token);
+            if (plain) store_4(epilogue, total, m, n);
+            else finish_4(epilogue, total, m, n, N, whole);
+        }
+        line += next_line; four += next_four;
+        if (four >= fours) { four -= fours; ++line; }
     }
 }
 

@@ -39,35 +39,79 @@ __device__ inline float activated(int activation, float x) {
 }
 
 // activation(sum + bias[n]) + residual[m, n]
-__device__ inline float finished(const Epilogue& e, float sum, i64 m, i64 n) {
-    if (e.activation == kGated) return activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n)) * sum;
-    if (e.bias) sum += load_typed(e.bias, e.bias_type, n);
-    sum = activated(e.activation, sum);
-    if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);
-    return sum;
-}
-
 __device__ inline void finish(const Epilogue& e, float sum, i64 m, i64 n) {
-    store_typed(e.out, e.out_type, m * e.out_stride + n * e.out_column, finished(e, sum, m, n));
+    if (e.activation == kGated) {
+        sum *= activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n));
+    } else {
+        if (e.bias) sum += load_typed(e.bias, e.bias_type, n);
+        sum = activated(e.activation, sum);
+        if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);
+    }
+    store_typed(e.out, e.out_type, m * e.out_stride + n * e.out_column, sum);
 }
 
-// Four neighbouring columns n .. n + 3, those below N; n is a multiple of 4.
-__device__ inline void finish_4(const Epilogue& e, const float (&sums)[4], i64 m, i64 n, i64 N) {
-    float y[4];
+// Elements first .. first + 3 of an array, of which there are `count`.
+__device__ inline float4 load_4(const void* from, int type, i64 first, int count) {
+    float x[4];
+    if (type == kFloat) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = n + i < N ? finished(e, sums[i], m, n + i) : 0.0f;
-    const i64 at = m * e.out_stride + n * e.out_column;
-    const bool whole = e.out_column == 1 && n + 4 <= N;
-    if (whole && e.out_type != kFloat && !((reinterpret_cast<u64>(e.out) | static_cast<u64>(at) * 2) & 7)) {
+        for (int i = 0; i < 4; ++i) x[i] = i < count ? static_cast<const float*>(from)[first + i] : 0.0f;
+    } else {
+        u32 bits[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits[i] = i < count ? static_cast<const u16*>(from)[first + i] : 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = type == kHalf ? float_of_half(bits[i]) : float_of(bits[i] << 16);
+    }
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+template <int kActivation>
+__device__ void activate_4(float4& y) {
+    y = make_float4(activated(kActivation, y.x), activated(kActivation, y.y), activated(kActivation, y.z), activated(kActivation, y.w));
+}
+__device__ inline void add_4(float4& y, const float4& x) { y.x += x.x; y.y += x.y; y.z += x.z; y.w += x.w; }
+
+// Whether each four columns of the output are aligned together.
+__device__ inline bool has_fours(const Epilogue& e, i64 N) {
+    return e.out_column == 1 && !((e.out_stride | N) & 3) && !(reinterpret_cast<u64>(e.out) & (e.out_type == kFloat ? 15 : 7));
+}
+// Whether sums are stored as they are.
+__device__ inline bool is_plain(const Epilogue& e) { return e.activation == kNone && !e.bias && !e.residual; }
+
+// Four neighbouring columns of row m from n on, if has_fours.
+__device__ inline void store_4(const Epilogue& e, const float4& y, i64 m, i64 n) {
+    const i64 at = m * e.out_stride + n;
+    if (e.out_type == kFloat) {
+        *reinterpret_cast<float4*>(static_cast<float*>(e.out) + at) = y;
+    } else {
         const bool half = e.out_type == kHalf;
         *reinterpret_cast<uint2*>(static_cast<u16*>(e.out) + at) =
-            make_uint2(half ? halves_of(y[0], y[1]) : pair_of<Bfloat16>(y[0], y[1]), half ? halves_of(y[2], y[3]) : pair_of<Bfloat16>(y[2], y[3]));
-    } else if (whole && e.out_type == kFloat && !((reinterpret_cast<u64>(e.out) | static_cast<u64>(at) * 4) & 15)) {
-        *reinterpret_cast<float4*>(static_cast<float*>(e.out) + at) = make_float4(y[0], y[1], y[2], y[3]);
+            make_uint2(half ? halves_of(y.x, y.y) : pair_of<Bfloat16>(y.x, y.y), half ? halves_of(y.z, y.w) : pair_of<Bfloat16>(y.z, y.w));
+    }
+}
+
+// What finish does, of four columns n .. n + 3, those below N; n is a multiple of 4. `fours`: has_fours.
+__device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N, bool fours) {
+    const int count = static_cast<int>(min(N - n, static_cast<i64>(4)));
+    if (e.activation == kGated) {
+        float4 gate = load_4(e.residual, e.residual_type, m * e.residual_stride + n, count);
+        activate_4<kSilu>(gate);
+        y = make_float4(gate.x * y.x, gate.y * y.y, gate.z * y.z, gate.w * y.w);
     } else {
+        if (e.bias) add_4(y, load_4(e.bias, e.bias_type, n, count));
+        if (e.activation == kRelu) activate_4<kRelu>(y);
+        if (e.activation == kGelu) activate_4<kGelu>(y);
+        if (e.activation == kSilu) activate_4<kSilu>(y);
+        if (e.residual) add_4(y, load_4(e.residual, e.residual_type, m * e.residual_stride + n, count));
+    }
+    if (fours) {
+        store_4(e, y, m, n);
+    } else {
+        const float own[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (n + i < N) store_typed(e.out, e.out_type, at + i * e.out_column, y[i]);
+            if (i < count) store_typed(e.out, e.out_type, m * e.out_stride + (n + i) * e.out_column, own[i]);
     }
 }
 

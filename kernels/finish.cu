@@ -9,9 +9,7 @@ __global__ void __launch_bounds__(256) finish_sums(
     const u32 per_row = static_cast<u32>((columns + 3) / 4), item = blockIdx.x * 256 + threadIdx.x, row = item / per_row;
     if (row >= rows) return;
     const i64 column = static_cast<i64>(item - row * per_row) * 4;
-    const float4 four = *reinterpret_cast<const float4*>(sums + row * pitch + column);
-    const float own[4] = {four.x, four.y, four.z, four.w};
-    finish_4(epilogue, own, row, column, columns);
+    finish_4(epilogue, *reinterpret_cast<const float4*>(sums + row * pitch + column), row, column, columns, has_fours(epilogue, columns));
 }
 
 }  // namespace cuquant

@@ -142,13 +142,19 @@ __device__ u32 integers(const u32* w) {
 
 // two<Pairs, kPair, kZeroPoint>: pairs kPair, which is even, and kPair + 1. `tables` are in shared memory, and `lane`
 // is lane_table of it: where the lane's own part of an entry lies; `first_offset` and `second_offset` have a row's
-// minus zero point as a pair of T.
+// minus zero point as a pair of T. Filling<kThreads> is what so many threads do to fill the tables: they load levels,
+// which takes a while, and later store entries.
 template <class Codec, class T, int kBits, bool kWide> struct PairDecoder;
+
+struct NoTable {
+    __device__ void load(const float*, int, bool) {}
+    __device__ void store(u8*, int) const {}
+};
 
 template <int kLow, int kHigh, Rounding kRounding, class T, int kBits, bool kWide>
 struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits, kWide> {
     static constexpr int table_bytes = 0;
-    __device__ static void fill(u8*, const float*, int, int, bool) {}
+    template <int> using Filling = NoTable;
     __device__ static u32 lane_table(int) { return 0; }
 
     template <class Pairs, int kPair, bool kZeroPoint>
@@ -184,15 +190,32 @@ struct TableDecoder {
     static constexpr int table_bytes = entries * apart;
     static constexpr u32 mask = (1u << kBits) - 1;
 
-    // `turned`: the first code of a byte is the one in its upper bits.
-    __device__ static void fill(u8* table, const float* values, int thread, int threads, bool turned) {
-        for (int i = thread; i < entries * copies / 4; i += threads) {
-            const int e = i / (copies / 4), low = e & mask, high = e >> kBits & mask;
-            const int first = !pairs ? e : turned ? high : low, second = !pairs ? e : turned ? low : high;
-            const u32 v = pair_of<T>(Levels<Codec>::level(values, first), Levels<Codec>::level(values, second));
-            *reinterpret_cast<uint4*>(table + e * apart + i % (copies / 4) * 16) = make_uint4(v, v, v, v);
+    template <int kThreads>
+    struct Filling {
+        static constexpr int each = (entries + kThreads - 1) / kThreads, parts = copies / 4;
+        float first[each], second[each];
+
+        // `turned`: the first code of a byte is the one in its upper bits.
+        __device__ void load(const float* values, int thread, bool turned) {
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                const int e = (thread + i * kThreads) % entries, low = e & mask, high = e >> kBits & mask;
+                first[i] = Levels<Codec>::level(values, !pairs ? e : turned ? high : low);
+                second[i] = Levels<Codec>::level(values, !pairs ? e : turned ? low : high);
+            }
         }
-    }
+        __device__ void store(u8* table, int thread) const {
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                const int e = thread + i * kThreads;
+                if (e >= entries) return;
+                const u32 v = pair_of<T>(first[i], second[i]);
+#pragma unroll
+                for (int part = 0; part < parts; ++part)  // neighbours begin with different banks
+                    *reinterpret_cast<uint4*>(table + e * apart + (part + e) % parts * 16) = make_uint4(v, v, v, v);
+            }
+        }
+    };
     __device__ static u32 lane_table(int lane) { return lane % copies * 4; }
     // Entry `code`, where that stands `at` bits from the low end of a word.
     __device__ static u32 look_up(u32 word, int at, const u8* tables, u32 lane) {
@@ -233,7 +256,7 @@ template <int kExponent, int kMantissa, Specials kSpecials, class T, int kBits, 
 struct PairDecoder<Minifloat<kExponent, kMantissa, kSpecials>, T, kBits, kWide> {
     using Codec = Minifloat<kExponent, kMantissa, kSpecials>;
     static constexpr int table_bytes = 0;
-    __device__ static void fill(u8*, const float*, int, int, bool) {}
+    template <int> using Filling = NoTable;
     __device__ static u32 lane_table(int) { return 0; }
 
     template <class Pairs, int kPair, bool>

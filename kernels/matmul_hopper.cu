@@ -4,8 +4,7 @@
 // rows or K, the blocks of a cluster K. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
-#include "cluster.cuh"
-#include "hopper.cuh"
+#include "exchange.cuh"
 #include "prepacked.cuh"
 #include "segment.cuh"
 
@@ -111,9 +110,7 @@ __device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i
 template <int kTokens>
 __device__ void put(const float* sum, float* to, int pitch, int t) {
 #pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) to[(8 * j + 2 * t + e % 2) * pitch + e / 2 * 8] = sum[4 * j + e];
+    for (int j = 0; j < kTokens / 8; ++j) put_8(sum + 4 * j, to + 8 * j * pitch, pitch, t);
 }
 
 // kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
@@ -138,9 +135,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
     static_assert(!kRouted || (kSplit == 1 && !kPaired), "how many tiles there are is not known before");
     static_assert(!kPaired || (kSplit == 1 && kDepthGroups == 1 && !kPair), "tiles that blocks have alone");
+    constexpr int kBlocks = kPaired ? 2 : kSplit;                  // that may share a tile
+    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kBlocks>;
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
     constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
-    constexpr int kPitch = kWidth + 4;                             // of shared sums: lanes of a fragment meet no bank twice
+    static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
+                                     : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
+    constexpr int kPitch = Parts::kPitch;
     constexpr int kMost = kGroups == 4 ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     using Own = Group<Format, kLie>;
@@ -155,13 +156,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
     u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : kApart ? kDepthGroups * kTokens * kPitch : 0));
-    u64* empty = full + kStages;
+    u64 *empty = full + kStages, *received = empty + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups); }
+    if (threadIdx.x == kThreads) prefetch_map(&x);
+    if (lane == 0) {
+#pragma unroll
+        for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups); }
+        if (kBlocks > 1 && warp == 0) { barrier_init(received, 1); barrier_expect(received, Parts::kReceivedBytes); }
         barrier_fence();
     }
-    Decode::fill(tables, weights.values, threadIdx.x, kThreads + 128, false);
     __syncthreads();
 
     const int rank = kSplit > 1 || kPaired ? static_cast<int>(cluster_rank()) : 0;
@@ -213,22 +216,29 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         const int own = warp - 4 * kGroups, strips = kPair ? kStrips : tile_rows / kStrip;
         const auto has = [&](int r) { return kPair || 4 * r + own < strips; };
         if (elect_one()) {
-            if (own == 0) prefetch_map(&x);
             int stage = 0; u32 parity = 1;
             for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
                 locate(tile);
                 if constexpr (kPaired) share_tile(tile);
                 if (kRouted && expert < 0) continue;
+                // Beyond the last strip any will do.
+                const auto strip_of = [&](int r) {
+                    return min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
+                };
+                const auto weights_of = [&](int r) -> const Prepacked& { return kPair && r ? second : weights; };
+                // Groups come to the L2 cache a while before they are loaded; the first ones would keep codes waiting.
+                constexpr int kBefore = 16;  // units
+                const auto prefetch = [&](int begin) {
+                    const int end = min(begin + kBefore, units);
+                    if (begin >= end) return;
+                    const i64 first = group_of(first_unit + begin), last = min(static_cast<i64>(group_of(first_unit + end - 1)) + kFine - 1, weights.groups - 1);
+#pragma unroll
+                    for (int r = 0; r < kRowGroups; ++r)
+                        if (has(r)) prefetch_groups<Format, kLie>(weights_of(r), strip_of(r), first, last);
+                };
                 const u8* from[kRowGroups];
 #pragma unroll
-                for (int r = 0; r < kRowGroups; ++r) {
-                    // Beyond the last strip any will do.
-                    const i64 strip = min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
-                    const Prepacked& from_weights = kPair && r ? second : weights;
-                    from[r] = reinterpret_cast<const u8*>(from_weights.codes) + (strip * weights.units + first_unit) * kUnitBytes;
-                    const i64 last = min(static_cast<i64>(group_of(first_unit + units - 1)) + kFine - 1, weights.groups - 1);
-                    if (has(r)) prefetch_groups<Format, kLie>(from_weights, strip, group_of(first_unit), last);
-                }
+                for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
@@ -242,6 +252,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
+                    if (i == 0) prefetch(0);
+                    if (i % kBefore == 0) prefetch(i + kBefore);
                 }
             }
         }
@@ -249,6 +261,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         return;
     }
     registers_up<kMany>();
+    if constexpr (Decode::table_bytes > 0) {  // while the first copies are under way
+        typename Decode::template Filling<kThreads> filling;
+        filling.load(weights.values, threadIdx.x, false);
+        filling.store(tables, threadIdx.x);
+        named_barrier(1 + kGroups, kThreads);
+    }
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
@@ -412,13 +430,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if constexpr (kApart) release();
         if constexpr (kPaired) {
             if (tile >= whole) {  // the block's last one: its sums take the place of x
-                float* sums = reinterpret_cast<float*>(stages);
-                static_assert(kTokens * kPitch * 4 <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
-                named_barrier(1 + kGroups, kThreads);
-                put<kTokens>(sum, sums + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
-                cluster_sync();
-                store_sums<2, false>(epilogue, sums, kPitch, 1, 0, kTokens, tile_rows, kRows, token, row, M, N, threadIdx.x, kThreads, rank);
-                cluster_meet();
+                cluster_arrive();
+                const float* sums = Parts::run(sum, stages, received, depth, row_group, rank, 1 + kGroups);
+                store_sums<1, 1, false>(epilogue, sums, kPitch, 0, kTokens / 2, tile_rows, kRows, token + kTokens / 2 * rank, row, M, N, threadIdx.x, kThreads, 0);
                 break;
             }
         }
@@ -428,7 +442,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             for (int part = 0; part < kTokens / kDrain; ++part) {
                 put<kDrain>(sum + part * kDrain / 2, own, kPitch, t);
                 named_barrier(1, kThreads);
-                store_sums<1, true>(epilogue, drain, kPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, row, rows, N, threadIdx.x, kThreads, 0);
+                store_sums<1, 1, true>(epilogue, drain, kPitch, 0, kDrain, 64, 64, token + part * kDrain, row, rows, N, threadIdx.x, kThreads, 0);
                 named_barrier(1, kThreads);
             }
         } else if constexpr (kAlone) {
@@ -448,22 +462,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 }
                 put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                 named_barrier(1 + row_group, 128);
-                store_sums<1, false>(epilogue, sums, kDrainPitch, 1, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, row_end, thread, 128, 0, place);
+                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, row_end, thread, 128, 0, place);
                 named_barrier(1 + row_group, 128);
             }
         } else {
-            float* sums = kApart ? drain : reinterpret_cast<float*>(stages);
-            static_assert(kApart || kDepthGroups * kTokens * kPitch * 4 <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
             // Every x of this tile has been used: the sums take its place.
-            if constexpr (!kApart) named_barrier(1, kThreads);
-            put<kTokens>(sum, sums + depth * kTokens * kPitch + row_group * 64 + warp % 4 * kStrip + g, kPitch, t);
-            if constexpr (kSplit > 1) cluster_sync();
-            else named_barrier(1, kThreads);
-            store_sums<kSplit, kPair>(epilogue, sums, kPitch, kDepthGroups, kTokens * kPitch, kTokens, tile_rows, kRows, token, row, rows, N, threadIdx.x, kThreads, rank, place);
+            if constexpr (kSplit > 1) cluster_arrive();
+            if constexpr (!kApart && kDepthGroups > 1) named_barrier(1, kThreads);
+            const float* sums = Parts::run(sum, kApart ? reinterpret_cast<u8*>(drain) : stages, received, depth, row_group, rank, 1);
+            constexpr int kOwn = kTokens / kSplit;
+            store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, tile_rows, kRows, token + kOwn * rank, row, rows, N, threadIdx.x, kThreads, 0, place);
             if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
         }
     }
-    if constexpr (kSplit > 1) cluster_meet();  // until no other block reads these sums
 }
 
 }  // namespace cuquant

@@ -139,11 +139,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     locate(0, 0);
+    typename Decode::template Filling<kThreads> filling;
+    filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High);
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) load(d, false);
     load_coming(groups);
     if (!little) stage();
-    Decode::fill(tables, weights.values, threadIdx.x, kThreads, kRows && Format::Packing::order == Order::High);
+    filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
 
@@ -278,7 +280,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
-    store_sums<kSplit, kGated>(epilogue, sums, pitch, kDepth, kTokens * pitch, M_here, rows, kStrips * kStrip, token,
+    store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, rows, kStrips * kStrip, token,
                                static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, threadIdx.x, kThreads, rank);
     if constexpr (kSplit > 1) cluster_meet();
 }

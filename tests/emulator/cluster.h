@@ -134,9 +134,11 @@ namespace cuquant {
 
 inline unsigned cluster_rank() { return emulator::machine.rank; }
 
-inline void cluster_sync(emulator::Place place = emulator::Place::here()) {
+inline void cluster_arrive() {
     ++emulator::cluster.arrived;
     emulator::running().met = emulator::cluster.times;
+}
+inline void cluster_wait(emulator::Place place = emulator::Place::here()) {
     const auto met = [](const void*, std::uint64_t before) {
         int threads = 0;
         for (int rank = 0; rank < emulator::cluster.blocks; ++rank) threads += emulator::alive_in(rank);
@@ -148,14 +150,23 @@ inline void cluster_sync(emulator::Place place = emulator::Place::here()) {
     };
     emulator::wait_until({"cluster_sync", met, nullptr, emulator::running().met, place});
 }
-inline void cluster_meet(emulator::Place place = emulator::Place::here()) { cluster_sync(place); }
+inline void cluster_sync(emulator::Place place = emulator::Place::here()) {
+    cluster_arrive();
+    cluster_wait(place);
+}
+// Where `bytes` at a place of this block's shared memory lie in another's.
+inline unsigned char* emulator_remote(const void* p, std::size_t bytes, unsigned rank, const char* what) {
+    if (rank >= emulator::cluster.blocks || emulator::cluster.states[rank] != emulator::Cluster::Alive)
+        emulator::fail("%s: block %u of the cluster has no shared memory now", what, rank);
+    std::vector<unsigned char>& shared = emulator::cluster.aside[rank].shared;
+    const std::size_t at = static_cast<const unsigned char*>(p) - emulator::shared_memory().begin;
+    if (at + bytes > shared.size()) emulator::fail("%s: byte %zu is beyond shared memory", what, at);
+    return &shared[at];
+}
 inline float4 load_remote(const void* p, unsigned rank) {
     if (rank == cluster_rank()) return *static_cast<const float4*>(p);
-    if (rank >= emulator::cluster.blocks || emulator::cluster.states[rank] != emulator::Cluster::Alive)
-        emulator::fail("load_remote: block %u of the cluster has no shared memory now", rank);
-    const std::ptrdiff_t at = static_cast<const unsigned char*>(p) - emulator::shared_memory().begin;
     float4 value;
-    std::memcpy(&value, &emulator::cluster.aside[rank].shared.at(at), sizeof value);
+    std::memcpy(&value, emulator_remote(p, sizeof value, rank, "load_remote"), sizeof value);
     return value;
 }
 

@@ -93,7 +93,8 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
         drain = shape.row_groups * min(shape.tokens, DRAIN[shape.row_groups]) * DRAIN_PITCH * 4
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
-    return shape.stages * stage + drain + table
+    received = 16 if shape.split > 1 or shape.paired else 0
+    return shape.stages * stage + drain + table + received
 
 
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:
