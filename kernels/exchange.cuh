@@ -1,6 +1,6 @@
 // Sums of a tile [64 kRowGroups, kTokens] of which the kDepthGroups warpgroups of a block that share K, and
 // kSplit blocks of a cluster that do, have a part each, in the registers of wgmma: each of them gets the
-// whole sums of some columns, and all of these are put together in shared memory.
+// whole sums of some columns.
 #pragma once
 #include "hopper.cuh"
 
@@ -18,7 +18,7 @@ struct Exchange {
     static constexpr int kThreads = 128 * kRowGroups * kDepthGroups, kPitch = 64 * kRowGroups + 4;  // lanes of a fragment meet no bank twice
     static constexpr int kSlot = 128;                                      // float4s: four sums of each thread of a warpgroup
     // In shared memory, one behind the other: what warpgroups give each other, what the other block
-    // gives, and whole sums [8 kOwn][kPitch].
+    // gives, and a place for whole sums [8 kOwn][kPitch].
     static constexpr int kGiven = (kDepthGroups - 1) * kRowGroups * kTiles * kSlot, kReceived = kSplit > 1 ? kRowGroups * kOwn * kSlot : 0;
     static constexpr int kBytes = (kGiven + kReceived) * 16 + kOwn * 8 * kPitch * 4, kReceivedBytes = kReceived * 16;
     static_assert(kSplit <= 2 && kTiles % kSplit == 0, "a block has every other part of K");
@@ -26,15 +26,13 @@ struct Exchange {
     // Which of the warpgroups along K gets eight columns.
     __device__ static constexpr int owner(int tile) { return tile % kOwn * kDepthGroups / kOwn; }
 
-    // Returns where the block's whole sums are, from column 8 kOwn rank on. `area` is not in use, nor is it in the
-    // other block where cluster_wait returns; `received`, a barrier, waits for kReceivedBytes. The area may
-    // be used again behind a barrier.
-    __device__ static const float* run(float (&sum)[kTokens / 2], u8* area, u64* received, int depth, int row_group, int rank, int barrier) {
-        const int thread = threadIdx.x % 128, lane = thread % 32;
+    // Makes some sums whole: see each. `area` is not in use, nor is it in the other block where cluster_wait
+    // returns; `received`, a barrier, waits for kReceivedBytes. Returns what is left of the area.
+    __device__ static u8* run(float (&sum)[kTokens / 2], u8* area, u64* received, int depth, int row_group, int rank, int barrier) {
+        const int thread = threadIdx.x % 128;
         float4* const slots = reinterpret_cast<float4*>(area);
         float4* const given = slots + row_group * kTiles * kSlot + thread;
         float4* const arriving = slots + kGiven + row_group * kOwn * kSlot + thread;
-        float* const whole = reinterpret_cast<float*>(slots + kGiven + kReceived);
         const auto four = [&](int tile) { return make_float4(sum[4 * tile], sum[4 * tile + 1], sum[4 * tile + 2], sum[4 * tile + 3]); };
         const auto add = [&](int tile, const float4& part) {
             sum[4 * tile] += part.x; sum[4 * tile + 1] += part.y; sum[4 * tile + 2] += part.z; sum[4 * tile + 3] += part.w;
@@ -61,14 +59,16 @@ struct Exchange {
                 if (owner(tile) == depth && tile / kOwn != rank) other.store(tile % kOwn * kSlot * 16, four(tile));
             barrier_wait_remote(received, 0);
         }
+        if constexpr (kSplit > 1) each(depth, rank, [&](int tile, int own) { add(tile, arriving[own * kSlot]); });
+        return reinterpret_cast<u8*>(slots + kGiven + kReceived);
+    }
+    // Calls `take` for each eight columns of which this warpgroup has the whole sums: with their number in the
+    // tile, which is known when it is compiled, and in the block's part of it.
+    template <class Take>
+    __device__ static void each(int depth, int rank, const Take& take) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
-            if (owner(tile) == depth && (kSplit == 1 || tile / kOwn == rank)) {
-                if constexpr (kSplit > 1) add(tile, arriving[tile % kOwn * kSlot]);
-                put_8(sum + 4 * tile, whole + tile % kOwn * 8 * kPitch + row_group * 64 + thread / 32 * 16 + lane / 4, kPitch, lane % 4);
-            }
-        named_barrier(barrier, kThreads);
-        return whole;
+            if (owner(tile) == depth && (kSplit == 1 || tile / kOwn == rank)) take(tile, tile % kOwn);
     }
 };
 

@@ -105,10 +105,10 @@ template <int kRegisters> __device__ inline void registers_down() { asm volatile
 // A barrier of some of the block's warps; number 0 is that of __syncthreads.
 __device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 
-// Four matrices of 8 x 8 elements, one word of each in a lane (2 columns of a row), column by column: lane
+// Two matrices of 8 x 8 elements, one word of each in a lane (2 columns of a row), column by column: lane
 // 8 i + j has the address of column j of matrix i.
-__device__ inline void store_matrices_transposed(u32 shared_address, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(shared_address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+__device__ inline void store_matrices_transposed(u32 shared_address, const u32 (&r)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" :: "r"(shared_address), "r"(r[0]), "r"(r[1]) : "memory");
 }
 
 // ---- products of a warpgroup --------------------------------------------------------------------

@@ -82,29 +82,48 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // Where each of a warpgroup's threads puts its sums before they are stored.
 constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
 
-// 64 rows x kTokens of sums to 16-bit results in whole vectors; `staged` belongs to the warpgroup.
-template <class T, int kTokens, class Place>
-__device__ void store_quickly(const Epilogue& e, const float* sum, u8* staged, i64 token, i64 row, i64 M, i64 N, int thread, int barrier, Place place) {
-    constexpr int kPitch = 144;  // bytes
-    const int warp = thread / 32, lane = thread % 32, g = lane / 4;
-    const i64 n = row + warp * kStrip + g;
-    const float b0 = e.bias && n < N ? load_typed(e.bias, e.bias_type, n) : 0.0f, b1 = e.bias && n + 8 < N ? load_typed(e.bias, e.bias_type, n + 8) : 0.0f;
-    const u32 to = shared_address(staged) + (lane / 16 * 8 + lane % 8) * kPitch + warp * 32 + lane / 8 % 2 * 16;
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; j += 2) {
-        u32 r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = pair_of<T>(sum[4 * j + 2 * i] + (i % 2 ? b1 : b0), sum[4 * j + 2 * i + 1] + (i % 2 ? b1 : b0));
-        store_matrices_transposed(to + j * 8 * kPitch, r);
+// A tile of 16-bit results in shared memory, [tokens][kRows], that is stored in whole vectors.
+template <class T, int kRows>
+struct Results {
+    static constexpr int kPitch = kRows * 2 + 16;  // bytes
+
+    __device__ static bool possible(const Epilogue& e, i64 N) {
+        return !e.residual && e.activation == kNone && e.out_column == 1 && N % 8 == 0 && e.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
+               !((reinterpret_cast<u64>(e.out) | static_cast<u64>(e.out_stride) * 2) & 15);
     }
-    named_barrier(barrier, 128);
+    // Of rows `row` + lane / 4, and 8 further.
+    struct Bias {
+        float b[2];
+        __device__ Bias(const Epilogue& e, i64 row, i64 N, int lane) {
 #pragma unroll
-    for (int i = thread; i < kTokens * 8; i += 128) {
-        const i64 m = token + i / 8, first = row + i % 8 * 8;
-        if (m < M && first < N) store16(static_cast<u16*>(e.out) + place(m) * e.out_stride + first, *reinterpret_cast<const uint4*>(staged + i / 8 * kPitch + i % 8 * 16));
+            for (int h = 0; h < 2; ++h) b[h] = e.bias && row + lane / 4 + 8 * h < N ? load_typed(e.bias, e.bias_type, row + lane / 4 + 8 * h) : 0.0f;
+        }
+    };
+    // A lane's sums of 16 rows x 8 tokens; `to`: where the first of them goes.
+    __device__ static void put_8(const float* sum, const Bias& bias, u32 to, int lane) {
+        const u32 r[2] = {pair_of<T>(sum[0] + bias.b[0], sum[1] + bias.b[0]), pair_of<T>(sum[2] + bias.b[1], sum[3] + bias.b[1])};
+        store_matrices_transposed(to + lane % 8 * kPitch + lane / 8 % 2 * 16, r);
     }
-    named_barrier(barrier, 128);
-}
+    template <int kTokens, int kThreads, class Place>
+    __device__ static void store(const Epilogue& e, const u8* from, i64 token, i64 row, i64 M, i64 row_end, int thread, Place place) {
+        constexpr int kVectors = kRows / 8, kCount = kTokens * kVectors, kEach = (kCount + kThreads - 1) / kThreads, kTogether = kEach < 4 ? kEach : 4;
+#pragma unroll
+        for (int begin = thread; begin < kCount; begin += kTogether * kThreads) {
+            uint4 v[kTogether];
+#pragma unroll
+            for (int k = 0; k < kTogether; ++k) {
+                const int i = min(begin + k * kThreads, kCount - 1);
+                v[k] = *reinterpret_cast<const uint4*>(from + i / kVectors * kPitch + i % kVectors * 16);
+            }
+#pragma unroll
+            for (int k = 0; k < kTogether; ++k) {
+                const int i = begin + k * kThreads;
+                const i64 m = token + i / kVectors, n = row + i % kVectors * 8;
+                if (i < kCount && m < M && n < row_end) store16(static_cast<u16*>(e.out) + place(m) * e.out_stride + n, v[k]);
+            }
+        }
+    }
+};
 
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>
@@ -428,11 +447,30 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             else return Straight{};
         }();
         if constexpr (kApart) release();
+        const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
+        // Where this block and this warpgroup have whole sums of some tokens.
+        const auto finish_parts = [&](u8* area, i64 rows, int barrier) {
+            constexpr int kOwn = kTokens / kBlocks;
+            const i64 first_token = token + kOwn * rank;
+            const int first_row = row_group * 64 + warp % 4 * kStrip;
+            using Whole = Results<T, kWidth>;
+            if (!kPair && Whole::possible(epilogue, N)) {
+                const typename Whole::Bias bias(epilogue, row + first_row, N, lane);
+                Parts::each(depth, rank, [&](int tile, int own) { Whole::put_8(sum + 4 * tile, bias, shared_address(area) + own * 8 * Whole::kPitch + first_row * 2, lane); });
+                named_barrier(barrier, kThreads);
+                Whole::template store<kOwn, kThreads>(epilogue, area, first_token, row, rows, row_end, threadIdx.x, place);
+            } else {
+                float* const sums = reinterpret_cast<float*>(area);
+                Parts::each(depth, rank, [&](int tile, int own) { put_8(sum + 4 * tile, sums + own * 8 * kPitch + first_row + g, kPitch, t); });
+                named_barrier(barrier, kThreads);
+                store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, tile_rows, kRows, first_token, row, rows, N, threadIdx.x, kThreads, 0, place);
+            }
+        };
         if constexpr (kPaired) {
             if (tile >= whole) {  // the block's last one: its sums take the place of x
                 cluster_arrive();
-                const float* sums = Parts::run(sum, stages, received, depth, row_group, rank, 1 + kGroups);
-                store_sums<1, 1, false>(epilogue, sums, kPitch, 0, kTokens / 2, tile_rows, kRows, token + kTokens / 2 * rank, row, M, N, threadIdx.x, kThreads, 0);
+                u8* const area = Parts::run(sum, stages, received, depth, row_group, rank, 1 + kGroups);
+                finish_parts(area, M, 1 + kGroups);
                 break;
             }
         }
@@ -450,28 +488,31 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             float* own = sums + warp % 4 * kStrip + g;
             const int thread = threadIdx.x % 128;
             const int first_row = row + row_group * 64;
-            const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
-            const bool quick = !epilogue.residual && epilogue.activation == kNone && epilogue.out_column == 1 && N % 8 == 0 &&
-                               epilogue.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
-                               !((reinterpret_cast<u64>(epilogue.out) | static_cast<u64>(epilogue.out_stride) * 2) & 15);
+            using Whole = Results<T, 64>;
+            const bool quick = Whole::possible(epilogue, N);
+            const typename Whole::Bias bias(epilogue, first_row + warp % 4 * kStrip, quick ? N : 0, lane);
 #pragma unroll
             for (int part = 0; part < kTokens / kDrain; ++part) {
+                const i64 first_token = token + part * kDrain;
                 if (quick) {
-                    store_quickly<T, kDrain>(epilogue, sum + part * kDrain / 2, reinterpret_cast<u8*>(sums), token + part * kDrain, first_row, rows, row_end, thread, 1 + row_group, place);
-                    continue;
+                    u8* const results = reinterpret_cast<u8*>(sums);
+#pragma unroll
+                    for (int j = 0; j < kDrain / 8; ++j)
+                        Whole::put_8(sum + part * kDrain / 2 + 4 * j, bias, shared_address(results) + j * 8 * Whole::kPitch + warp % 4 * kStrip * 2, lane);
+                    named_barrier(1 + row_group, 128);
+                    Whole::template store<kDrain, 128>(epilogue, results, first_token, first_row, rows, row_end, thread, place);
+                } else {
+                    put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
+                    named_barrier(1 + row_group, 128);
+                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, 64, first_token, first_row, rows, row_end, thread, 128, 0, place);
                 }
-                put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
-                named_barrier(1 + row_group, 128);
-                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, 64, token + part * kDrain, first_row, rows, row_end, thread, 128, 0, place);
                 named_barrier(1 + row_group, 128);
             }
         } else {
             // Every x of this tile has been used: the sums take its place.
             if constexpr (kSplit > 1) cluster_arrive();
             if constexpr (!kApart && kDepthGroups > 1) named_barrier(1, kThreads);
-            const float* sums = Parts::run(sum, kApart ? reinterpret_cast<u8*>(drain) : stages, received, depth, row_group, rank, 1);
-            constexpr int kOwn = kTokens / kSplit;
-            store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, tile_rows, kRows, token + kOwn * rank, row, rows, N, threadIdx.x, kThreads, 0, place);
+            finish_parts(Parts::run(sum, kApart ? reinterpret_cast<u8*>(drain) : stages, received, depth, row_group, rank, 1), rows, 1);
             if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
         }
     }

@@ -42,17 +42,25 @@ REPORTED = {
         "NoArrival": r"block 1 of the cluster has no shared memory now",
         "NoLastWait": r"block \d of the cluster has no shared memory now",
     },
+    "cluster_gift": {
+        "NoMeeting": r"Remote::store: block 1 of the cluster has no shared memory now",
+        "NoGiftBarrier": r"a barrier that was not initialised",
+        "FewGifts": r"(?s)deadlock.*barrier_wait in matrix.cu",
+        "GiftPlace": r"misaligned Remote::store",
+        "NoGiftWait": r"Remote::store: block \d of the cluster has no shared memory now",
+    },
 }
 WRONG = {  # shown by results, or by threads that wait for ever
     "warp_product": ("NoWait", "SwappedRegisters"),
     "group_product": ("NoFullWait", "WrongParity", "NoProductWait", "OperandChanged"),
     "cluster_sum": (),
+    "cluster_gift": (),
 }
 BUGS = [(entry, bug) for entry, bugs in REPORTED.items() for bug in bugs]
 
 
 def program(entry: str, bug: str, kind: str = "Half") -> Program:
-    arguments = (f"Bug::{bug}",) if entry == "cluster_sum" else (f"Bug::{bug}", kind)
+    arguments = (f"Bug::{bug}",) if entry.startswith("cluster") else (f"Bug::{bug}", kind)
     return Program("matrix.cu", entry, arguments)
 
 
@@ -105,7 +113,20 @@ def cluster_sum(bug: str, order: str, kind: str) -> bool:
     return np.array_equal(y.reshape(3, 2), x.reshape(3, 2).sum(1, keepdims=True) * [1, 2])
 
 
-RUN = {"warp_product": warp_product, "group_product": group_product, "cluster_sum": cluster_sum}
+def cluster_gift(bug: str, order: str, kind: str) -> bool:
+    emulator = Emulator(order, [PLANTED])
+    x, y = np.arange(1, 7, dtype=F32), emulator.empty((6,), F32)
+    pointers = map(emulator.pointer, (emulator.upload(x), y))
+    emulator.launch(Launch(program("cluster_gift", bug), (6, 1, 1), 64, 40), *pointers)
+    return np.array_equal(y.reshape(3, 2), 4 * x.reshape(3, 2)[:, ::-1])
+
+
+RUN = {
+    "warp_product": warp_product,
+    "group_product": group_product,
+    "cluster_sum": cluster_sum,
+    "cluster_gift": cluster_gift,
+}
 
 
 @pytest.mark.parametrize("order", ORDERS)

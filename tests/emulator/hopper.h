@@ -175,12 +175,12 @@ inline void named_barrier(int number, int threads, Place place = Place::here()) 
     emulator::wait_until({"named_barrier", over, &own, before, place});
 }
 
-inline void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[4], Place place = Place::here()) {
+inline void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[2], Place place = Place::here()) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
     lanes[lane].a[0] = shared_address;
     __syncwarp(~0u, place);
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i)
         for (int half = 0; half < 2; ++half) {
             const unsigned to = lanes[8 * i + lane % 4 * 2 + half].a[0];
             const std::uint16_t value = static_cast<std::uint16_t>(r[i] >> 16 * half);

@@ -33,6 +33,12 @@ enum class Bug {
     // of `cluster_sum`
     NoArrival,          // the other block's number is read before it is there
     NoLastWait,         // a block goes while the other one reads
+    // of `cluster_gift`
+    NoMeeting,          // the other block may not have begun
+    NoGiftBarrier,      // nothing counts what comes
+    FewGifts,           // more bytes are waited for than come
+    GiftPlace,          // misaligned
+    NoGiftWait,         // a block goes before what comes is there
 };
 
 // y[16, 8] = a[16, 32] b[8, 32]^T
@@ -94,7 +100,7 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
     if constexpr (kBug != Bug::NoProductWait) wgmma_wait<0>();
     for (int i = 0; i < 4; ++i) y[(warp * 16 + g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
     wgmma_wait<0>();
-    const u32 pairs[4] = {pair_of<T>(d[0], d[1]), pair_of<T>(d[2], d[3]), pair_of<T>(d[0], d[1]), pair_of<T>(d[2], d[3])};
+    const u32 pairs[2] = {pair_of<T>(d[0], d[1]), pair_of<T>(d[2], d[3])};
     u32 to = shared_address(results) + lane % 8 * 128 + warp * 32 + lane / 8 % 2 * 16;
     if constexpr (kBug == Bug::StoredPlace) to += 2;
     store_matrices_transposed(to, pairs);
@@ -112,6 +118,26 @@ __global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) 
     for (int rank = 0; rank < 2; ++rank) sum += load_remote(number, rank).y;
     if (threadIdx.x == 0) y[blockIdx.x] = sum * (cluster_rank() + 1);
     if constexpr (kBug != Bug::NoLastWait) cluster_sync();
+}
+
+// y[block] = four times the number of the other block of the cluster, which that block stores here.
+template <Bug kBug>
+__global__ void cluster_gift(const float* __restrict__ x, float* __restrict__ y) {
+    extern __shared__ __align__(128) u8 dynamic_shared[];  // 40 bytes
+    float* const given = reinterpret_cast<float*>(dynamic_shared);
+    u64* const barrier = reinterpret_cast<u64*>(dynamic_shared + 32);
+    if (kBug != Bug::NoGiftBarrier && threadIdx.x == 0) {
+        barrier_init(barrier, 1);
+        barrier_expect(barrier, kBug == Bug::FewGifts ? 32 : 16);
+        barrier_fence();
+    }
+    __syncthreads();
+    if constexpr (kBug != Bug::NoMeeting) { cluster_arrive(); cluster_wait(); }
+    const Remote other(given, barrier, cluster_rank() ^ 1);
+    const float number = x[blockIdx.x];
+    if (threadIdx.x == 0) other.store(kBug == Bug::GiftPlace ? 4 : 0, make_float4(number, number, number, number));
+    if constexpr (kBug != Bug::NoGiftWait) barrier_wait_remote(barrier, 0);
+    if (threadIdx.x == 0) y[blockIdx.x] = given[0] + given[1] + given[2] + given[3];
 }
 
 // a * b + c of pairs.
