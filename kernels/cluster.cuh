@@ -4,8 +4,6 @@
 
 namespace cuquant {
 
-__device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
 // Of a kernel whose blocks work in clusters of so many along x; before sm_90 there are none.
 #if __CUDA_ARCH__ >= 900
 #define CUQUANT_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
@@ -50,15 +48,35 @@ struct Sorted {
     __device__ i64 operator()(i64 m) const { return order[m]; }
 };
 
+// Which fours of a tile's sums a thread stores, one after the other. To divide takes a while: a kernel may do it early.
+struct Turn {
+    int fours, next_line, next_four;  // of a line, and from one to the next
+    int line, four;
+
+    __device__ Turn(int rows, int thread, int threads) : fours(rows / 4) {
+        next_line = threads / fours; next_four = threads - next_line * fours;
+        line = thread / fours; four = thread - line * fours;
+    }
+    // The compiler divides here.
+    __device__ void keep() {
+#ifndef CUQUANT_EMULATOR
+        asm volatile("" : "+r"(line), "+r"(four));
+#endif
+    }
+    __device__ void step() {
+        line += next_line; four += next_four;
+        if (four >= fours) { four -= fours; ++line; }
+    }
+};
+
 // Add up the partial sums of a tile in shared memory and store what they finish to: kDepth of them in each of
 // the cluster's kSplit blocks, one at a distance of `apart` floats from the next, [tokens][pitch]. Block
 // `rank` does every kSplit-th token, each thread four rows of the weight at once. kGated: each `set` rows are
 // followed by those of the second weight, and the result is silu(first) * second.
 template <int kSplit, int kDepth, bool kGated, class Place = Straight>
-__device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int apart, int tokens, int rows, int set,
-                           i64 token, i64 row, i64 M, i64 N, int thread, int threads, int rank, Place place = {}) {
-    const int fours = rows / 4, lines = (static_cast<int>(min(M - token, static_cast<i64>(tokens))) - rank + kSplit - 1) / kSplit;
-    const int next_line = threads / fours, next_four = threads - next_line * fours;
+__device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int apart, int tokens, int set,
+                           i64 token, i64 row, i64 M, i64 N, Turn turn, int rank, Place place = {}) {
+    const int lines = (static_cast<int>(min(M - token, static_cast<i64>(tokens))) - rank + kSplit - 1) / kSplit;
     const auto added = [&](const float* from) {
         constexpr int kTogether = 4;  // that do not wait for each other
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether][kSplit];
@@ -78,10 +96,9 @@ __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitc
         }
         return total;
     };
-    int line = thread / fours, four = thread - line * fours;
     const bool whole = has_fours(epilogue, N), plain = whole && is_plain(epilogue);
-    while (line < lines) {
-        const int own_token = line * kSplit + rank, first = four * 4;
+    for (; turn.line < lines; turn.step()) {
+        const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
         const float* from = sums + own_token * pitch + (kGated ? first / set * set + first : first);
         float4 total = added(from);
         if constexpr (kGated) {
@@ -95,8 +112,6 @@ __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitc
             if (plain) store_4(epilogue, total, m, n);
             else finish_4(epilogue, total, m, n, N, whole);
         }
-        line += next_line; four += next_four;
-        if (four >= fours) { four -= fours; ++line; }
     }
 }
 

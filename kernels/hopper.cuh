@@ -1,6 +1,7 @@
-// Hopper's own: barriers in shared memory, the copy engine, matrix products of a warpgroup.
+// Hopper's own: boxes of the copy engine, stores to another block, matrix products of a warpgroup.
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
+#include "bulk.cuh"
 #include "cluster.cuh"
 
 #if !defined(CUQUANT_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -25,29 +26,7 @@ __device__ inline void keep(const u8*& p) {
 
 #ifndef CUQUANT_EMULATOR
 
-// ---- barriers in shared memory ------------------------------------------------------------------
-
-__device__ inline void barrier_init(u64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-// What was initialised can be seen by the copy engine and by other blocks of the cluster.
-__device__ inline void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_expect(u64* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ inline void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-// Wait until the phase of this parity is over.
-__device__ inline void barrier_wait(u64* barrier, u32 parity) {
-    asm volatile("{.reg .pred p;\n"
-                 "again_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@p bra done_%=;\n"
-                 "bra again_%=;\n"
-                 "done_%=:}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-
-// The same of a barrier that counts bytes which another block of the cluster stores.
+// barrier_wait, of a barrier that counts bytes which another block of the cluster stores.
 __device__ inline void barrier_wait_remote(u64* barrier, u32 parity) {
     asm volatile("{.reg .pred p;\n"
                  "again_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
@@ -79,12 +58,6 @@ __device__ inline void prefetch_map(const TensorMap* map) { asm volatile("prefet
 __device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
-}
-
-// `bytes` that follow each other, a multiple of 16, as both places are.
-__device__ inline void copy_run(void* to, const void* from, int bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
 // Brings such a run to the L2 cache.

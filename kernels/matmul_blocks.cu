@@ -281,7 +281,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     }
 
     if constexpr (kSplit > 1) cluster_sync();
-    store_sums<kSplit, 1, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 0, tokens, here * kRows, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, thread, threads, rank);
+    store_sums<kSplit, 1, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 0, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, Turn(here * kRows, thread, threads), rank);
     if constexpr (kSplit > 1) cluster_meet();
 }
 

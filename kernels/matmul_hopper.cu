@@ -463,7 +463,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 float* const sums = reinterpret_cast<float*>(area);
                 Parts::each(depth, rank, [&](int tile, int own) { put_8(sum + 4 * tile, sums + own * 8 * kPitch + first_row + g, kPitch, t); });
                 named_barrier(barrier, kThreads);
-                store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, tile_rows, kRows, first_token, row, rows, N, threadIdx.x, kThreads, 0, place);
+                store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, kRows, first_token, row, rows, N, Turn(tile_rows, threadIdx.x, kThreads), 0, place);
             }
         };
         if constexpr (kPaired) {
@@ -480,7 +480,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             for (int part = 0; part < kTokens / kDrain; ++part) {
                 put<kDrain>(sum + part * kDrain / 2, own, kPitch, t);
                 named_barrier(1, kThreads);
-                store_sums<1, 1, true>(epilogue, drain, kPitch, 0, kDrain, 64, 64, token + part * kDrain, row, rows, N, threadIdx.x, kThreads, 0);
+                store_sums<1, 1, true>(epilogue, drain, kPitch, 0, kDrain, 64, token + part * kDrain, row, rows, N, Turn(64, threadIdx.x, kThreads), 0);
                 named_barrier(1, kThreads);
             }
         } else if constexpr (kAlone) {
@@ -504,7 +504,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 } else {
                     put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                     named_barrier(1 + row_group, 128);
-                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, 64, first_token, first_row, rows, row_end, thread, 128, 0, place);
+                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, first_token, first_row, rows, row_end, Turn(64, thread, 128), 0, place);
                 }
                 named_barrier(1 + row_group, 128);
             }

@@ -2,30 +2,49 @@
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
+#include "bulk.cuh"
 #include "cluster.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
 
 namespace cuquant {
 
+// How x comes to shared memory: by elements, by vectors of 16 bytes, or, a little of it, in runs by the copy engine
+// (sm_90 and newer).
+enum Copies { kElements = 0, kVectors = 1, kRuns = 2 };
+
 // Units first .. first + units - 1 of x to shared memory: [token][unit][8 x 16 bytes], of which part c lies
-// at c ^ twist(token % 8). Zeros beyond K.
+// at c ^ twist(token % 8) if `twisted`, as it is not in runs. Zeros beyond K. `arrived`: a barrier that counts
+// what the copy engine brings.
 template <class T>
-__device__ void stage_x(u8* staged, const T* x, i64 row_stride, int vectors, int M, i64 K, int first, int units, int thread, int threads) {
+__device__ void stage_x(u8* staged, const T* x, i64 row_stride, int copies, bool twisted, int M, i64 K, int first, int units, u64* arrived, int thread, int threads) {
+    const i64 column = static_cast<i64>(first) * kUnit;
+    const int inside = static_cast<int>(max(min(K - column, static_cast<i64>(units) * kUnit), static_cast<i64>(0)));
+    int begin = 0;  // the part from which on threads copy
+    if (copies == kRuns) {
+        begin = inside / 8;
+        if (thread == 0) {
+            barrier_init(arrived, 1);
+            barrier_fence();
+            barrier_expect(arrived, M * begin * 16);
+            for (int m = 0; m < M && begin; ++m) copy_run(staged + m * units * 128, x + m * row_stride + column, begin * 16, arrived);
+        }
+    }
+    const int parts = units * 8 - begin;
+    if (parts == 0) return;
     int m = 0, part = thread;
     for (; m < M; part += threads) {
-        while (part >= units * 8) { part -= units * 8; if (++m == M) return; }
-        const i64 k = static_cast<i64>(first) * kUnit + part * 8;
-        u8* to = staged + (m * units + part / 8) * 128 + (part % 8 ^ twist(m % 8)) * 16;
-        const int inside = static_cast<int>(max(min(K - k, static_cast<i64>(8)), static_cast<i64>(0)));
-        const T* from = x + (inside ? m * row_stride + k : 0);
-        if (vectors) {
-            copy16_async(to, from, inside * 2);
+        while (part >= parts) { part -= parts; if (++m == M) return; }
+        const int own = begin + part, here = max(min(inside - own * 8, 8), 0);
+        u8* to = staged + (m * units + own / 8) * 128 + (own % 8 ^ (twisted ? twist(m % 8) : 0)) * 16;
+        const T* from = x + (here ? m * row_stride + column + own * 8 : 0);
+        if (copies == kVectors) {
+            copy16_async(to, from, here * 2);
         } else {
             u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int j = 0; j < 8; ++j)
-                if (j < inside) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
+                if (j < here) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
             *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
@@ -49,7 +68,7 @@ template <bool kFirst, class A, class B> using Choice = typename Choose<kFirst, 
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int vectors) {
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
     constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
@@ -77,10 +96,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* tables = shared;
     u8* xs = tables + Decode::table_bytes;
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
+    u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
     const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
 
+    const bool twisted = copies != kRuns;
     const auto stage = [&] {
-        stage_x<T>(xs, x + token * x_stride, x_stride, vectors, M_here, K, block_first, block_units, threadIdx.x, kThreads);
+        stage_x<T>(xs, x + token * x_stride, x_stride, copies, twisted, M_here, K, block_first, block_units, arrived, threadIdx.x, kThreads);
     };
     // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
     const bool little = M_here <= 2;
@@ -145,16 +166,19 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     for (int d = 0; d < kAhead; ++d) load(d, false);
     load_coming(groups);
     if (!little) stage();
+    Turn turn(rows, threadIdx.x, kThreads);  // while x and weights are under way
+    turn.keep();
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
+    if (copies == kRuns) barrier_wait(arrived, 0);
 
     const u32 table = Decode::lane_table(lane);
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
-        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0;
-        x_lane[q] = shared_address(xs) + (m * block_units + first - block_first) * 128 + (kRows ? Rows::x_place(m % 8, t) : ((lane / 8) ^ twist(m % 8)) * 16);
+        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0, turned = twisted ? twist(m % 8) : 0;
+        x_lane[q] = shared_address(xs) + (m * block_units + first - block_first) * 128 + (kRows ? Rows::x_place(turned, t) : ((lane / 8) ^ turned) * 16);
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
 #pragma unroll
@@ -280,8 +304,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
-    store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, rows, kStrips * kStrip, token,
-                               static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, threadIdx.x, kThreads, rank);
+    store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, kStrips * kStrip, token,
+                                       static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, turn, rank);
     if constexpr (kSplit > 1) cluster_meet();
 }
 

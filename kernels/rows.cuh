@@ -111,9 +111,9 @@ struct RowWords {
         constexpr int low = column(kPair, 0), high = column(kPair, 1);
         return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
     }
-    // Where lane 4 g + t reads x's line of a unit and token g.
-    __device__ static constexpr int x_place(int g, int t) {
-        return kFine ? ((t / 2) ^ twist(g)) * 16 + t % 2 * 8 : ((2 * t) ^ twist(g)) * 16;
+    // Where lane 4 g + t reads x's line of a unit and token g, whose parts lie at part ^ turned.
+    __device__ static constexpr int x_place(int turned, int t) {
+        return kFine ? ((t / 2) ^ turned) * 16 + t % 2 * 8 : ((2 * t) ^ turned) * 16;
     }
     // The second operands of the four steps; `line` is at x_place.
     __device__ static void read_x(u32 line, u32 (&b)[8]) {

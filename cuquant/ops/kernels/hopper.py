@@ -118,12 +118,12 @@ FEED, MEMORY, MULTIPLIED = 47.7, 13.2, 1957
 # a unit, as its instructions wait for each other, and those in which no other one's can be issued.
 # And more for each row of x, by buffers and slices of an operand, where products keep a warpgroup
 # waiting. Where few stages fit, codes come late. Some of it is never hidden.
-COMPUTED, LOOKED_UP, HEAVY = (466, 44), (560, 92), (900, 130)
+COMPUTED, LOOKED_UP, HEAVY = (460, 44), (530, 85), (870, 125)
 WAITING = {(1, 4): 4.7, (2, 4): 1.3, (2, 2): 0.3, (2, 1): 0.3}
 COMING_LATE, IN_TURN = 1.28, 0.12
-# Cycles of blocks whose sums are parts: to begin and end, for another block that they meet, and
-# floats that they exchange in one; and those of two blocks that share a last tile.
-START, MEETING, EXCHANGED, PAIR = 6900, 2450, 23, 7500
+# Cycles of blocks whose sums are parts, and of those that meet another block; floats that warpgroups
+# of a block give each other in a cycle, and that blocks do.
+PARTS, MEETING, GIVEN, SENT = 500, 700, 16, 7
 
 
 def _cost(
@@ -150,13 +150,15 @@ def _cost(
         alone,
     )
     step += IN_TURN * alone
-    end = 0.0
-    if not s.alone:
-        sums = s.depth_groups * s.split * width * s.tokens
-        end = START + MEETING * (s.split - 1) + sums / EXCHANGED
+    sums, end = width * s.tokens, 0.0
+    if s.depth_groups > 1:
+        end += PARTS + (s.depth_groups - 1) * sums / GIVEN
+    together = PARTS + MEETING + sums / SENT
     rounds: float = -(-tiles * s.split // processors)
+    if s.split > 1:
+        end += together
     if s.paired:
-        end, rounds = PAIR / rounds, rounds - 0.5
+        end, rounds = together / rounds, rounds - 0.5
     return rounds * (units / s.split * step + end)
 
 

@@ -15,6 +15,8 @@ from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES = 128  # of a unit of x in shared memory
+BARRIER_BYTES = 16
+BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 # Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is BLOCKS for ggml's.
 BLOCKS = 3
 WARPS = ((16, 16, 12, 12, 8), (16, 12, 8, 8, 8), (8, 8, 8, 8, 8))
@@ -99,7 +101,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bo
     shares = -(-units // share)
     x = (shares + 2 * shape.split - 1) // shape.split * share * shape.tokens * ROW_BYTES
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
-    return table + x + shape.depth * shape.tiles * TILE * pitch * 4
+    return table + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
 
 
 @lru_cache(maxsize=4096)
@@ -219,9 +221,13 @@ class Stream:
             for w in (first, second)
         ]
         stride = product.x.row_stride
-        vectors = int(product.x.is_aligned())
+        copies = BY_ELEMENTS
+        if product.x.is_aligned():
+            # Two rows in runs lie in the same banks, which matters where tables are looked up.
+            few = shape.tokens <= (1 if table else 2)
+            copies = IN_RUNS if backend.arch >= 90 and few else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
-        rest = (*numbers, shape.rounds, shape.tokens, vectors)
+        rest = (*numbers, shape.rounds, shape.tokens, copies)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
