@@ -112,18 +112,18 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
 
 
 # What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
-# those of a weight from memory where all have some, and multiply-adds.
-FEED, MEMORY, MULTIPLIED = 47.7, 13.2, 1957
+# those of a weight from memory, of which all of them have a part, and multiply-adds.
+FEED, MEMORY, MULTIPLIED = 48.2, 12.95, 1943
 # Of weights that are computed, looked up, or take many registers: cycles that a warpgroup needs for
 # a unit, as its instructions wait for each other, and those in which no other one's can be issued.
 # And more for each row of x, by buffers and slices of an operand, where products keep a warpgroup
 # waiting. Where few stages fit, codes come late. Some of it is never hidden.
-COMPUTED, LOOKED_UP, HEAVY = (460, 44), (530, 85), (870, 125)
-WAITING = {(1, 4): 4.7, (2, 4): 1.3, (2, 2): 0.3, (2, 1): 0.3}
-COMING_LATE, IN_TURN = 1.28, 0.12
-# Cycles of blocks whose sums are parts, and of those that meet another block; floats that warpgroups
-# of a block give each other in a cycle, and that blocks do.
-PARTS, MEETING, GIVEN, SENT = 500, 700, 16, 7
+COMPUTED, LOOKED_UP, HEAVY = (610, 33), (608, 57), (960, 95)
+WAITING = {(1, 4): 4.3, (2, 4): 0.75, (2, 2): 0.2, (2, 1): 0.2}
+COMING_LATE, IN_TURN, IN_TURN_READING = 1.31, 0.04, 0.13
+# Cycles of blocks whose sums are parts, and of those that meet another block; floats that
+# warpgroups of a block give each other in a cycle, and that blocks do.
+PARTS, MEETING, GIVEN, SENT = 420, 280, 10, 9
 
 
 def _cost(
@@ -138,7 +138,6 @@ def _cost(
 ) -> float:
     """Cycles that a product takes, but for what is the same for all shapes."""
     s, width, (latency, issue) = shape, shape.row_groups * GROUP_ROWS, decoding
-    busy = min(tiles * s.split, processors) / processors
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
     alone = (latency + s.tokens * WAITING[s.buffers, s.slices]) / s.depth_groups
     if s.buffers == 2 and s.stages < 3 * s.depth_groups:
@@ -146,7 +145,6 @@ def _cost(
     step = max(
         (s.tokens * UNIT * 2 + codes) / FEED,
         width * s.tokens * UNIT / MULTIPLIED + s.row_groups * issue,
-        codes * busy / MEMORY if rows <= TOKENS[-1] else 0,
         alone,
     )
     step += IN_TURN * alone
@@ -159,7 +157,11 @@ def _cost(
         end += together
     if s.paired:
         end, rounds = together / rounds, rounds - 0.5
-    return rounds * (units / s.split * step + end)
+    reading = 0.0  # all weights once; the last rounds have what others leave them
+    if rows <= TOKENS[-1]:
+        reading = tiles * units * codes / (processors * MEMORY)
+        reading += IN_TURN_READING * units / s.split * alone + end
+    return max(rounds * (units / s.split * step + end), reading)
 
 
 def _operands(tokens: int, groups: int, looked_up: bool, heavy: bool) -> tuple[int, int]:

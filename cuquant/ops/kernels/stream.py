@@ -73,6 +73,8 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     uniform = isinstance(fmt.codec, Uniform)
     if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
         return 4
+    if not laid and fmt.bits == 4 and (groups.fine > 1 or fmt.offset) and dtype == "float16":
+        return 1
     three = uniform and fmt.bits == 3 and laid and groups.fine == 1
     if three and (dtype == "float16" or not fmt.offset):
         return 1
@@ -179,6 +181,12 @@ def division_of(problem: Problem) -> Division | None:
     if p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch):
         shape = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
         if shape is not None and shape.tokens == min(p.rows, MOST_TILES * TILE):
+            if shape.rounds > 1 and pressure == 2 and p.rows <= TILE and fmt.bits in (4, 8):
+                # Scarce registers cost less than another round.
+                rest = p.arch, p.multiprocessors, p.gated, 1, fmt.bits
+                more = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
+                if more is not None and more.rounds < shape.rounds and more.split == 1:
+                    shape = more
             return Division(shape, groups, larger > table, larger)
     shape = divide(*numbers, groups, table, *rest)
     if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
