@@ -252,9 +252,9 @@ def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) ->
 def takes_few(p: Problem) -> bool:
     """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
 
-    Above 8 it is where most multiprocessors have a whole tile, or where weights are looked up or
-    have 3 bits, which takes long, and matmul_stream.cu does it for each 8 rows of x; above 4 where
-    they are looked up, most have a tile, and a block has all of K.
+    Above 8 it is where most multiprocessors have a whole tile, or where weights take long to decode,
+    as matmul_stream.cu does it for each 8 rows of x; above 4 where they are looked up, most have a
+    tile, and a block's warpgroups all have the same rows.
     """
     assert p.format is not None
     if p.rows <= 4:
@@ -262,8 +262,8 @@ def takes_few(p: Problem) -> bool:
     shape = _shape(p)
     full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
     if p.rows <= 8:
-        return shape.wide and full and shape.split == 1
-    return shape.wide or p.format.bits == 3 or full
+        return shape.wide and full and shape.row_groups == 1
+    return shape.wide or p.format.bits == 3 or is_heavy(p.format, p.depth) or full
 
 
 def _has_place(shape: Shape, bits: int) -> bool:
