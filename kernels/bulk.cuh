@@ -4,6 +4,14 @@
 
 namespace cuquant {
 
+__device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+#if defined(CUQUANT_EMULATOR) || __CUDA_ARCH__ >= 900
+constexpr bool kHasEngine = true;
+#else
+constexpr bool kHasEngine = false;
+#endif
+
 #ifndef CUQUANT_EMULATOR
 
 __device__ inline void barrier_init(u64* barrier, int arrivals) {

@@ -1,5 +1,6 @@
 // Blocks that work together: clusters (sm_90 and newer), and sums that several of them hold.
 #pragma once
+#include "bulk.cuh"
 #include "epilogue.cuh"
 
 namespace cuquant {

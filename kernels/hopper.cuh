@@ -1,7 +1,6 @@
 // Hopper's own: boxes of the copy engine, stores to another block, matrix products of a warpgroup.
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
-#include "bulk.cuh"
 #include "cluster.cuh"
 
 #if !defined(CUQUANT_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)

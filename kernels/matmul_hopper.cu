@@ -80,7 +80,7 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 }
 
 // Where each of a warpgroup's threads puts its sums before they are stored.
-constexpr int kDrainPitch = 68;  // floats, or pairs of 16-bit results but for 8 bytes of them
+constexpr int kDrainPitch = 68;  // floats, and 16-bit results have room
 
 // A tile of 16-bit results in shared memory, [tokens][kRows], that is stored in whole vectors.
 template <class T, int kRows>

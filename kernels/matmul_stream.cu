@@ -2,7 +2,6 @@
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
-#include "bulk.cuh"
 #include "cluster.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
@@ -21,9 +20,9 @@ __device__ void stage_x(u8* staged, const T* x, i64 row_stride, int copies, bool
     const i64 column = static_cast<i64>(first) * kUnit;
     const int inside = static_cast<int>(max(min(K - column, static_cast<i64>(units) * kUnit), static_cast<i64>(0)));
     int begin = 0;  // the part from which on threads copy
-    if (copies == kRuns) {
-        begin = inside / 8;
-        if (thread == 0) {
+    if constexpr (kHasEngine) {
+        if (copies == kRuns) begin = inside / 8;
+        if (copies == kRuns && thread == 0) {
             barrier_init(arrived, 1);
             barrier_fence();
             barrier_expect(arrived, M * begin * 16);
@@ -171,7 +170,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
-    if (copies == kRuns) barrier_wait(arrived, 0);
+    if constexpr (kHasEngine) { if (copies == kRuns) barrier_wait(arrived, 0); }
 
     const u32 table = Decode::lane_table(lane);
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none

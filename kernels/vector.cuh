@@ -24,8 +24,6 @@ __device__ inline u32 bits_of(float x) { return __float_as_uint(x); }
 
 __device__ inline bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < 0x7F800000u; }
 
-__device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
 #ifndef CUQUANT_EMULATOR
 
 // The float16 in the low 16 bits of `half`, exactly.
