@@ -2,6 +2,7 @@
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
 #include "cluster.cuh"
+#include "named_barrier.cuh"
 
 #if !defined(CUQUANT_EMULATOR) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "hopper.cuh needs -arch=sm_90a"
@@ -74,8 +75,6 @@ __device__ inline bool elect_one() {
 }
 template <int kRegisters> __device__ inline void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
 template <int kRegisters> __device__ inline void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters)); }
-// A barrier of some of the block's warps; number 0 is that of __syncthreads.
-__device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 
 // Two matrices of 8 x 8 elements, one word of each in a lane (2 columns of a row), column by column: lane
 // 8 i + j has the address of column j of matrix i.

@@ -89,7 +89,7 @@ class Emulator90(Emulator):
 def built() -> None:
     recorder, narrow = Recorder90(), Recorder()
     for name in WEIGHTS:
-        for m, n in ((1, 1), (1, 5), (1, 9), (130, 65)):
+        for m, n in ((1, 1), (1, 5), (1, 9), (33, 1), (33, 5), (33, 9), (130, 65)):
             run(recorder, name, *operands(name, m, n, 1))
         if name in FEWER:
             run(narrow, name, *operands(name, 1, 5, 1))
@@ -111,8 +111,10 @@ def kernels_are_built():
 
 
 # M, N and blocks of K. Rows of 9 or 33 blocks are no multiple of 4 bytes in some types; 70 blocks
-# are 9 groups of 256 columns and more: a warp's second turn.
+# are 9 groups of 256 columns and more: a warp's second turn. More than 32 rows: warps share tokens,
+# of which the last ones have no row.
 SHAPES = [(1, 1, 1), (16, 8, 2), (17, 4, 3), (35, 17, 9), (3, 5, 33), (2, 2, 70)]
+SHAPES += [(33, 4, 9), (49, 7, 70)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -148,9 +150,10 @@ def test_tiles_of_rows_that_are_no_whole_words():
 @pytest.mark.parametrize(
     ("m", "n", "arch", "entry", "tokens", "threads"),
     [
-        (4096, 1, 90, "matmul_q8_1", 4, 256),
-        (4096, 8, 90, "matmul_q8_1", 8, 256),
-        (4096, 128, 90, "matmul_q8_1", 16, 256),  # 64 tiles would leave half of the GPU idle
+        (4096, 1, 90, "matmul_q8_1", 4, 512),
+        (2048, 1, 90, "matmul_q8_1", 4, 256),  # sharing warps would leave half idle
+        (4096, 8, 90, "matmul_q8_1", 8, 512),
+        (4096, 128, 90, "matmul_q8_1", 16, 512),  # and 64 tiles would
         (4096, 192, 90, "matmul_q8_1_tiles", 64, 256),
         (4096, 16, 86, "matmul_q8_1", 8, 256),  # 100 KB
         (4096, 512, 86, "matmul_q8_1_tiles", 64, 256),

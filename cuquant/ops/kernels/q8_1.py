@@ -25,7 +25,8 @@ TILE, TILE_WITH_MINIMUMS = 64, 32  # and of matmul_q8_1_tiles: what registers ha
 TOKEN_BYTES = 36  # of q8_1's block of 32
 TOKEN_PITCH = 304  # bytes of a token's group in shared memory
 STAGES = 2  # groups that a warp has on their way
-NARROW_WARPS = 4  # where 8 do not find enough shared memory
+NARROW_WARPS = 4  # along the columns, where 8 do not find enough shared memory
+SHARE = 2  # warps that have the same tokens and different rows
 # Bytes of shared memory that a thread block may have; other GPUs have what sm_75 has, or more.
 SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 SHARED |= {100: 227 << 10, 103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
@@ -104,10 +105,11 @@ class Operand:
         sums = GROUP // self.layout.sub_block + 4 if self.layout.has_min else 0
         return 4 * (STEPS + 4 + sums)
 
-    def shared(self, tokens: int, warps: int) -> int:
+    def shared(self, tokens: int, turns: int, share: int = 1) -> int:
         """Bytes of dynamic shared memory of a thread block of so many tokens."""
-        ring = STAGES * (ROWS * self.row_bytes + tokens * TOKEN_PITCH)
-        return warps * (ring + self.table_bytes + tokens * self.token_table_bytes)
+        weights = STAGES * ROWS * self.row_bytes + self.table_bytes
+        each = STAGES * TOKEN_PITCH + self.token_table_bytes
+        return turns * (share * weights + tokens * each)
 
     @property
     def tile(self) -> int:
@@ -125,7 +127,8 @@ class Operand:
 
         Tiles of many rows and tokens where these can fill two thirds of the GPU: they take two
         thirds of the operations, and most of the traffic of shared memory's ring is saved. Else
-        few tokens at a time, whose sums have an order that m and n do not change.
+        few tokens at a time, whose sums have an order that m and n do not change; two warps share
+        them where half as many thread blocks still fill the GPU.
         """
         limit = SHARED.get(arch, SHARED[75])
         blocks = -(-m // (ROWS * WARPS)) * -(-n // self.tile)
@@ -135,15 +138,18 @@ class Operand:
                 "matmul_q8_1_tiles.cu", "matmul_q8_1_tiles", arguments, self.facts.text
             )
             return Launch(program, (blocks, 1, 1), WARP * WARPS, self.tile_shared)
-        warps = WARPS if self.shared(MANY, WARPS) <= limit else NARROW_WARPS
+        turns = WARPS if self.shared(MANY, WARPS) <= limit else NARROW_WARPS
         kind = FEW if n <= FEW else MANY
-        if n > MANY and self.shared(MOST, warps) <= limit:
+        if n > MANY and self.shared(MOST, turns) <= limit:
             kind = MOST
-        grid = -(-m // ROWS) * -(-n // kind)
-        shared = self.shared(kind, warps)
-        arguments = (self.facts.type, kind, warps, STAGES)
+        share, tiles = 1, -(-n // kind)
+        full = 10 * -(-m // (SHARE * ROWS)) * tiles >= 9 * multiprocessors
+        if turns == WARPS and full and self.shared(kind, turns, SHARE) <= limit:
+            share = SHARE
+        grid = -(-m // (share * ROWS)) * tiles
+        arguments = (self.facts.type, kind, turns, STAGES, share)
         program = Program("matmul_q8_1.cu", "matmul_q8_1", arguments, self.facts.text)
-        return Launch(program, (grid, 1, 1), WARP * warps, shared)
+        return Launch(program, (grid, 1, 1), WARP * turns * share, self.shared(kind, turns, share))
 
 
 @lru_cache(maxsize=64)
@@ -199,6 +205,9 @@ def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -
     if fmt.name not in BLOCK_LAYOUTS:
         return []
     made = operand(fmt.name)
-    sizes = [(ROWS, n) for n in (1, MANY, MOST)] + [(ROWS * WARPS, TILE)]
-    found = {made.launch(m, n, arch, 1).program: None for m, n in sizes for arch in SHARED}
+    sizes = [(1, n, ROWS) for n in (1, MANY, MOST)] + [(1, n, 1) for n in (1, MANY, MOST)]
+    sizes.append((ROWS * WARPS, TILE, 1))
+    found = {
+        made.launch(m, n, arch, count).program: None for m, n, count in sizes for arch in SHARED
+    }
     return list(found)
