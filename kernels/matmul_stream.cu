@@ -56,6 +56,8 @@ __device__ void decode_step(const u32* first, const u32* second, const u8* table
     else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
 }
 
+struct Later { __device__ Later(int, int, int) {} };  // of a Turn
+
 template <bool kFirst, class A, class B> struct Choose { using Type = A; };
 template <class A, class B> struct Choose<false, A, B> { using Type = B; };
 template <bool kFirst, class A, class B> using Choice = typename Choose<kFirst, A, B>::Type;
@@ -76,6 +78,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
     using Own = Group<Format, kLie>;
     constexpr bool kRows = kLie == kInRows;
+    // Weights on their way leave few registers: nothing is done early, and with minimums x is not copied in runs.
+    constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
+    if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
@@ -99,12 +104,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
 
     const bool twisted = copies != kRuns;
-    const auto stage = [&] {
+    const auto stage = [&](int copies) {
         stage_x<T>(xs, x + token * x_stride, x_stride, copies, twisted, M_here, K, block_first, block_units, arrived, threadIdx.x, kThreads);
     };
     // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
     const bool little = M_here <= 2;
-    if (little) stage();
+    if (little) stage(copies);
 
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
@@ -160,13 +165,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     locate(0, 0);
     typename Decode::template Filling<kThreads> filling;
-    filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High);
+    const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
+    if constexpr (!kTight) load_levels();
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) load(d, false);
     load_coming(groups);
-    if (!little) stage();
-    Turn turn(rows, threadIdx.x, kThreads);  // while x and weights are under way
-    turn.keep();
+    if (!little) stage(min(copies, static_cast<int>(kVectors)));
+    Choice<kTight, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
+    if constexpr (!kTight && Decode::table_bytes == 0) early.keep();
+    if constexpr (kTight) load_levels();
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
@@ -303,6 +310,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
+    const Turn turn = [&] {
+        if constexpr (kTight) return Turn(rows, threadIdx.x, kThreads);
+        else return early;
+    }();
     store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, kStrips * kStrip, token,
                                        static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, turn, rank);
     if constexpr (kSplit > 1) cluster_meet();

@@ -144,7 +144,7 @@ class Operand:
             kind = MOST
         share, tiles = 1, -(-n // kind)
         full = 10 * -(-m // (SHARE * ROWS)) * tiles >= 9 * multiprocessors
-        if turns == WARPS and full and self.shared(kind, turns, SHARE) <= limit:
+        if limit >= SHARED[80] and full and self.shared(kind, turns, SHARE) <= limit:
             share = SHARE
         grid = -(-m // (share * ROWS)) * tiles
         arguments = (self.facts.type, kind, turns, STAGES, share)

@@ -58,6 +58,8 @@ def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
     """Units that are loaded ahead: about 4, or 8 where they are small, in step with the groups."""
     if pressure == BLOCKS and groups.fine > 1:
         return 3 if tiles <= 2 else 2
+    if groups.fine > 1 and bits == 6 and tiles == 1:
+        return 3  # what registers have room for
     if bits <= 2 and not pressure and groups.fine == 1 and groups.units in (0, 1, 2, 4, 8):
         return 8
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
