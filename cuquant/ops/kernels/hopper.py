@@ -164,13 +164,15 @@ def _cost(
     return max(rounds * (units / s.split * step + end), reading)
 
 
-def _operands(tokens: int, groups: int, looked_up: bool, heavy: bool) -> tuple[int, int]:
+def _operands(tokens: int, groups: int, bits: int, looked_up: bool, heavy: bool) -> tuple[int, int]:
     """Decoded operands of a warpgroup, and slices of each: what is fast and finds registers.
 
     Products that follow each slice leave less to wait for, but all four warps meet at each.
     """
+    if tokens == 128 and groups == 4 and (heavy or (bits < 3 and not looked_up)):
+        return 2, 1
     if heavy:
-        return 2, 1 if tokens == 128 and groups == 4 else 2
+        return 2, 2
     if tokens == 64 and groups == 4:
         return 1, 4
     if tokens == 128 and groups > 2:
@@ -178,7 +180,7 @@ def _operands(tokens: int, groups: int, looked_up: bool, heavy: bool) -> tuple[i
     return 2, 2 if looked_up and tokens <= 32 else 4
 
 
-def _shapes(rows: int, heavy: bool, looked_up: bool, kind: int) -> Iterator[Shape]:
+def _shapes(rows: int, bits: int, heavy: bool, looked_up: bool, kind: int) -> Iterator[Shape]:
     """All that the kernel can be, with as many stages as there may be."""
     sizes = (rows,) if kind == EXPERTS else (n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
     for tokens in sizes:
@@ -186,7 +188,7 @@ def _shapes(rows: int, heavy: bool, looked_up: bool, kind: int) -> Iterator[Shap
             groups = row_groups * depth_groups
             if (tokens == TOKENS[-1] and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
-            operands = _operands(tokens, groups, looked_up, heavy)
+            operands = _operands(tokens, groups, bits, looked_up, heavy)
             for split in (1,) if kind == EXPERTS else (1, 2):
                 for span in SPANS[tokens]:
                     yield Shape(
@@ -214,7 +216,7 @@ def divide(
     units = -(-depth // UNIT)
     decoding = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
     best: tuple[float, Shape] | None = None
-    for shape in _shapes(rows, heavy, bool(tables[0]), kind):
+    for shape in _shapes(rows, bits, heavy, bool(tables[0]), kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
         found = staged(replace(shape, wide=wide), bits, tables[wide])
         if found is None or not (found.persistent or _has_place(found, bits)):

@@ -207,7 +207,6 @@ def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -
     made = operand(fmt.name)
     sizes = [(1, n, ROWS) for n in (1, MANY, MOST)] + [(1, n, 1) for n in (1, MANY, MOST)]
     sizes.append((ROWS * WARPS, TILE, 1))
-    found = {
-        made.launch(m, n, arch, count).program: None for m, n, count in sizes for arch in SHARED
-    }
+    archs = (arch,) if arch else SHARED
+    found = {made.launch(m, n, a, count).program: None for m, n, count in sizes for a in archs}
     return list(found)
