@@ -19,7 +19,7 @@ from cuquant.jit import Program, kernel_folder
 HERE = Path(__file__).parent
 FLAGS = (
     "-std=c++17",
-    "-O1",
+    "-Og",  # -O1 takes longer to compile than it saves
     "-w",
     "-fPIC",
     "-ffp-contract=off",
