@@ -3,9 +3,9 @@
 // a ring of its own, makes 16-bit floats of whole numbers and multiplies by x on the tensor cores; the scales meet
 // the float32 sums of their sub-blocks. x lies in shared memory, all of it or a chunk of K at a time. The sums of
 // warps, chunks and of the blocks of a cluster, which share K, are added up always in the same order.
+#include "block_copies.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
-#include "q8_1.cuh"
 
 namespace cuquant {
 

@@ -5,7 +5,8 @@
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "exchange.cuh"
-#include "prepacked.cuh"
+#include "factor.cuh"
+#include "results.cuh"
 #include "segment.cuh"
 
 namespace cuquant {
@@ -17,48 +18,6 @@ struct Routed {
     const i64* order;
     const Segment* segments;
     const i64* count;  // of segments
-};
-
-// What a group's operands are multiplied by, for rows g and g + 8, as pairs of T: scales that have no place in T are a sum
-// of two, so that their product with a weight is rounded once. Integers times float16 scales are in range, unless `kWide`,
-// where `unit` brings them there.
-template <class Format, class T, int kLie, bool kWide>
-struct Factor {
-    using Own = Group<Format, kLie>;
-    static constexpr bool plain = Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks && !kWide;
-    static constexpr bool exact = plain || (!Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || (Own::stored == Stored::Float16 && is_same<T, Half>)));
-    static constexpr bool minimums = Own::Parts::minimums;
-    u32 high[2], low[2];
-    float scale[2], minimum[2];  // of weights with minimums
-
-    __device__ void set(const Group<Format, kLie>& own, float unit) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if constexpr (plain) {
-                high[h] = __byte_perm(own.scale[0], 0, h ? 0x3232 : 0x1010);
-            } else {
-                const float s = own.value(h) * unit;
-                if constexpr (minimums) {
-                    scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
-                } else {
-                    high[h] = pair_of<T>(s, s);
-                    if constexpr (!exact) {
-                        const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
-                        low[h] = pair_of<T>(rest, rest);
-                    }
-                }
-            }
-        }
-    }
-    __device__ void apply(u32 (&a)[4]) const {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int h = r % 2;
-            if constexpr (minimums) a[r] = pair_of<T>(__fmaf_rn(low_of<T>(a[r]), scale[h], minimum[h]), __fmaf_rn(high_of<T>(a[r]), scale[h], minimum[h]));
-            else if constexpr (exact) a[r] = mul_pair<T>(a[r], high[h]);
-            else a[r] = fma_pair<T>(a[r], high[h], mul_pair<T>(a[r], low[h]));
-        }
-    }
 };
 
 // Brings what a strip has beside codes to the L2 cache: its groups from `first` to `last`.
@@ -81,49 +40,6 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 
 // Where each of a warpgroup's threads puts its sums before they are stored.
 constexpr int kDrainPitch = 68;  // floats, and 16-bit results have room
-
-// A tile of 16-bit results in shared memory, [tokens][kRows], that is stored in whole vectors.
-template <class T, int kRows>
-struct Results {
-    static constexpr int kPitch = kRows * 2 + 16;  // bytes
-
-    __device__ static bool possible(const Epilogue& e, i64 N) {
-        return !e.residual && e.activation == kNone && e.out_column == 1 && N % 8 == 0 && e.out_type == (is_same<T, Half> ? kHalf : kBfloat16) &&
-               !((reinterpret_cast<u64>(e.out) | static_cast<u64>(e.out_stride) * 2) & 15);
-    }
-    // Of rows `row` + lane / 4, and 8 further.
-    struct Bias {
-        float b[2];
-        __device__ Bias(const Epilogue& e, i64 row, i64 N, int lane) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) b[h] = e.bias && row + lane / 4 + 8 * h < N ? load_typed(e.bias, e.bias_type, row + lane / 4 + 8 * h) : 0.0f;
-        }
-    };
-    // A lane's sums of 16 rows x 8 tokens; `to`: where the first of them goes.
-    __device__ static void put_8(const float* sum, const Bias& bias, u32 to, int lane) {
-        const u32 r[2] = {pair_of<T>(sum[0] + bias.b[0], sum[1] + bias.b[0]), pair_of<T>(sum[2] + bias.b[1], sum[3] + bias.b[1])};
-        store_matrices_transposed(to + lane % 8 * kPitch + lane / 8 % 2 * 16, r);
-    }
-    template <int kTokens, int kThreads, class Place>
-    __device__ static void store(const Epilogue& e, const u8* from, i64 token, i64 row, i64 M, i64 row_end, int thread, Place place) {
-        constexpr int kVectors = kRows / 8, kCount = kTokens * kVectors, kEach = (kCount + kThreads - 1) / kThreads, kTogether = kEach < 4 ? kEach : 4;
-#pragma unroll
-        for (int begin = thread; begin < kCount; begin += kTogether * kThreads) {
-            uint4 v[kTogether];
-#pragma unroll
-            for (int k = 0; k < kTogether; ++k) {
-                const int i = min(begin + k * kThreads, kCount - 1);
-                v[k] = *reinterpret_cast<const uint4*>(from + i / kVectors * kPitch + i % kVectors * 16);
-            }
-#pragma unroll
-            for (int k = 0; k < kTogether; ++k) {
-                const int i = begin + k * kThreads;
-                const i64 m = token + i / kVectors, n = row + i % kVectors * 8;
-                if (i < kCount && m < M && n < row_end) store16(static_cast<u16*>(e.out) + place(m) * e.out_stride + n, v[k]);
-            }
-        }
-    }
-};
 
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>

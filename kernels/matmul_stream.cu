@@ -58,10 +58,6 @@ __device__ void decode_step(const u32* first, const u32* second, const u8* table
 
 struct Later { __device__ Later(int, int, int) {} };  // of a Turn
 
-template <bool kFirst, class A, class B> struct Choose { using Type = A; };
-template <class A, class B> struct Choose<false, A, B> { using Type = B; };
-template <bool kFirst, class A, class B> using Choice = typename Choose<kFirst, A, B>::Type;
-
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. A
 // block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes

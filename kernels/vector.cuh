@@ -14,6 +14,9 @@ constexpr int kChunk = 8;
 
 template <class A, class B> constexpr bool is_same = false;
 template <class A> constexpr bool is_same<A, A> = true;
+template <bool kFirst, class A, class B> struct Either { using Type = A; };
+template <class A, class B> struct Either<false, A, B> { using Type = B; };
+template <bool kFirst, class A, class B> using Choice = typename Either<kFirst, A, B>::Type;
 constexpr float kFloatMax = 3.4028234663852886e38f, kHalfMax = 65504.0f;
 
 struct Half { u16 bits; };      // IEEE binary16
