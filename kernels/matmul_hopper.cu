@@ -86,6 +86,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    // Steps of a unit whose levels are computed: tables and x together would ask too much of shared memory.
+    constexpr int kComputed = is_joined<typename Format::Codec, kBits> && kTokens >= 128 ? 2 : 0;
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
@@ -180,7 +182,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
 #pragma unroll
                 for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
                 if (!kRouted && tile == first_tile) {  // these are on their way while the kernels before this one end
-                    constexpr int kSoon = 16384 / kRowGroups;  // bytes of a strip
+                    constexpr int kSoon = 16384 / kRowGroups / 16 * 16;  // bytes of a strip
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r)
                         if (has(r)) prefetch_run(from[r], min(units * kUnitBytes, kSoon));
@@ -214,6 +216,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         filling.store(tables, threadIdx.x);
         named_barrier(1 + kGroups, kThreads);
     }
+    Choice<(kComputed > 0), LevelBytes<typename Format::Codec, T>, NoLevels> levels;
+    levels.load(weights.values);
     if constexpr (!kRouted) wait_for_earlier();
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
@@ -271,10 +275,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             const Own& own = from[s * kFine / 4];
             if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit);
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
+            if constexpr (kComputed > 0) {
+                if (s < kComputed) levels.pairs(words.w[s], to);
+            }
+            if (s < kComputed) {}
+            else if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
+            else if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
+            else if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
+            else if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
             if constexpr (!kLate) scaled.apply(to);
         };
         const auto decode_step = [&](int step, const Own (&from)[kFine], u32 (*to)[4]) {
