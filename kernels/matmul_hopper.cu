@@ -85,7 +85,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
     constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
-    constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    constexpr bool kEarly = kBits <= 4 && kStages >= 3 * kDepthGroups;
     // Steps of a unit whose levels are computed: tables and x together would ask too much of shared memory.
     constexpr int kComputed = is_joined<typename Format::Codec, kBits> && kTokens >= 128 ? 2 : 0;
     let_next_start();
@@ -266,10 +266,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         const int own_units = lost ? 0 : units;
         const auto release = [&] { if (last >= 0 && lane == 0) barrier_arrive(empty + last); };
         Words<kBits> words;
-        const auto load = [&](int of_stage) {
+        const auto load_from = [&](int stage, u32 parity, int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
             words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
         };
+        const auto load = [&](int of_stage) { load_from(stage, parity, of_stage); };
         Factor<Format, T, kLie, kWide> scaled;
         const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
             const Own& own = from[s * kFine / 4];
@@ -290,18 +291,26 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
-        const auto advance = [&] {
+        const auto next_stage = [](int& stage, u32& parity) {
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
+        const auto advance = [&] { next_stage(stage, parity); };
+        int coming = stage;  // of the codes that are loaded next, where scales are late and codes early
+        u32 coming_parity = parity;
+        const auto load_coming = [&](int of_stage) {
+            load_from(coming, coming_parity, of_stage);
+            if (of_stage == kSpan - 1) next_stage(coming, coming_parity);
+        };
         if constexpr (kLate) {
             if (i < own_units) {
-                load(0);
+                load_coming(0);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) decode_step(step, groups[0], a[0] + step * kSlices);
+                if (kEarly && i + behind(1) < own_units) load_coming(1 % kSpan);
             }
         }
-        if (kEarly && i < own_units) load(0);
+        if (!kLate && kEarly && i < own_units) load(0);
         // The unit `n` behind unit 0 of the stage that unit i begins; `more`: another one comes.
         const auto unit = [&](int n, bool more) {
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
@@ -321,7 +330,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 fetch(d, i + behind(n + 2));
                 if (of_stage == kSpan - 1) advance();
                 if (more) {
-                    load((n + 1) % kSpan);
+                    if constexpr (!kEarly) load((n + 1) % kSpan);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
                         decode_step(step, groups[1 - d], a[1 - d] + step * kSlices);
@@ -333,6 +342,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 }
                 wgmma_wait<0>();
                 if (lane == 0 && (of_stage == kSpan - 1 || !more)) barrier_arrive(empty + own_stage);
+                if (kEarly && i + behind(n + 2) < own_units) load_coming((n + 2) % kSpan);
 #pragma unroll
                 for (int j = 0; j < kTokens / 2; ++j) sum[j] = __fmaf_rn(scale[j / 2 % 2], part[j], sum[j]);
             } else {
