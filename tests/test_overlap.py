@@ -21,37 +21,60 @@ from cuquant.sources import kernel_folder
 
 # ---- how they are started -----------------------------------------------------------------------
 
-STRUCTS = """
+DRIVER = """
 #include <cuda.h>
-#include <cstddef>
-#include <cstdio>
-int main() {
-    CUlaunchAttribute attribute{};
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-    fwrite(&attribute, sizeof attribute, 1, stdout);
-    CUlaunchConfig config{};
-    config.gridDimX = 1; config.gridDimY = 2; config.gridDimZ = 3;
-    config.blockDimX = 4; config.blockDimY = 5; config.blockDimZ = 6;
-    config.sharedMemBytes = 7;
-    config.hStream = reinterpret_cast<CUstream>(0x123456789AB8);
-    config.attrs = reinterpret_cast<CUlaunchAttribute*>(0xBA9876543218);
-    config.numAttrs = 8;
-    fwrite(&config, sizeof config, 1, stdout);
+extern "C" {
+unsigned long long seen[16];
+CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
+CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void** parameters, void** extra) {
+    const CUlaunchAttribute& only = c->attrs[0];
+    if (c->numAttrs != 1 || only.id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ||
+        only.value.programmaticStreamSerializationAllowed != 1 || extra)
+        return CUDA_ERROR_INVALID_VALUE;
+    const unsigned long long all[] = {
+        c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+        c->sharedMemBytes, reinterpret_cast<unsigned long long>(c->hStream),
+        reinterpret_cast<unsigned long long>(f), *static_cast<unsigned long long*>(parameters[0]),
+        *static_cast<unsigned*>(parameters[1])};
+    for (int i = 0; i < 11; ++i) seen[i] = all[i];
+    return c->gridDimX == 100 ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+}
 }
 """
 
 
-def test_structs_are_those_of_the_drivers_header(tmp_path):
-    found = Path(pytest.importorskip("nvidia.cuda_runtime").__path__[0]) / "include"
-    if shutil.which("g++") is None or not (found / "cuda.h").exists():
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """A library with the driver's two functions, compiled with its own header."""
+    include = Path(pytest.importorskip("nvidia.cuda_runtime").__path__[0]) / "include"
+    if shutil.which("g++") is None or not (include / "cuda.h").exists():
         pytest.skip("no g++, or no cuda.h")
-    (tmp_path / "structs.cpp").write_text(STRUCTS)
-    command = ["g++", f"-I{found}", "structs.cpp", "-o", "structs"]
+    (tmp_path / "stub.cpp").write_text(DRIVER)
+    command = ["g++", "-shared", "-fPIC", f"-I{include}", "stub.cpp", "-o", "stub.so"]
     subprocess.run(command, cwd=tmp_path, check=True)
-    written = subprocess.run([tmp_path / "structs"], capture_output=True, check=True).stdout
-    config = driver.CONFIG.pack(1, 2, 3, 4, 5, 6, 7, 0x123456789AB8, 0xBA9876543218, 8)
-    assert written == driver.OVERLAP + config
+    library = ctypes.CDLL(str(tmp_path / "stub.so"))
+    monkeypatch.setattr(driver, "library", lambda: library)
+    driver.starter.cache_clear()
+    yield library
+    driver.starter.cache_clear()
+
+
+def test_the_driver_reads_what_is_written(stub):
+    """Structs and the call itself, as cuda.h has them."""
+    start = driver.starter()
+    assert start is not None
+    api = SimpleNamespace(launchKernel=None, check_status=check_status)
+    pointer, stream = 2**47 + 24, 2**46 + 8
+    made = Kernel(api, SimpleNamespace(ptr=pointer), Resources("k", 32, 0, 0, 1024, (8, 4)), start)
+    made.launch((7, 2, 1), 128, 4096, (2**40 + 1, 5), stream)
+    seen = list((ctypes.c_uint64 * 16).in_dll(stub, "seen"))[:11]
+    assert seen == [7, 2, 1, 128, 1, 1, 4096, stream, pointer, 2**40 + 1, 5]
+    with pytest.raises(RuntimeError, match="status 719"):
+        made.launch((100, 1, 1), 32, 0, (1, 2), 0)
+
+
+def check_status(status):
+    raise RuntimeError(f"status {status}")
 
 
 class Started:
@@ -70,10 +93,6 @@ class Started:
         values = [ctypes.string_at(a, n) for a, n in zip(addresses, self.sizes, strict=True)]
         self.seen.append((tuple(sizes), stream, values))
         return self.status
-
-
-def check_status(status):
-    raise RuntimeError(f"status {status}")
 
 
 def test_such_a_kernel_is_started_by_the_driver():
