@@ -3,7 +3,6 @@
 #pragma once
 #include "block_groups.cuh"
 #include "dot.cuh"
-#include "overlap.cuh"
 
 namespace cuquant {
 
@@ -102,12 +101,6 @@ struct Weights {
         by_bytes = Place::in_place && row_bytes % 4 != 0;
         easy = by_bytes ? 0 : easy_groups(columns, row_bytes);
         level = rows == kRows && columns % kGroup == 0 && row_bytes % 16 == 0 && row_bytes < 1 << 27;
-    }
-    // `count` groups to the L2 cache.
-    __device__ void prefetch(int group, int count, int lane) const {
-        const i64 at = static_cast<i64>(group) * Place::bytes, left = row_bytes - at;
-        const int bytes = static_cast<int>(max(min(left, static_cast<i64>(count) * Place::bytes), static_cast<i64>(0)));
-        if (lane % kRows < rows) prefetch_lines(first + lane % kRows * row_bytes + at, bytes, lane / kRows, 32 / kRows);
     }
     __device__ void copy(int stage, int group, int lane) const {
         const i64 at = static_cast<i64>(group) * Place::bytes;

@@ -247,39 +247,6 @@ struct TableDecoder {
     }
 };
 
-// The 16 levels of a codec in registers, as the bytes that permutations choose from: 21 instructions for 4 pairs of
-// codes, where a table takes 8, of which 4 read shared memory.
-template <class Codec, class T>
-struct LevelBytes {
-    u32 low[4], high[4];  // bytes of levels 4 i .. 4 i + 3
-
-    __device__ void load(const float* values) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const auto pair = [&](int code) { return pair_of<T>(Levels<Codec>::level(values, code), Levels<Codec>::level(values, code + 1)); };
-            const u32 first = pair(4 * i), second = pair(4 * i + 2);
-            low[i] = __byte_perm(first, second, 0x6420);
-            high[i] = __byte_perm(first, second, 0x7531);
-        }
-    }
-    // Pairs of codes that are a byte each. A permutation looks at 3 bits of a code, and the next one at the upper bit.
-    __device__ void pairs(u32 word, u32 (&to)[4]) const {
-        const u32 inside = word & 0x77777777u, upper = and_or(word >> 1, 0x44444444u, 0x32103210u);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u32 three = inside >> 16 * h, which = upper >> 16 * h;
-            const auto bytes = [&](const u32 (&of)[4]) { return __byte_perm(__byte_perm(of[0], of[1], three), __byte_perm(of[2], of[3], three), which); };
-            const u32 l = bytes(low), u = bytes(high);
-            to[2 * h] = __byte_perm(l, u, 0x5140);
-            to[2 * h + 1] = __byte_perm(l, u, 0x7362);
-        }
-    }
-};
-struct NoLevels {
-    __device__ void load(const float*) {}
-    __device__ void pairs(u32, u32 (&)[4]) const {}
-};
-
 template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits, bool kWide>
 struct PairDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> : TableDecoder<Codebook<kCount, kGrid, kSorted, kCodes>, T, kBits, kWide> {};
 template <int kExponent, int kMantissa, Specials kSpecials, class T, bool kWide>

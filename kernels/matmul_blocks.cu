@@ -186,7 +186,6 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     using Own = FloatCodes<Block, T>;
     using Place = Geometry<typename Block::Layout>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
-    let_next_start();
     constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Place::tables * Place::table_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -224,13 +223,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
         close_copies();
     };
 
-    next.open(share_of(0), warp);
-    locate();
-    if (next.left) rows.prefetch(first_group + next.group, min(next.left, 4), lane);
-    wait_for_earlier();
     // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
     const bool little = tokens <= 2;
     if (little) stage(0);
+    next.open(share_of(0), warp);
+    locate();
     copy(ring);
     if (!little) stage(0);
     copy(ring + Place::group_bytes);

@@ -6,7 +6,6 @@
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "exchange.cuh"
 #include "factor.cuh"
-#include "overlap.cuh"
 #include "results.cuh"
 #include "segment.cuh"
 
@@ -85,10 +84,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
     constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
-    constexpr bool kEarly = kBits <= 4 && kStages >= 3 * kDepthGroups;
-    // Steps of a unit whose levels are computed: tables and x together would ask too much of shared memory.
-    constexpr int kComputed = is_joined<typename Format::Codec, kBits> && kTokens >= 128 ? 2 : 0;
-    let_next_start();
+    constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
@@ -117,10 +113,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if (tile >= whole) share(2);
         else { first_unit = 0; units = weights.units; }
     };
-    if constexpr (kRouted) {
-        wait_for_earlier();
-        token_tiles = static_cast<int>(*routed.count);
-    }
+    if constexpr (kRouted) token_tiles = static_cast<int>(*routed.count);
     const int tiles = token_tiles * row_tiles;
     // Where sums take the place of x, a cluster has one tile. kPaired: the last tiles, from number `whole` on, are those of
     // clusters, whose two blocks share K; the others are blocks'.
@@ -181,13 +174,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 const u8* from[kRowGroups];
 #pragma unroll
                 for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
-                if (!kRouted && tile == first_tile) {  // these are on their way while the kernels before this one end
-                    constexpr int kSoon = 16384 / kRowGroups / 16 * 16;  // bytes of a strip
-#pragma unroll
-                    for (int r = 0; r < kRowGroups; ++r)
-                        if (has(r)) prefetch_run(from[r], min(units * kUnitBytes, kSoon));
-                    wait_for_earlier();
-                }
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
@@ -210,15 +196,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         return;
     }
     registers_up<kMany>();
-    if constexpr (Decode::table_bytes > 0) {  // no kernel writes the levels
+    if constexpr (Decode::table_bytes > 0) {  // while the first copies are under way
         typename Decode::template Filling<kThreads> filling;
         filling.load(weights.values, threadIdx.x, false);
         filling.store(tables, threadIdx.x);
         named_barrier(1 + kGroups, kThreads);
     }
-    Choice<(kComputed > 0), LevelBytes<typename Format::Codec, T>, NoLevels> levels;
-    levels.load(weights.values);
-    if constexpr (!kRouted) wait_for_earlier();
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
@@ -266,24 +249,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         const int own_units = lost ? 0 : units;
         const auto release = [&] { if (last >= 0 && lane == 0) barrier_arrive(empty + last); };
         Words<kBits> words;
-        const auto load_from = [&](int stage, u32 parity, int of_stage) {
+        const auto load = [&](int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
             words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
         };
-        const auto load = [&](int of_stage) { load_from(stage, parity, of_stage); };
         Factor<Format, T, kLie, kWide> scaled;
         const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
             const Own& own = from[s * kFine / 4];
             if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit);
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            if constexpr (kComputed > 0) {
-                if (s < kComputed) levels.pairs(words.w[s], to);
-            }
-            if (s < kComputed) {}
-            else if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
-            else if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
-            else if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
-            else if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
+            if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
             if constexpr (!kLate) scaled.apply(to);
         };
         const auto decode_step = [&](int step, const Own (&from)[kFine], u32 (*to)[4]) {
@@ -291,26 +269,18 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
-        const auto next_stage = [](int& stage, u32& parity) {
+        const auto advance = [&] {
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
-        const auto advance = [&] { next_stage(stage, parity); };
-        int coming = stage;  // of the codes that are loaded next, where scales are late and codes early
-        u32 coming_parity = parity;
-        const auto load_coming = [&](int of_stage) {
-            load_from(coming, coming_parity, of_stage);
-            if (of_stage == kSpan - 1) next_stage(coming, coming_parity);
-        };
         if constexpr (kLate) {
             if (i < own_units) {
-                load_coming(0);
+                load(0);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) decode_step(step, groups[0], a[0] + step * kSlices);
-                if (kEarly && i + behind(1) < own_units) load_coming(1 % kSpan);
             }
         }
-        if (!kLate && kEarly && i < own_units) load(0);
+        if (kEarly && i < own_units) load(0);
         // The unit `n` behind unit 0 of the stage that unit i begins; `more`: another one comes.
         const auto unit = [&](int n, bool more) {
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
@@ -330,7 +300,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 fetch(d, i + behind(n + 2));
                 if (of_stage == kSpan - 1) advance();
                 if (more) {
-                    if constexpr (!kEarly) load((n + 1) % kSpan);
+                    load((n + 1) % kSpan);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
                         decode_step(step, groups[1 - d], a[1 - d] + step * kSlices);
@@ -342,7 +312,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 }
                 wgmma_wait<0>();
                 if (lane == 0 && (of_stage == kSpan - 1 || !more)) barrier_arrive(empty + own_stage);
-                if (kEarly && i + behind(n + 2) < own_units) load_coming((n + 2) % kSpan);
 #pragma unroll
                 for (int j = 0; j < kTokens / 2; ++j) sum[j] = __fmaf_rn(scale[j / 2 % 2], part[j], sum[j]);
             } else {

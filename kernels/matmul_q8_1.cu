@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(32 * kTurns * kShare, kTokens > 8 || kShare > 
     using Place = Geometry<typename Block::Layout>;
     using Own = Products<Block, kTokens>;
     constexpr int kThreads = 32 * kShare;  // of a turn
-    let_next_start();
     const int lane = threadIdx.x % 32, thread = threadIdx.x % kThreads, share = thread / 32, turn = threadIdx.x / kThreads;
     const u32 token_tiles = static_cast<u32>((n + kTokens - 1) / kTokens);  // grids have less than 2^31
     // A division would hold up the first copies.
@@ -54,9 +53,6 @@ __global__ void __launch_bounds__(32 * kTurns * kShare, kTokens > 8 || kShare > 
         }
         close_copies();
     };
-#pragma unroll 1
-    for (int s = 0; s < 2 * kStages; ++s) rows.prefetch(turn + s * kTurns, 1, lane);
-    wait_for_earlier();
 #pragma unroll 1
     for (int s = 0; s < kStages; ++s) copy_group(turn + s * kTurns, ring + s * kStageBytes);
 

@@ -12,7 +12,6 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
     using Place = Geometry<typename Block::Layout>;
     using Own = Products<Block, kTokens>;
     constexpr int kThreads = 32 * kWarps;
-    let_next_start();
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 token_tiles = static_cast<u32>((n + kTokens - 1) / kTokens);  // grids have less than 2^31
     const i64 first_row = (static_cast<i64>(blockIdx.x / token_tiles) * kWarps + warp) * kRows;
@@ -43,8 +42,6 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
         }
         close_copies();
     };
-    rows.prefetch(0, 2, lane);
-    wait_for_earlier();
     copy_group(0);
     copy_group(1);
 

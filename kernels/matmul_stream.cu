@@ -3,7 +3,6 @@
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
-#include "overlap.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
 
@@ -82,7 +81,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
-    let_next_start();
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -105,6 +103,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto stage = [&](int copies) {
         stage_x<T>(xs, x + token * x_stride, x_stride, copies, twisted, M_here, K, block_first, block_units, arrived, threadIdx.x, kThreads);
     };
+    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
+    const bool little = M_here <= 2;
+    if (little) stage(copies);
+
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
@@ -158,28 +160,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     locate(0, 0);
-    // What the warp loads first is on its way while the kernels before this one end.
-    const auto prefetch = [&] {
-        constexpr int kSoon = 4096, kUnitBytes = 128 * kBits;  // of a warp; of a strip's unit
-        const int units = min(next_count, kSoon / kUnitBytes), own_groups = kFine > 1 ? units * kFine : (units + kGroup - 1) / kGroup;
-        if constexpr (kRows) {
-            prefetch_lines(next_codes - Rows::byte_of(t), units * (kUnitBytes / kStrip), t, 4);
-            prefetch_lines(next_second - Rows::byte_of(t), units * (kUnitBytes / kStrip), t, 4);
-            prefetch_lines(next_group.scale, own_groups * Own::bytes, t, 4);
-            prefetch_lines(next_group.scale + next_group.apart * Own::bytes, own_groups * Own::bytes, t, 4);
-        } else {
-            prefetch_lines(next_codes, units * kUnitBytes, lane, 32);
-            if constexpr (kLie == kInStrips && !Own::blocks) prefetch_lines(next_group.scale, own_groups * kStrip * Own::bytes, lane, 32);
-        }
-    };
-    prefetch();
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
-    if constexpr (!kTight) load_levels();  // no kernel writes them
-    wait_for_earlier();
-    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
-    const bool little = M_here <= 2;
-    if (little) stage(copies);
+    if constexpr (!kTight) load_levels();
 #pragma unroll
     for (int d = 0; d < kAhead; ++d) load(d, false);
     load_coming(groups);

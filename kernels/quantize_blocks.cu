@@ -3,7 +3,6 @@
 // quantize_blocks_axis: blocks along an axis that is not the last, from tiles in shared memory.
 #include "blocks.cuh"
 #include "find.cuh"
-#include "overlap.cuh"
 #include "turn.cuh"
 
 namespace cuquant {
@@ -62,14 +61,12 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(
     const T* __restrict__ x, u8* __restrict__ blocks, Lookup lookup, i64 count, int vectors, int saturate,
     u32* __restrict__ overflow) {
     using Layout = typename Format::Layout;
-    let_next_start();
     constexpr int kBlocks = 32 / kLanes, kBytes = kBlocks * Layout::bytes;
     static_assert(kBytes % 16 == 0, "a warp writes whole vectors");
     __shared__ __align__(16) u8 staged[kThreads / 32][kBytes];
     const int lane = threadIdx.x % 32;
     const i64 warp = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) / 32;
     const i64 own = warp * kBlocks + lane / kLanes;
-    wait_for_earlier();
     Raw<T> raw[2];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -97,8 +94,6 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks_axis(
     constexpr int kAlong = kDepth / kElements, kBytes = kDepth / Layout::elements * Layout::bytes;
     __shared__ Tile turned;
     __shared__ __align__(16) u8 staged[kWidth][kBytes];
-    let_next_start();
-    wait_for_earlier();
     const u32 tile = blockIdx.x, line = tile / tiles_across;
     const i64 across = tile % tiles_across, down = line % tiles_down, batch = line / tiles_down;
     const i64 top = down * kDepth, left = across * kWidth;

@@ -35,11 +35,8 @@ class _Blocks:
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 
-    def _program(
-        self, file: str, entry: str, *arguments: str | int, overlaps: bool = False
-    ) -> Program:
-        all_arguments = (self.facts.type, *arguments)
-        return Program(file, entry, all_arguments, self.facts.text, overlaps=overlaps)
+    def _program(self, file: str, entry: str, *arguments: str | int) -> Program:
+        return Program(file, entry, (self.facts.type, *arguments), self.facts.text)
 
     def _warps(self, program: Program, blocks: int, groups: int) -> Launch:
         elements = blocks * self.fmt.layout.elements
@@ -54,8 +51,7 @@ class QuantizeBlocks(_Blocks):
         """Of quantize_blocks."""
         flags = CLAMP if clamp else 0
         element = ELEMENTS[dtype.name]
-        arguments = (element, THREADS, flags)
-        program = self._program("quantize_blocks.cu", "quantize_blocks", *arguments, overlaps=True)
+        program = self._program("quantize_blocks.cu", "quantize_blocks", element, THREADS, flags)
         return Launch(program, (-(-blocks // (THREADS // LANES)), 1, 1), THREADS)
 
     def __call__(
@@ -82,9 +78,7 @@ class QuantizeBlocks(_Blocks):
         tile = TILE[dtype.itemsize]
         down, across = -(-depth // tile[0]), -(-width // tile[1])
         arguments = (ELEMENTS[dtype.name], THREADS, *tile, CLAMP if clamp else 0)
-        program = self._program(
-            "quantize_blocks.cu", "quantize_blocks_axis", *arguments, overlaps=True
-        )
+        program = self._program("quantize_blocks.cu", "quantize_blocks_axis", *arguments)
         return Launch(program, (batch * down * across, 1, 1), THREADS), down, across
 
     def along_axis(

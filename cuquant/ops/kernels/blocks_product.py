@@ -185,6 +185,4 @@ class BlocksProduct:
 def _program(name: str, dtype: str, tiles: int, split: int, gated: bool) -> Program:
     facts = float_codes(name).facts
     arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated))
-    return Program(
-        "matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=True
-    )
+    return Program("matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True)

@@ -396,11 +396,5 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         int(shape.paired),
     )
     return Program(
-        "matmul_hopper.cu",
-        "matmul_hopper",
-        arguments,
-        facts.text,
-        features=True,
-        contract=True,
-        overlaps=True,
+        "matmul_hopper.cu", "matmul_hopper", arguments, facts.text, features=True, contract=True
     )
