@@ -445,6 +445,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path, monkeypatch):
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[3]))  # nohup's do, and so may these tests
 from cuquant.io import streaming
 from cuquant.cli import main
 quantize = streaming.quantize
@@ -456,21 +457,34 @@ main(["quantize", sys.argv[1], "-o", sys.argv[2], "--device", "cpu"])
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_a_signal_removes_the_half_written_file(tmp_path, name, code):
-    arrays = {str(i): np.ones((8, 64), np.float32) for i in range(100)}
+def signalled(tmp_path, name, hang_up="SIG_DFL", tensors=100):
+    """Quantizes tensors, is sent a signal amid them: the process at its end, and its errors."""
+    arrays = {str(i): np.ones((8, 64), np.float32) for i in range(tensors)}
     source, out = write(tmp_path / "in", arrays), tmp_path / "out"
     out.write_bytes(b"old")
-    process = start(SLOW, source, out)
+    process = start(SLOW, source, out, hang_up)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(tmp_path.glob(".out.*.tmp")), process.poll()
     time.sleep(0.3)  # into the tensors
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == code, err
+    _, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    assert out.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    return process, err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_removes_the_half_written_file(tmp_path, name, code):
+    process, err = signalled(tmp_path, name)
+    assert process.returncode == code, err
+    assert (tmp_path / "out").read_bytes() == b"old"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_nohup_is_respected(tmp_path):
+    process, err = signalled(tmp_path, "SIGHUP", hang_up="SIG_IGN", tensors=10)
+    assert process.returncode == 0, err
+    assert len(cq.load(tmp_path / "out")) == 10
