@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cuquant import cubins, elf
+from cuquant import cubins, driver, elf
 from cuquant.cubins import Compiled
 from cuquant.errors import BackendUnavailable, CompileError
 from cuquant.formats import get_format
@@ -45,6 +45,7 @@ from cuquant.sources import (
 )
 
 NEEDED_NVRTC = (12, 9)
+OVERLAP_ARCH = 90  # and newer: kernels can wait for those before them
 __path__: list[str] = []  # else runpy warns that `import cuquant` has imported this file already
 
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs; filled
@@ -73,6 +74,9 @@ class Program:
         Whether it needs the instructions of one architecture alone (sm_90a).
     contract
         Whether a * b + c may become one operation; never where bytes are a promise.
+    overlaps
+        Whether it may start while the kernels before it end, since it waits for them itself: see
+        overlap.cuh.
     """
 
     file: str
@@ -81,6 +85,7 @@ class Program:
     facts: str = ""
     features: bool = False
     contract: bool = False
+    overlaps: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -304,7 +309,8 @@ def _load(program: Program, device: int, stream: int) -> Kernel:
         if (program, device) not in _kernels:
             with cupy.cuda.Device(device):
                 cupy.cuda.runtime.free(0)  # makes the device's context where there is none yet
-                _kernels[program, device] = _loaded(program, found.code)
+                start = driver.starter() if program.overlaps and arch >= OVERLAP_ARCH else None
+                _kernels[program, device] = _loaded(program, found.code, start)
         return _kernels[program, device]
 
 
@@ -336,17 +342,17 @@ def device_arch(device: int | None = None) -> int:
     return 10 * major + minor
 
 
-def _loaded(program: Program, code: bytes) -> Kernel:
-    driver: Any = importlib.import_module("cupy_backends.cuda.api.driver")
+def _loaded(program: Program, code: bytes, start: driver.Start | None) -> Kernel:
+    api: Any = importlib.import_module("cupy_backends.cuda.api.driver")
     module = _cupy().cuda.function.Module()
     module.load(code)
     if code.startswith(b"\x7fELF"):
         resources = elf.resources(code, program.entry)
-        return Kernel(driver, module.get_function(resources.name), resources)
+        return Kernel(api, module.get_function(resources.name), resources, start)
     names = _PTX_ENTRY.findall(code)
     function = module.get_function(names[0].decode())
-    attributes = (driver.funcGetAttribute(number, function.ptr) for number in (4, 3, 1, 0))
-    return Kernel(driver, function, elf.Resources(names[0].decode(), *attributes))
+    attributes = (api.funcGetAttribute(number, function.ptr) for number in (4, 3, 1, 0))
+    return Kernel(api, function, elf.Resources(names[0].decode(), *attributes), start)
 
 
 def _cupy() -> Any:

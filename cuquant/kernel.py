@@ -5,6 +5,7 @@ import struct
 import threading
 from typing import Any, NamedTuple
 
+from cuquant.driver import CONFIG, OVERLAP, Start
 from cuquant.elf import Resources
 
 Argument = int | float | bytes
@@ -20,6 +21,8 @@ class _Slots(NamedTuple):
     values: Any
     pointers: Any  # keeps the addresses alive
     address: int  # of `pointers`
+    config: Any  # how the kernel is started, where it may overlap others
+    config_address: int
 
 
 class _Layout:
@@ -38,7 +41,13 @@ class _Layout:
         pointers = (ctypes.c_void_p * max(len(self.offsets), 1))(
             *(start + offset for offset in self.offsets)
         )
-        return _Slots(values, pointers, ctypes.addressof(pointers))
+        config = ctypes.create_string_buffer(CONFIG.size)
+        addresses = ctypes.addressof(pointers), ctypes.addressof(config)
+        return _Slots(values, pointers, addresses[0], config, addresses[1])
+
+
+_overlap = ctypes.create_string_buffer(OVERLAP, len(OVERLAP))
+_OVERLAP_ADDRESS = ctypes.addressof(_overlap)
 
 
 def _slot(argument: Argument) -> str:
@@ -59,9 +68,13 @@ class Kernel:
         Of one block, without the dynamic ones.
     threads_limit
         The most threads of a block.
+    start
+        What starts a kernel that waits for those before it itself; None for one that does not.
     """
 
-    def __init__(self, driver: Any, function: Any, resources: Resources):
+    def __init__(
+        self, driver: Any, function: Any, resources: Resources, start: Start | None = None
+    ):
         self.name = resources.name
         self.registers = resources.registers
         self.local_bytes = resources.local_bytes
@@ -69,7 +82,7 @@ class Kernel:
         self.threads_limit = resources.threads_limit
         self._parameters = resources.parameters
         self._driver = driver
-        self._launch = driver.launchKernel
+        self._launch, self._start = driver.launchKernel, start
         self._function = function  # keeps the module loaded
         self._pointer = function.ptr
         self._allowed = _PLAIN_SHARED - resources.shared_bytes
@@ -116,8 +129,7 @@ class Kernel:
         for position, size in layout.blocks:
             if len(arguments[position]) != size:  # type: ignore[arg-type]
                 return self._launch_other(grid, threads, shared, arguments, stream)
-        x, y, z = grid
-        self._launch(self._pointer, x, y, z, threads, 1, 1, shared, stream, slots.address, 0)
+        self._started(slots, grid, threads, shared, stream)
         layout.free.append(slots)
 
     def _launch_other(self, grid, threads, shared, arguments, stream) -> None:
@@ -125,7 +137,20 @@ class Kernel:
         words = [a & _WORD if isinstance(a, int) else a for a in arguments]
         slots = layout.slots()
         layout.struct.pack_into(slots.values, 0, *words)
-        self._launch(self._pointer, *grid, threads, 1, 1, shared, stream, slots.address, 0)
+        self._started(slots, grid, threads, shared, stream)
+
+    def _started(
+        self, slots: _Slots, grid: tuple[int, int, int], threads: int, shared: int, stream: int
+    ) -> None:
+        x, y, z = grid
+        if self._start is None:
+            self._launch(self._pointer, x, y, z, threads, 1, 1, shared, stream, slots.address, 0)
+            return
+        size = x, y, z, threads, 1, 1
+        CONFIG.pack_into(slots.config, 0, *size, shared, stream, _OVERLAP_ADDRESS, 1)
+        status = self._start(slots.config_address, self._pointer, slots.address, 0)
+        if status:
+            self._driver.check_status(status)
 
     def _checked(self, arguments: tuple[Argument, ...]) -> _Layout:
         """The layout of these arguments; TypeError where the kernel has other parameters."""

@@ -3,6 +3,7 @@
 #pragma once
 #include "block_groups.cuh"
 #include "dot.cuh"
+#include "overlap.cuh"
 
 namespace cuquant {
 

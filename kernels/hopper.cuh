@@ -60,11 +60,6 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, in
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
 }
 
-// Brings such a run to the L2 cache.
-__device__ inline void prefetch_run(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
-
 // ---- warps with different tasks -----------------------------------------------------------------
 
 // True in one lane of a whole warp.

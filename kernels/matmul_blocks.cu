@@ -186,6 +186,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     using Own = FloatCodes<Block, T>;
     using Place = Geometry<typename Block::Layout>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
+    let_next_start();
     constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Place::tables * Place::table_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -223,15 +224,13 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
         close_copies();
     };
 
-    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
-    const bool little = tokens <= 2;
-    if (little) stage(0);
     next.open(share_of(0), warp);
     locate();
-    copy(ring);
-    if (!little) stage(0);
+    copy(ring);  // weights are on their way while the kernels before this one end
     copy(ring + Place::group_bytes);
-    wait_copies<kRing - 1>();
+    wait_for_earlier();
+    stage(0);
+    wait_copies<0>();
     __syncthreads();
 
     int own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores

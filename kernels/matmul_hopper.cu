@@ -6,6 +6,7 @@
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "exchange.cuh"
 #include "factor.cuh"
+#include "overlap.cuh"
 #include "results.cuh"
 #include "segment.cuh"
 
@@ -85,6 +86,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
@@ -113,7 +115,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         if (tile >= whole) share(2);
         else { first_unit = 0; units = weights.units; }
     };
-    if constexpr (kRouted) token_tiles = static_cast<int>(*routed.count);
+    if constexpr (kRouted) {
+        wait_for_earlier();
+        token_tiles = static_cast<int>(*routed.count);
+    }
     const int tiles = token_tiles * row_tiles;
     // Where sums take the place of x, a cluster has one tile. kPaired: the last tiles, from number `whole` on, are those of
     // clusters, whose two blocks share K; the others are blocks'.
@@ -174,6 +179,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 const u8* from[kRowGroups];
 #pragma unroll
                 for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
+                if (!kRouted && tile == first_tile) {  // to L2 while the kernels before this one end
+                    constexpr int kSoon = (4096 / (kRowGroups * kUnitBytes) + kSpan - 1) / kSpan * kSpan;  // units
+#pragma unroll
+                    for (int r = 0; r < kRowGroups; ++r)
+                        if (has(r)) prefetch_run(from[r], min(units, kSoon) * kUnitBytes);
+                    wait_for_earlier();
+                }
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
@@ -196,12 +208,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         return;
     }
     registers_up<kMany>();
-    if constexpr (Decode::table_bytes > 0) {  // while the first copies are under way
+    if constexpr (Decode::table_bytes > 0) {  // while the first copies are under way; no kernel writes levels
         typename Decode::template Filling<kThreads> filling;
         filling.load(weights.values, threadIdx.x, false);
         filling.store(tables, threadIdx.x);
         named_barrier(1 + kGroups, kThreads);
     }
+    if constexpr (!kRouted) wait_for_earlier();
 
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);

@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(32 * kTurns * kShare, kTokens > 8 || kShare > 
     using Place = Geometry<typename Block::Layout>;
     using Own = Products<Block, kTokens>;
     constexpr int kThreads = 32 * kShare;  // of a turn
+    let_next_start();
     const int lane = threadIdx.x % 32, thread = threadIdx.x % kThreads, share = thread / 32, turn = threadIdx.x / kThreads;
     const u32 token_tiles = static_cast<u32>((n + kTokens - 1) / kTokens);  // grids have less than 2^31
     // A division would hold up the first copies.
@@ -44,17 +45,23 @@ __global__ void __launch_bounds__(32 * kTurns * kShare, kTokens > 8 || kShare > 
     rows.begin(weights, first_row + share * kRows, m, columns);
     token_copies.begin(own_tokens + turn * kTokenGroup, token_bytes, tokens, thread);
     const int easy_tokens = easy_groups(columns, token_bytes);
-    const auto copy_group = [&](int group, int stage) {
+    const auto copy_weights = [&](int group, int stage) {
+        if (group < groups && (kShare == 1 || rows.rows > 0)) rows.copy(stage + own_place, group, lane);
+    };
+    const auto copy_tokens = [&](int group, int stage) {
         if (group < groups) {
             const i64 start = static_cast<i64>(group) * kTokenGroup;
-            if (kShare == 1 || rows.rows > 0) rows.copy(stage + own_place, group, lane);
             if (group < easy_tokens) token_copies.copy(stage + kTokensAt, kTurns * kTokenGroup, thread);
             else copy_last<kThreads, kTokenVectors, kTokenPitch>(stage + kTokensAt, own_tokens + start, token_bytes, token_bytes - start, tokens, thread);
         }
         close_copies();
     };
+    // Weights are on their way while the kernels before this one end.
 #pragma unroll 1
-    for (int s = 0; s < kStages; ++s) copy_group(turn + s * kTurns, ring + s * kStageBytes);
+    for (int s = 0; s < kStages; ++s) copy_weights(turn + s * kTurns, ring + s * kStageBytes);
+    wait_for_earlier();
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) copy_tokens(turn + s * kTurns, ring + s * kStageBytes);
 
     Own products;
     products.clear();
@@ -68,7 +75,8 @@ __global__ void __launch_bounds__(32 * kTurns * kShare, kTokens > 8 || kShare > 
         if constexpr (kShare > 1) meet();
         products.add(rows.at(stage + own_place, lane / 4, group), rows.at(stage + own_place, lane / 4 + 8, group), scales, stage + kTokensAt, token_scales, token_step, levels, lane);
         meet();  // nobody reads this stage or the tables any more
-        copy_group(group + kStages * kTurns, stage);
+        copy_weights(group + kStages * kTurns, stage);
+        copy_tokens(group + kStages * kTurns, stage);
         stage = stage == ring + (kStages - 1) * kStageBytes ? ring : stage + kStageBytes;
     }
     wait_copies<0>();

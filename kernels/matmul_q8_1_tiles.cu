@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
     using Place = Geometry<typename Block::Layout>;
     using Own = Products<Block, kTokens>;
     constexpr int kThreads = 32 * kWarps;
+    let_next_start();
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const u32 token_tiles = static_cast<u32>((n + kTokens - 1) / kTokens);  // grids have less than 2^31
     const i64 first_row = (static_cast<i64>(blockIdx.x / token_tiles) * kWarps + warp) * kRows;
@@ -32,18 +33,23 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
     rows.begin(weights, min(first_row, (m - 1) / kRows * kRows), m, columns);  // warps without rows repeat the last ones
     token_copies.begin(own_tokens, token_bytes, tokens, thread);
     const int easy_tokens = easy_groups(columns, token_bytes);
-    const auto copy_group = [&](int group) {
+    const auto copy_weights = [&](int group) {
+        if (group < groups) rows.copy(ring + group % 2 * Place::group_bytes, group, lane);
+    };
+    const auto copy_tokens = [&](int group) {
         const int half = group % 2;
         if (group < groups) {
             const i64 start = static_cast<i64>(group) * kTokenGroup;
-            rows.copy(ring + half * Place::group_bytes, group, lane);
             if (group < easy_tokens) token_copies.copy(half * kTokensBytes, kTokenGroup, thread);
             else copy_last<kThreads, kTokenVectors, kTokenPitch>(half * kTokensBytes, own_tokens + start, token_bytes, token_bytes - start, tokens, thread);
         }
         close_copies();
     };
-    copy_group(0);
-    copy_group(1);
+    copy_weights(0);  // on their way while the kernels before this one end
+    copy_weights(1);
+    wait_for_earlier();
+    copy_tokens(0);
+    copy_tokens(1);
 
     Own products;
     products.clear();
@@ -57,7 +63,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResident / kWarps) matmul_q8_1_t
         __syncthreads();  // the tables are full
         products.add(rows.at(stage, lane / 4, group), rows.at(stage, lane / 4 + 8, group), scales, token_stage, kTokenScales, token_step, levels, lane);
         __syncthreads();  // nobody reads these groups or the tables any more
-        copy_group(group + 2);
+        copy_weights(group + 2);
+        copy_tokens(group + 2);
     }
 #pragma unroll
     for (int j = 0; j < Own::tiles; ++j)

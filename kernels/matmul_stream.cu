@@ -3,6 +3,7 @@
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
+#include "overlap.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
 
@@ -81,6 +82,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
+    let_next_start();
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -103,10 +105,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto stage = [&](int copies) {
         stage_x<T>(xs, x + token * x_stride, x_stride, copies, twisted, M_here, K, block_first, block_units, arrived, threadIdx.x, kThreads);
     };
-    // A little x comes first, or it would wait in line behind the weights; for much of it these would wait.
-    const bool little = M_here <= 2;
-    if (little) stage(copies);
-
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
@@ -132,10 +130,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong);
     Own groups[kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g, beside); };
-    const auto load = [&](int d, bool whole) {
+    const auto load_codes = [&](int d, bool whole) {
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
             else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
+        }
+    };
+    const auto load_groups = [&](int d, bool whole) {
+        if (whole || d < next_count) {
             if constexpr (kFine > 1 && kRows && !kShared) {
                 Own::template load_fine<kFine>(groups + d * kFine, next_group, d);
             } else if constexpr (kFine > 1 && !kShared) {
@@ -159,14 +161,29 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (next_count > 0) load_group(to[0], 0);
         }
     };
+    const auto load_first_groups = [&] {
+#pragma unroll
+        for (int d = 0; d < kAhead; ++d) load_groups(d, false);
+        load_coming(groups);
+    };
     locate(0, 0);
+    // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
+    // comes next to L2; but scales of rows may be what those kernels write.
+#pragma unroll
+    for (int d = 0; d < kAhead; ++d) load_codes(d, false);
+    if constexpr (!kRows) {
+        load_first_groups();
+        constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
+        if constexpr (kSoon > kAhead && Decode::table_bytes == 0) {
+            if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
+        }
+    }
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
-    if constexpr (!kTight) load_levels();
-#pragma unroll
-    for (int d = 0; d < kAhead; ++d) load(d, false);
-    load_coming(groups);
-    if (!little) stage(min(copies, static_cast<int>(kVectors)));
+    if constexpr (!kTight) load_levels();  // no kernel writes them
+    wait_for_earlier();
+    if constexpr (kRows) load_first_groups();
+    stage(M_here <= 2 ? copies : min(copies, static_cast<int>(kVectors)));
     Choice<kTight, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
     if constexpr (!kTight && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
@@ -277,7 +294,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                         }
                     }
                 }
-                load(d, whole);
+                load_codes(d, whole);
+                load_groups(d, whole);
             }
         };
         // Without conditions the compiler mixes neighbouring units.

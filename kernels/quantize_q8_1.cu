@@ -1,6 +1,7 @@
 // q8_1 as llama.cpp's CUDA kernel makes it: codes by a true division by the scale, and beside the scale the sum
 // of the values themselves. A warp makes one block of 32, a lane one element.
 #include "blocks.cuh"
+#include "overlap.cuh"
 
 namespace cuquant {
 
@@ -10,9 +11,11 @@ __global__ void __launch_bounds__(kThreads) quantize_q8_1(const T* __restrict__ 
     using Codec = typename Format::Codec;
     using Layout = typename Format::Layout;
     static_assert(Layout::elements == 32 && Layout::is_signed && Layout::sum_byte >= 0, "a lane has an element");
+    let_next_start();
     const int lane = threadIdx.x % 32;
     const i64 block = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) / 32;
     if (block >= count) return;  // the whole warp
+    wait_for_earlier();
     const float value = Element<T>::load(x + block * 32 + lane);
     u32 top = bits_of(value) & 0x7FFFFFFFu;
     float sum = value;

@@ -1,26 +1,15 @@
 """Tensor maps: what Hopper's copy engine is told about a matrix, made by the CUDA driver."""
 
 import ctypes
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
-from cuquant.errors import BackendUnavailable
+from cuquant import driver
 
 MAP_BYTES = 128
 COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles
 # cuTensorMapEncodeTiled's words for 16-bit floats, and for what the copies do.
 DATA_TYPES = {"float16": 6, "bfloat16": 9}
 SWIZZLE_128, PROMOTE_256 = 3, 3
-
-
-@cache
-def _driver() -> Any:
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise BackendUnavailable("the CUDA driver cannot be loaded; `cuquant doctor` tells more")
 
 
 @lru_cache(maxsize=1024)
@@ -40,7 +29,7 @@ def tensor_map(
     """
     room = ctypes.create_string_buffer(MAP_BYTES + 64)
     aligned = (ctypes.addressof(room) + 63) & ~63
-    result = _driver().cuTensorMapEncodeTiled(
+    result = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         DATA_TYPES[dtype],
         2,

@@ -185,4 +185,7 @@ class BlocksProduct:
 def _program(name: str, dtype: str, tiles: int, split: int, gated: bool) -> Program:
     facts = float_codes(name).facts
     arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated))
-    return Program("matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True)
+    early = name != "q8_1"  # which quantize_q8_1.cu makes, and lets the next kernel start
+    return Program(
+        "matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early
+    )

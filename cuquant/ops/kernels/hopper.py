@@ -396,5 +396,11 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         int(shape.paired),
     )
     return Program(
-        "matmul_hopper.cu", "matmul_hopper", arguments, facts.text, features=True, contract=True
+        "matmul_hopper.cu",
+        "matmul_hopper",
+        arguments,
+        facts.text,
+        features=True,
+        contract=True,
+        overlaps=True,
     )

@@ -134,9 +134,7 @@ class Operand:
         blocks = -(-m // (ROWS * WARPS)) * -(-n // self.tile)
         if 3 * blocks >= 2 * multiprocessors and n > MOST and self.tile_shared <= limit:
             arguments = (self.facts.type, self.tile, WARPS)
-            program = Program(
-                "matmul_q8_1_tiles.cu", "matmul_q8_1_tiles", arguments, self.facts.text
-            )
+            program = self._program("matmul_q8_1_tiles", arguments)
             return Launch(program, (blocks, 1, 1), WARP * WARPS, self.tile_shared)
         turns = WARPS if self.shared(MANY, WARPS) <= limit else NARROW_WARPS
         kind = FEW if n <= FEW else MANY
@@ -148,8 +146,11 @@ class Operand:
             share = SHARE
         grid = -(-m // (share * ROWS)) * tiles
         arguments = (self.facts.type, kind, turns, STAGES, share)
-        program = Program("matmul_q8_1.cu", "matmul_q8_1", arguments, self.facts.text)
+        program = self._program("matmul_q8_1", arguments)
         return Launch(program, (grid, 1, 1), WARP * turns * share, self.shared(kind, turns, share))
+
+    def _program(self, entry: str, arguments: tuple[str | int, ...]) -> Program:
+        return Program(f"{entry}.cu", entry, arguments, self.facts.text, overlaps=True)
 
 
 @lru_cache(maxsize=64)
@@ -182,7 +183,7 @@ def values_launch(dtype: np.dtype, blocks: int) -> Launch:
     """Of quantize_q8_1."""
     made = words.facts(Q8_1)
     arguments = (made.type, ELEMENTS[dtype.name], QUANTIZE_THREADS)
-    program = Program("quantize_q8_1.cu", "quantize_q8_1", arguments, made.text)
+    program = Program("quantize_q8_1.cu", "quantize_q8_1", arguments, made.text, overlaps=True)
     return Launch(program, (-(-blocks * WARP // QUANTIZE_THREADS), 1, 1), QUANTIZE_THREADS)
 
 

@@ -264,4 +264,6 @@ def _program(
         int(gated),
         int(wide),
     )
-    return Program("matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True)
+    return Program(
+        "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
+    )

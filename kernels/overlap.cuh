@@ -1,0 +1,30 @@
+// A kernel that starts while the one before it on its stream ends (programmatic dependent launch, sm_90 and newer).
+// Until it waits it reads codes and prepacked weights alone, and writes nothing: a kernel that lets the next one start
+// early never makes these. What any other kernel made is there, since it ends before this one starts.
+#pragma once
+#include "vector.cuh"
+
+namespace cuquant {
+
+#if !defined(CUQUANT_EMULATOR) && __CUDA_ARCH__ >= 900
+
+// Once all blocks have said so, the next kernel may start, if it is one that waits.
+__device__ inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernels before have ended, and what they wrote can be seen.
+__device__ inline void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// `bytes` that follow each other to the L2 cache, whole vectors of 16.
+__device__ inline void prefetch_run(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
+#else
+
+__device__ inline void let_next_start() {}
+__device__ inline void wait_for_earlier() {}
+#ifndef CUQUANT_EMULATOR
+__device__ inline void prefetch_run(const void*, int) {}
+#endif
+
+#endif
+
+}  // namespace cuquant
