@@ -150,8 +150,9 @@ def test_tiles_of_rows_that_are_no_whole_words():
 @pytest.mark.parametrize(
     ("m", "n", "arch", "entry", "tokens", "threads"),
     [
-        (4096, 1, 90, "matmul_q8_1", 4, 512),
-        (2048, 1, 90, "matmul_q8_1", 4, 256),  # sharing warps would leave half idle
+        (4096, 1, 90, "matmul_q8_1", 4, 256),  # one token is not shared
+        (4096, 2, 90, "matmul_q8_1", 4, 512),
+        (2048, 2, 90, "matmul_q8_1", 4, 256),  # sharing warps would leave half idle
         (4096, 8, 90, "matmul_q8_1", 8, 512),
         (4096, 128, 90, "matmul_q8_1", 16, 512),  # and 64 tiles would
         (4096, 192, 90, "matmul_q8_1_tiles", 64, 256),

@@ -128,7 +128,8 @@ class Operand:
         Tiles of many rows and tokens where these can fill two thirds of the GPU: they take two
         thirds of the operations, and most of the traffic of shared memory's ring is saved. Else
         few tokens at a time, whose sums have an order that m and n do not change; two warps share
-        them where half as many thread blocks still fill the GPU.
+        them where half as many thread blocks still fill the GPU, but not one token, nor few where
+        weights are looked up: that is faster than what two warps wait for each other.
         """
         limit = SHARED.get(arch, SHARED[75])
         blocks = -(-m // (ROWS * WARPS)) * -(-n // self.tile)
@@ -142,7 +143,8 @@ class Operand:
             kind = MOST
         share, tiles = 1, -(-n // kind)
         full = 10 * -(-m // (SHARE * ROWS)) * tiles >= 9 * multiprocessors
-        if limit >= SHARED[80] and full and self.shared(kind, turns, SHARE) <= limit:
+        alone = n == 1 or (self.lookup and n <= FEW)
+        if limit >= SHARED[80] and full and not alone and self.shared(kind, turns, SHARE) <= limit:
             share = SHARE
         grid = -(-m // (share * ROWS)) * tiles
         arguments = (self.facts.type, kind, turns, STAGES, share)
@@ -206,7 +208,7 @@ def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -
     if fmt.name not in BLOCK_LAYOUTS:
         return []
     made = operand(fmt.name)
-    sizes = [(1, n, ROWS) for n in (1, MANY, MOST)] + [(1, n, 1) for n in (1, MANY, MOST)]
+    sizes = [(1, n, count) for n in (1, FEW, MANY, MOST) for count in (ROWS, 1)]
     sizes.append((ROWS * WARPS, TILE, 1))
     archs = (arch,) if arch else SHARED
     found = {made.launch(m, n, a, count).program: None for m, n, count in sizes for a in archs}
