@@ -168,16 +168,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     locate(0, 0);
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
-    // comes next to L2; but scales of rows may be what those kernels write.
+    // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
+    // wait that no branch is around.
+    if (count > 0) {
 #pragma unroll
-    for (int d = 0; d < kAhead; ++d) load_codes(d, false);
-    if constexpr (!kRows) {
-        load_first_groups();
+        for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
-        if constexpr (kSoon > kAhead && Decode::table_bytes == 0) {
+        if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
             if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
         }
     }
+    if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them

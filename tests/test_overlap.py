@@ -224,6 +224,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         assert {op.split(".")[0] for op in before} <= {EARLY.get(program.entry)}, program.name
         if program.entry == "matmul_hopper":
             assert set(before) <= {"LDG.E"}
+        elif program.entry in EARLY:
+            assert before, "weights come after the wait"
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
