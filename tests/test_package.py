@@ -29,7 +29,7 @@ LAYERS = [
     ["formats"],
     ["reference"],
     ["interop"],
-    ["elf", "sources"],
+    ["driver", "elf", "sources"],
     ["cubins", "kernel"],
     ["slicing", "fragments", "stored", "array", "jit", "devices"],
     ["packed", "ahead"],
