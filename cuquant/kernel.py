@@ -1,8 +1,10 @@
 """A loaded kernel and its launch: the host's share of every operation on a GPU."""
 
 import ctypes
+import importlib
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cuquant.driver import CONFIG, OVERLAP, Start
@@ -13,6 +15,7 @@ Argument = int | float | bytes
 _PLAIN_SHARED = 48 * 1024  # bytes a block may have without asking for more
 _DYNAMIC_SHARED = 8  # the function attribute that asks
 _WORD = 2**64 - 1
+_INVALID_CONTEXT = 201  # the driver's answer to a thread that has used no GPU yet
 
 
 class _Slots(NamedTuple):
@@ -142,13 +145,16 @@ class Kernel:
     def _started(
         self, slots: _Slots, grid: tuple[int, int, int], threads: int, shared: int, stream: int
     ) -> None:
-        x, y, z = grid
+        size = *grid, threads, 1, 1
         if self._start is None:
-            self._launch(self._pointer, x, y, z, threads, 1, 1, shared, stream, slots.address, 0)
+            _in_context(self._launch, self._pointer, *size, shared, stream, slots.address, 0)
             return
-        size = x, y, z, threads, 1, 1
         CONFIG.pack_into(slots.config, 0, *size, shared, stream, _OVERLAP_ADDRESS, 1)
-        status = self._start(slots.config_address, self._pointer, slots.address, 0)
+        _in_context(self._overlap, slots.config_address, slots.address)
+
+    def _overlap(self, config: int, parameters: int) -> None:
+        assert self._start is not None
+        status = self._start(config, self._pointer, parameters, 0)
         if status:
             self._driver.check_status(status)
 
@@ -167,8 +173,19 @@ class Kernel:
         """Tell the driver once that blocks may have more than 48 KB of shared memory."""
         with self._lock:
             if shared > self._allowed:
-                self._driver.funcSetAttribute(self._pointer, _DYNAMIC_SHARED, shared)
+                _in_context(self._driver.funcSetAttribute, self._pointer, _DYNAMIC_SHARED, shared)
                 self._allowed = shared
+
+
+def _in_context(call: Callable[..., Any], *arguments: Any) -> None:
+    """A call of the driver; once more where the thread had no context: CUDA's runtime makes one."""
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        if getattr(error, "status", None) != _INVALID_CONTEXT:
+            raise
+        importlib.import_module("cupy").cuda.runtime.free(0)
+        call(*arguments)
 
 
 def _fits(argument: Argument, size: int) -> bool:

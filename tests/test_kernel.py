@@ -202,6 +202,46 @@ def test_a_failed_launch_leaves_the_kernel_usable():
     assert driver.launches[0][3] == [struct.pack("<Q", 2)]
 
 
+class NoContext(RuntimeError):
+    """As CuPy's CUDADriverError of CUDA_ERROR_INVALID_CONTEXT."""
+
+    status = 201
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_threads_first_call_gets_a_context(monkeypatch, overlaps):
+    """Where all is cached nothing calls CUDA's runtime, which would make one."""
+    _, driver = kernel(8)
+    fake, refused = FakeCupy(), []
+    launch, set_attribute = driver.launchKernel, driver.funcSetAttribute
+
+    def refuse():
+        raise NoContext
+
+    def asking(call, refusal=refuse):
+        def run(*arguments):
+            if ("free", 0) in fake.calls:
+                return call(*arguments)
+            refused.append(arguments)
+            return refusal()
+
+        return run
+
+    driver.launchKernel = asking(launch)
+    driver.check_status = lambda status: refuse() if status == 201 else None
+    start = asking(lambda *_: 0, lambda: 201) if overlaps else None
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    resources = Resources("k", 32, 0, 0, 1024, (8,))
+    made = Kernel(driver, SimpleNamespace(ptr=99), resources, start)
+    made.launch(*GRID, (1,), 0)
+    assert len(refused) == 1 and fake.calls == [("free", 0)]
+    assert overlaps or driver.launches[0][3] == [struct.pack("<Q", 1)]
+    fake.calls.clear()
+    driver.funcSetAttribute = asking(set_attribute)
+    made.launch((1, 1, 1), 32, 100_000, (1,), 0)
+    assert driver.attributes == [(99, 8, 100_000)] and fake.calls == [("free", 0)]
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
