@@ -178,13 +178,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
         }
     }
-    if constexpr (!kRows) load_first_groups();
+    constexpr bool kFewest = kTight && Own::Parts::minimums;  // registers
+    if constexpr (!kRows && !kFewest) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
     stage(M_here <= 2 ? copies : min(copies, static_cast<int>(kVectors)));
+    if constexpr (!kRows && kFewest) load_first_groups();
     Choice<kTight, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
     if constexpr (!kTight && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
