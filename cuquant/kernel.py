@@ -150,9 +150,9 @@ class Kernel:
             _in_context(self._launch, self._pointer, *size, shared, stream, slots.address, 0)
             return
         CONFIG.pack_into(slots.config, 0, *size, shared, stream, _OVERLAP_ADDRESS, 1)
-        _in_context(self._overlap, slots.config_address, slots.address)
+        _in_context(self._start_early, slots.config_address, slots.address)
 
-    def _overlap(self, config: int, parameters: int) -> None:
+    def _start_early(self, config: int, parameters: int) -> None:
         assert self._start is not None
         status = self._start(config, self._pointer, parameters, 0)
         if status:
