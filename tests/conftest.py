@@ -52,6 +52,8 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     path = config.getoption("--gpu-record")
+    if hasattr(config, "workerinput"):  # one of xdist's workers, which ran a part
+        return
     if path:
         counts = {name: len(terminalreporter.stats.get(name, [])) for name in gpu_record.COUNTS}
         counts["failed"] += len(terminalreporter.stats.get("error", []))

@@ -5,6 +5,8 @@ compute-sanitizer said, from its logs memcheck.log, racecheck.log, ... in a fold
 """
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -108,8 +110,8 @@ def here() -> Record:
         "cupy": cupy.__version__,
         "nvrtc": _nvrtc(cupy),
     }
-    if torch := sys.modules.get("torch"):
-        versions["torch"] = torch.__version__
+    if importlib.util.find_spec("torch"):  # xdist's workers import it, this process need not
+        versions["torch"] = importlib.metadata.version("torch")
     return {"device": name, "driver": _driver(number), "versions": versions}
 
 

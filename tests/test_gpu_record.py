@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import gpu_record
 import pytest
@@ -105,9 +107,25 @@ def test_no_watched_file_is_executable():
 
 def test_recording_is_for_whole_runs(pytestconfig):
     """pytest refuses --gpu-record without -m gpu: a part of the suite proves little."""
-    command = ["python", "-m", "pytest", "--gpu-record", "--collect-only", "-q", __file__]
-    import sys
-
-    command[0] = sys.executable
+    command = [sys.executable, "-m", "pytest", "--gpu-record", "--collect-only", "-q", __file__]
     done = subprocess.run(command, capture_output=True, text=True, cwd=pytestconfig.rootpath)
     assert done.returncode and "goes with -m gpu" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_workers_of_xdist_record_nothing(pytestconfig, monkeypatch, tmp_path, worker):
+    """They end like a whole run, but each has run a part: the process that began them records."""
+    (ours,) = [
+        plugin
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if str(getattr(plugin, "__file__", "")) == str(gpu_record.ROOT / "tests/conftest.py")
+    ]
+    path = tmp_path / "record.json"
+    options = {"--gpu-record": str(path), "--gpu-tree": TREE}
+    config = SimpleNamespace(getoption=options.get, **({"workerinput": {}} if worker else {}))
+    reporter = SimpleNamespace(stats={"passed": [1, 2]}, write_line=lambda text: None)
+    monkeypatch.setattr(gpu_record, "here", lambda: {"device": "a", "driver": "b", "versions": {}})
+    ours.pytest_terminal_summary(reporter, config)
+    assert path.exists() != worker
+    if not worker:
+        assert [run["passed"] for run in gpu_record.read(path)["runs"]] == [2]
