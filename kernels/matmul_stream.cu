@@ -77,6 +77,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early, and with minimums x is not copied in runs.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
+    constexpr bool kLater = kTight || kFine > 1;
+    constexpr bool kMany = !kRows && kFine > 1 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
@@ -84,7 +86,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
     extern __shared__ __align__(128) u8 shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;  // the compiler sees that all lanes have one warp
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     // K is shared in whole groups, or in as many units as are loaded ahead.
     constexpr int kShare = kLong ? kAhead : kGroup;
@@ -92,14 +94,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
     const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
     const int depth = warp / kStrips, first = border(rank * kDepth + depth), count = border(rank * kDepth + depth + 1) - first;
-    const int rows = kStrips * rounds * kStrip, passes = rounds * (kGated + 1), pitch = rows * (kGated + 1) + 4;
+    const int rows = kStrips * rounds * kStrip, pitch = rows * (kGated + 1) + 4;
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
     u8* xs = tables + Decode::table_bytes;
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
     u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
-    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
+    // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
+    const int block = static_cast<int>(blockIdx.x / kSplit), last_strip = (block + 1) * kStrips * rounds;
+    int strip = block * kStrips * rounds + warp % kStrips, at = 0;
+    bool other = false;  // the second weight
 
     const bool twisted = copies != kRuns;
     const auto stage = [&](int copies) {
@@ -108,28 +113,27 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
-    int next_count, next_unit, now_pass = 0, last_group = 0;
-    const auto locate = [&](int pass, int at) {
-        const Prepacked& own = kGated && pass % 2 ? second : weights;
-        const i64 strip = min(first_strip + (kGated ? pass / 2 : pass) * kStrips, weights.strips - 1);
-        now_pass = pass;
+    int next_count, next_unit, last_group = 0;
+    const auto locate = [&] {
+        const Prepacked& own = kGated && other ? second : weights;
+        const i64 here = min(strip, weights.strips - 1);
         next_unit = first + at;
-        next_count = pass < passes ? count - at : 0;
+        next_count = strip < last_strip ? count - at : 0;
         if constexpr (kRows) {
-            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + Rows::byte_of(t), row = strip * kStrip + g;
+            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + Rows::byte_of(t), row = here * kStrip + g;
             next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
             next_second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
         } else {
-            next_codes = reinterpret_cast<const u8*>(own.codes + (strip * weights.units + next_unit) * Words<kBits>::unit_words());
+            next_codes = reinterpret_cast<const u8*>(own.codes + (here * weights.units + next_unit) * Words<kBits>::unit_words());
         }
         if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
-        next_group.set(own, strip, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        next_group.set(own, here, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
     };
     Loaded words[kAhead];
     // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
     constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong);
     Own groups[kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
-    const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && now_pass % 2 ? second : weights, next_group, ahead, g, beside); };
+    const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && other ? second : weights, next_group, ahead, g, beside); };
     const auto load_codes = [&](int d, bool whole) {
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
@@ -143,7 +147,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             } else if constexpr (kFine > 1 && !kShared) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
-                    load_group(groups[d * kFine + f], kWhole ? d * kFine + f : min(d * kFine + f, last_group), kWhole && f ? groups + d * kFine : nullptr);  // beyond the last one x is 0
+                    load_group(groups[d * kFine + f], kWhole || whole ? d * kFine + f : min(d * kFine + f, last_group), kWhole && f ? groups + d * kFine : nullptr);  // beyond the last one x is 0
             }
         }
         if constexpr (kFine == 1 && !kLong && !kShared) {
@@ -166,7 +170,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; ++d) load_groups(d, false);
         load_coming(groups);
     };
-    locate(0, 0);
+    locate();
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
     // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
     // wait that no branch is around.
@@ -187,8 +191,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kRows) load_first_groups();
     stage(M_here <= 2 ? copies : min(copies, static_cast<int>(kVectors)));
     if constexpr (!kRows && kFewest) load_first_groups();
-    Choice<kTight, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
-    if constexpr (!kTight && Decode::table_bytes == 0) early.keep();
+    Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
+    if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
     filling.store(tables, threadIdx.x);
     copies_wait();
@@ -276,14 +280,19 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     int own_sums = (depth * kTokens + 2 * t) * pitch + warp % kStrips * kStrip + g;
-    int pass = 0, at = 0;
 #pragma unroll 1
-    while (pass < passes) {
+    while (strip < last_strip) {
         const int here = count - at;
         const bool ends = here <= kAhead;
         const int now = at, begin = first + at;
-        if (ends) { at = 0; ++pass; } else at += kAhead;
-        locate(pass, at);
+        const bool was_other = other;
+        if (!ends) at += kAhead;
+        else {
+            at = 0;
+            if (!kGated || other) strip += kStrips;
+            if (kGated) other = !other;
+        }
+        locate();
         load_coming(coming);
         const auto chunk = [&](bool whole) {
 #pragma unroll
@@ -299,10 +308,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 }
                 load_codes(d, whole);
                 load_groups(d, whole);
+                if constexpr (kMany) __syncwarp();
             }
         };
         // Without conditions the compiler mixes neighbouring units.
-        if (here >= kAhead && next_count >= kAhead) chunk(true);
+        if (here >= kAhead && next_count >= kAhead && (kFine == 1 || kWhole || last_group >= kAhead * kFine - 1)) chunk(true);
         else chunk(false);
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
@@ -313,7 +323,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int f = 0; f < kFine; ++f) groups[f] = coming[f];
         }
         if (ends) {
-            const float factor = weights.global_scale ? (kGated && pass % 2 == 0 ? *second.global_scale : *weights.global_scale) : 1.0f;
+            const float factor = weights.global_scale ? (kGated && was_other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int q = 0; q < kTiles; ++q)
 #pragma unroll
@@ -328,7 +338,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
     const Turn turn = [&] {
-        if constexpr (kTight) return Turn(rows, threadIdx.x, kThreads);
+        if constexpr (kLater) return Turn(rows, threadIdx.x, kThreads);
         else return early;
     }();
     store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, kStrips * kStrip, token,

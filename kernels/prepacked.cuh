@@ -61,7 +61,7 @@ struct Group {
     // Where the next groups of a strip are.
     struct Cursor {
         i64 strip, group;
-        const u8 *scale, *zero;
+        const u8 *scale, *zero, *minimum, *sub_scale, *sub_minimum;  // of K-quants' blocks `scale` and `minimum` where the strip begins
         i64 apart;  // groups from row g to row g + 8, of which the last may not exist
 
         __device__ void set(const Prepacked& w, i64 own_strip, i64 own_group, int g) {
@@ -74,8 +74,12 @@ struct Group {
                 return;
             }
             const i64 at = (strip * w.groups + group) * kStrip + 2 * g;
-            scale = static_cast<const u8*>(w.scale) + at * bytes;
+            const i64 block = blocks ? (strip * w.blocks + (Parts::per_block == 1 ? group : 0)) * kStrip + 2 * g : at;
+            scale = static_cast<const u8*>(w.scale) + block * bytes;
             if constexpr (zeros && kLie == kInStrips) zero = w.zero_point + at;
+            if constexpr (Parts::minimums) minimum = static_cast<const u8*>(w.minimum) + block * 2;
+            if constexpr (Parts::sub_scales) sub_scale = w.sub_scale + at;
+            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = w.sub_minimum + at;
         }
     };
 
@@ -152,12 +156,11 @@ struct Group {
         if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
         if constexpr (zeros && kLie == kInRows) zero = from.zero[ahead] | from.zero[from.apart + ahead] << 8;
         if constexpr (blocks) {
-            const i64 group = from.group + ahead, at = (from.strip * w.groups + group) * kStrip + 2 * g;
-            const i64 block = (from.strip * w.blocks + group / Parts::per_block) * kStrip + 2 * g;
-            scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(static_cast<const u16*>(w.scale) + block);
-            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(static_cast<const u16*>(w.minimum) + block);
-            if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(w.sub_scale + at);
-            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(w.sub_minimum + at);
+            const u32 block = (Parts::per_block == 1 ? ahead : (static_cast<u32>(from.group) + ahead) / Parts::per_block) * (kStrip * 2);
+            scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(from.scale + block);
+            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(from.minimum + block);
+            if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(from.sub_scale + ahead * kStrip);
+            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(from.sub_minimum + ahead * kStrip);
         } else if constexpr (kLie == kInRows) {
             by_rows(from.scale, ahead, from.apart + ahead);
         } else if constexpr (kLie == kInBlocks) {
@@ -247,8 +250,8 @@ struct Group {
         else if constexpr (stored == Stored::Float32) return float_of(scale[h]);
         else if constexpr (stored == Stored::Float16) return half_of(scale[0], h);
         else if constexpr (stored == Stored::E8M0) {
-            const u32 byte = scale[0] >> 8 * h & 0xFFu;
-            return float_of(byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u);
+            const u32 exponent = scale[0] << (h ? 15 : 23) & 0x7F800000u;
+            return float_of(exponent == 0x7F800000u ? 0x7FC00000u : max(exponent, 0x00400000u));
         }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
         else if constexpr (stored == Stored::E4M3) return half_of(halves_of_e4m3_pair(scale[0]), h);

@@ -17,9 +17,10 @@ from cuquant.ops.kernels.prepacked import Groups
 ROW_BYTES = 128  # of a unit of x in shared memory
 BARRIER_BYTES = 16
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
-# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is BLOCKS for ggml's.
-BLOCKS = 3
-WARPS = ((16, 16, 12, 12, 8), (16, 12, 8, 8, 8), (8, 8, 8, 8, 8))
+# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is BLOCKS for ggml's, and
+# FINE or more where what is loaded ahead leaves room for more warps.
+BLOCKS, FINE = 3, 5
+WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16, 12, 8, 8, 8, 8, 8, 8), (8,) * 8)
 TILE = 8  # rows of x that one product of a warp takes
 MOST_TILES = 4
 MOST_DEPTH = 8
@@ -56,6 +57,8 @@ class Shape:
 
 def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
     """Units that are loaded ahead: about 4, or 8 where they are small, in step with the groups."""
+    if pressure >= FINE and tiles == 1:
+        return 4 - (pressure - FINE)
     if pressure == BLOCKS and groups.fine > 1:
         return 3 if tiles <= 2 else 2
     if groups.fine > 1 and bits == 6 and tiles == 1:
@@ -67,10 +70,13 @@ def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
     return next(n for n in (4, 3, 6, 5, 7, 2, 1) if groups.units % n == 0)
 
 
-def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
+def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str, gated: bool) -> int:
     """How many registers decoding takes: an index of WARPS."""
     laid = layout == FRAGMENTS_LAYOUT
-    if fmt.is_blocks:
+    unit = _registers(fmt, groups) + gated
+    if laid and groups.fine > 1 and unit <= (9 if fmt.bits < 8 else 11):
+        return FINE + (0 if unit <= 8 and fmt.bits > 1 else 1 if unit <= 9 else 2)
+    if fmt.is_blocks or (laid and groups.fine == 4):
         return BLOCKS
     uniform = isinstance(fmt.codec, Uniform)
     if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
@@ -85,6 +91,21 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     if uniform:  # integers of bfloat16 take more steps
         return 2 if dtype == "bfloat16" else int(not laid)
     return 1 if laid else 2
+
+
+def _registers(fmt: Format, groups: Groups) -> int:
+    """What a lane loads of a unit: codes, and numbers of its groups for two rows."""
+    scale = fmt.scale
+    if fmt.is_blocks:
+        parts = fmt.layout
+        numbers, more = 1 + parts.has_min, bool(parts.sc_runs)
+        return fmt.bits + groups.fine * numbers * (1 + more) + more  # and where blocks begin
+    if scale is None:
+        return fmt.bits
+    numbers = 2 if scale.dtype == "float32" else 1
+    nested = 2 if scale.nested == "double" else 0
+    looked_up = scale.dtype == "float16" and prepacked.table_bytes(fmt) > 0  # halves beside levels
+    return fmt.bits + groups.fine * (numbers + nested + bool(fmt.offset)) + looked_up
 
 
 def _warps(tiles: int, pressure: int, clusters: bool) -> int:
@@ -176,7 +197,7 @@ def division_of(problem: Problem) -> Division | None:
     p, fmt = problem, problem.format
     assert fmt is not None
     groups, table = Groups.of(fmt, p.depth), prepacked.table_bytes(fmt)
-    pressure = _pressure(fmt, groups, p.layout, p.dtype)
+    pressure = _pressure(fmt, groups, p.layout, p.dtype, p.gated)
     numbers = p.rows, p.columns, p.depth
     larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
     rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits
