@@ -81,7 +81,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kMany = !kRows && kFine > 1 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
-    using Rows = RowWords<typename Format::Packing, (kFine > 1), is_joined<typename Format::Codec, kBits>>;
+    using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>>;
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();

@@ -3,8 +3,9 @@
 //
 // Of each 64 columns, lane 4 g + t loads the 16 from 16 t on, of rows g and g + 8: `bits` half words. It multiplies
 // them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
-// scale. Where groups are shorter than 64 columns (kFine) the four lanes of a row therefore exchange theirs first,
-// so that step s has columns 16 s .. 16 s + 15.
+// scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
+// s has columns 16 s .. 16 s + 15. Of 4 bits a lane loads 8 columns of each half of the unit instead, from 8 t on:
+// then 2 groups need no exchange, and 4 a shorter one.
 #pragma once
 #include "cluster.cuh"
 #include "fragment.cuh"
@@ -12,11 +13,11 @@
 namespace cuquant {
 
 // Part `part` of 16 bytes of a token's line of x lies at part ^ twist(token): 8 tokens at one part, 2 at every other
-// part and 4 at two neighbours then meet no bank twice.
-__device__ constexpr int twist(int token) { return (token & 3) * 2 ^ (token & 1) ^ (token >> 2 & 1); }
+// part or at four neighbours, and 4 at two neighbours then meet no bank twice.
+__device__ constexpr int twist(int token) { return (token & 1) * 4 | (token & 2) | ((token ^ token >> 2) & 1); }
 
 // kJoined: neighbouring codes are a pair, a byte: see PairDecoder.
-template <class Packing, bool kFine, bool kJoined>
+template <class Packing, int kFine, bool kJoined>
 struct RowWords {
     static constexpr int bits = Packing::bits;
     static constexpr int loaded = (bits + 1) / 2;  // words of a row
@@ -24,16 +25,19 @@ struct RowWords {
     // of words, and 8 .. 15 to the high ones.
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
     static constexpr int words = in_place ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
+    static constexpr bool halves = bits == 4 && kFine > 1;  // a lane has columns of both halves of a unit
+    static constexpr bool fours = kFine == 4 || (kFine == 2 && !halves);  // of each 16 columns it gets four
     u32 w[2 * loaded];
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
-    __device__ static constexpr int byte_of(int t) { return 2 * bits * t & ~3; }
+    __device__ static constexpr int byte_of(int t) { return halves ? 4 * t : 2 * bits * t & ~3; }
     __device__ void load(const u8* first, const u8* second) {
         load_row(first, w);
         load_row(second, w + loaded);
     }
     __device__ static void load_row(const u8* from, u32* to) {
         if constexpr (bits == 8) { const uint4 v = load16_once(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
+        else if constexpr (halves) { to[0] = load4_once(from); to[1] = load4_once(from + 16); }
         else if constexpr (bits == 4) { const uint2 v = load8_once(from); to[0] = v.x; to[1] = v.y; }
         else {
 #pragma unroll
@@ -48,9 +52,9 @@ struct RowWords {
         if constexpr (in_place) {
 #pragma unroll
             for (int i = 0; i < loaded; ++i) to[i] = own[i] ^ Packing::flip;
-            if constexpr (kFine) exchange(t, to);
+            if constexpr (fours) exchange(t, to);
         } else {
-            static_assert(!kFine, "only codes that lie in place are exchanged");
+            static_assert(kFine == 1, "only codes that lie in place are exchanged");
             u32 string[loaded];  // the codes from its lowest bit on: odd lanes begin in the middle of a word
 #pragma unroll
             for (int i = 0; i < loaded; ++i)
@@ -66,7 +70,8 @@ struct RowWords {
         return at % 32 == 0 ? string[i] : i + 1 < loaded ? __funnelshift_r(string[i], string[i + 1], at % 32) : string[i] >> at % 32;
     }
 
-    // Lane t has the codes of columns 16 t .. of its row; it gets codes 4 t .. of each 16.
+    // Lane t has the codes of columns 16 t .. of its row (`halves`: 8 t .. of each); it gets those from place_in_step on
+    // of each 16.
     __device__ static void exchange(int t, u32 (&w)[words]) {
         const bool upper = t & 2, odd = t & 1;
         if constexpr (bits == 8) {
@@ -75,14 +80,13 @@ struct RowWords {
             swap<1>(odd, w[0], w[1]);
             swap<1>(odd, w[2], w[3]);
         } else if constexpr (bits == 4) {
-            swap<2>(upper, w[0], w[1]);
-            const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], odd ? 0x5410 : 0x7632), 1);
+            const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], upper ? 0x5410 : 0x7632), 2);
             if constexpr (kJoined) {
-                w[0] = __byte_perm(w[0], got, odd ? 0x3254 : 0x5410);
-                w[1] = __byte_perm(w[1], got, odd ? 0x3276 : 0x7610);
+                w[0] = __byte_perm(w[0], got, upper ? 0x3254 : 0x5410);
+                w[1] = __byte_perm(w[1], got, upper ? 0x3276 : 0x7610);
             } else {
-                w[0] = __byte_perm(w[0], got, odd ? 0x3524 : 0x5140);  // two bytes of two steps, alternately
-                w[1] = __byte_perm(w[1], got, odd ? 0x3726 : 0x7160);
+                w[0] = __byte_perm(w[0], got, upper ? 0x3524 : 0x5140);  // two bytes of two steps, alternately
+                w[1] = __byte_perm(w[1], got, upper ? 0x3726 : 0x7160);
             }
         } else {
             w[0] = __byte_perm(w[0], __shfl_xor_sync(~0u, w[0], 2), upper ? 0x3276 : 0x5410);
@@ -100,10 +104,11 @@ struct RowWords {
 
     // ---- x ----------------------------------------------------------------------------------------
 
-    // Which of a lane's 16 columns (kFine: of its 4 of a step) pair `pair` has as element e.
+    __device__ static constexpr int place_in_step(int t) { return halves ? t % 2 * 8 + t / 2 * 4 : 4 * t; }
+    // Which of a lane's 16 columns (`fours`: of its 4 of a step) pair `pair` has as element e.
     __device__ static constexpr int column(int pair, int e) {
-        constexpr int apart = kFine ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
-        return Packing::place(kFine ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
+        constexpr int apart = fours ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
+        return Packing::place(fours ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
     }
     template <int kPair, int kCount>
     __device__ static u32 pair_of_x(const u32 (&x)[kCount]) {
@@ -113,17 +118,18 @@ struct RowWords {
     }
     // Where lane 4 g + t reads x's line of a unit and token g, whose parts lie at part ^ turned.
     __device__ static constexpr int x_place(int turned, int t) {
-        return kFine ? ((t / 2) ^ turned) * 16 + t % 2 * 8 : ((2 * t) ^ turned) * 16;
+        if (fours) return ((place_in_step(t) / 8) ^ turned) * 16 + place_in_step(t) % 8 * 2;
+        return ((halves ? t : 2 * t) ^ turned) * 16;
     }
     // The second operands of the four steps; `line` is at x_place.
     __device__ static void read_x(u32 line, u32 (&b)[8]) {
-        if constexpr (kFine) {
+        if constexpr (fours) {
             read_step<0>(line, b);
             read_step<1>(line, b);
             read_step<2>(line, b);
             read_step<3>(line, b);
         } else {
-            const uint4 low = load16_shared(line), high = load16_shared(line ^ 16);
+            const uint4 low = load16_shared(line), high = load16_shared(line ^ (halves ? 64 : 16));
             const u32 x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             b[0] = pair_of_x<0>(x); b[1] = pair_of_x<1>(x); b[2] = pair_of_x<2>(x); b[3] = pair_of_x<3>(x);
             b[4] = pair_of_x<4>(x); b[5] = pair_of_x<5>(x); b[6] = pair_of_x<6>(x); b[7] = pair_of_x<7>(x);
