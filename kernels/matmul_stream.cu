@@ -60,10 +60,11 @@ __device__ void decode_step(const u32* first, const u32* second, const u8* table
 struct Later { __device__ Later(int, int, int) {} };  // of a Turn
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
-// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. A
+// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: codes go through shared memory, see
+// copy_chunk. A
 // block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int copies) {
@@ -81,7 +82,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kMany = !kRows && kFine > 1 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
-    using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>>;
+    using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>, kRing>;
+    static_assert(!kRing || (kRows && kBits == 4 && kAhead == 4), "chunks of 128 bytes a row");
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
@@ -98,7 +100,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
-    u8* xs = tables + Decode::table_bytes;
+    u8* ring = tables + Decode::table_bytes;
+    u8* xs = ring + (kRing ? kStrips * kDepth * kRingChunks * kChunkBytes : 0);
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
     u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
     // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
@@ -134,7 +137,27 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong);
     Own groups[kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && other ? second : weights, next_group, ahead, g, beside); };
+    // Codes that are to come to the ring, a chunk after those at `strip` and `at` or further.
+    u8* own_ring = ring + warp * kRingChunks * kChunkBytes;
+    int copy_strip = strip, copy_at = 0, copied = 0;
+    bool copy_other = false;
+    const auto copy_next = [&] {
+        if (copy_strip < last_strip) {
+            const u8* codes = reinterpret_cast<const u8*>((kGated && copy_other ? second : weights).codes) + (first + copy_at) * 32;
+            copy_chunk(own_ring + copied, codes, weights.units * static_cast<i64>(32), static_cast<i64>(copy_strip) * kStrip, weights.rows, count - copy_at, lane);
+            if (count - copy_at > kAhead) {
+                copy_at += kAhead;
+            } else {
+                copy_at = 0;
+                if (!kGated || copy_other) copy_strip += kStrips;
+                if (kGated) copy_other = !copy_other;
+            }
+        }
+        copied ^= kChunkBytes;
+        close_copies();
+    };
     const auto load_codes = [&](int d, bool whole) {
+        if constexpr (kRing) return;
         if (whole || d < next_count) {
             if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
             else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
@@ -177,6 +200,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if (count > 0) {
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
+        if constexpr (kRing) {
+#pragma unroll
+            for (int i = 0; i < kRingChunks; ++i) copy_next();
+        }
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
         if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
             if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
@@ -200,6 +227,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kHasEngine) { if (copies == kRuns) barrier_wait(arrived, 0); }
 
     const u32 table = Decode::lane_table(lane);
+    const u32 ring_lane = shared_address(own_ring) + Rows::ring_line(g, t);
+    int reading = 0;
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
@@ -231,6 +260,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto multiply = [&](int d, int unit) {
         u32 a[4][4];
         u32 rows_of[2][Rows::words];
+        if constexpr (kRing) words[d].load_shared(ring_lane + reading, d);
         if constexpr (kRows) {
             words[d].template row<0>(t, rows_of[0]);
             words[d].template row<1>(t, rows_of[1]);
@@ -294,6 +324,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         locate();
         load_coming(coming);
+        if constexpr (kRing) {
+            wait_copies<kRingChunks - 1>();
+            __syncwarp();  // all lanes' copies are there
+        }
         const auto chunk = [&](bool whole) {
 #pragma unroll
             for (int d = 0; d < kAhead; ++d) {
@@ -314,6 +348,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         // Without conditions the compiler mixes neighbouring units.
         if (here >= kAhead && next_count >= kAhead && (kFine == 1 || kWhole || last_group >= kAhead * kFine - 1)) chunk(true);
         else chunk(false);
+        if constexpr (kRing) {
+            __syncwarp();  // nobody reads this chunk any more
+            reading ^= kChunkBytes;
+            copy_next();
+        }
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
             groups[0] = coming[0];

@@ -80,20 +80,20 @@ __device__ inline void copy16_async(void* to, const void* from, int bytes) {
 }
 __device__ inline void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Weights are read once: they leave L1 to the activations.
+// Weights are read once: they leave L1 to the activations, and lines come whole.
 __device__ inline uint4 load16_once(const void* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
 __device__ inline uint2 load8_once(const void* from) {
     uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
     return v;
 }
 __device__ inline u32 load4_once(const void* from) {
     u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
     return v;
 }
 

@@ -91,6 +91,22 @@ DIRECT = [
     *(Case(f"uint{bits}", "bfloat16", 9, (35, 320)) for bits in range(2, 9)),
     Case("int4", "float16", 3, (35, 256), "misaligned"),
 ]
+# The same on sm_90, where codes go through shared memory: fewer units than a chunk has, chunks
+# that end early, rows that end early, warps without units, and more strips than a block's warps.
+HOPPER = 90
+RING = [
+    Case(name, TYPES[i % 2], rows, shape, options=options)
+    for i, (name, options) in enumerate(
+        [
+            ("mxfp4", ()),
+            ("nvfp4", ()),
+            *((name, (("block_size", n),)) for name in ("int4", "nf4", "uint4") for n in (16, 32)),
+        ]
+    )
+    for rows, shape in ((1, (35, 64)), (3, (17, 320)), (9, (70, 1088)))
+]
+RING_DIVIDED = (9, 2, 2, 3, 2, 2)
+RING_GATED = ("nvfp4", "nvfp4", {})
 GATED = [
     ("nf4", "nf4", {}),
     ("nvfp4", "nvfp4", {}),
@@ -105,8 +121,8 @@ def divided(numbers: tuple[int, ...]) -> Any:
     """The rule names these tokens, tiles, strips, depth, split and rounds."""
     rule = stream.divide
 
-    def divide(*problem: Any) -> Shape:
-        found = rule(*problem)
+    def divide(*problem: Any, **options: Any) -> Shape:
+        found = rule(*problem, **options)
         assert found is not None
         return Shape(*numbers, ahead=found.ahead)
 
@@ -150,7 +166,15 @@ def built() -> None:
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
     for name in NO_PLACE:
         run(cq.linear, normal((2, 64), "float16"), cq.prepack(wide_levels(name)))
-    Emulator().build(recorder.programs)
+    hopper = Recorder(arch=HOPPER)
+    run = Products(hopper)
+    for case in RING:
+        run(cq.linear, case.x, case.weight)
+    with divided(RING_DIVIDED):
+        run(cq.linear, RING[-1].x, RING[-1].weight)
+    run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
+    assert {program.arguments[-1] for program in hopper.programs} == {1}
+    Emulator().build([*recorder.programs, *hopper.programs])
 
 
 @pytest.fixture
@@ -192,6 +216,24 @@ def test_every_way_to_divide(case, numbers, run):
 @pytest.mark.parametrize("case", DIRECT, ids=str)
 def test_weights_that_are_not_prepacked(case, run):
     y = run(cq.linear, case.x, case.weight, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize("case", RING, ids=str)
+def test_codes_that_go_through_shared_memory(case, built):
+    expected = Expected.of(case.x, case.weight)
+    runs = []
+    for order in ("ascending", "shuffled"):
+        run = Products(Emulator(order=order, arch=HOPPER))
+        runs.append(run(cq.linear, case.x, case.weight, out_dtype="float32"))
+    assert expected.admits(runs[0], case.shape[1])
+    assert bits_equal(*runs)
+
+
+def test_codes_that_go_through_shared_memory_divided(built):
+    run, case = Products(Emulator(arch=HOPPER)), RING[-1]
+    with divided(RING_DIVIDED):
+        y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
@@ -269,6 +311,14 @@ def test_swiglu(names, rows, run):
         y = run(cq.swiglu, x, *pair)
         assert y.dtype == np.float16 and y.shape == (rows, 70)
         assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
+
+
+def test_swiglu_of_codes_that_go_through_shared_memory(built):
+    gate, up = gated(*RING_GATED)
+    x = normal((9, 256), "float16")
+    true, bound = swiglu_bound(x, gate, up)
+    y = Products(Emulator(arch=HOPPER))(cq.swiglu, x, gate, up)
+    assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
 
 
 @pytest.mark.parametrize("names", UNLIKE, ids=str)

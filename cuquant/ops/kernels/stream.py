@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -29,6 +29,7 @@ MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
+RING_BYTES = 4096  # of a warp, where codes of 4 bits by rows go through shared memory
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,15 @@ def _has_clusters(arch: int) -> bool:
     return 90 <= arch < 100
 
 
-def shared_bytes(shape: Shape, groups: Groups, units: int, table: int, gated: bool) -> int:
-    """Dynamic shared memory of a block."""
+def shared_bytes(
+    shape: Shape, groups: Groups, units: int, table: int, gated: bool, ring: int = 0
+) -> int:
+    """Dynamic shared memory of a block; `ring`: bytes of a warp."""
     share = shape.ahead if not groups.units else min(groups.units, shape.ahead)
     shares = -(-units // share)
     x = (shares + 2 * shape.split - 1) // shape.split * share * shape.tokens * ROW_BYTES
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
+    table += shape.strips * shape.depth * ring
     return table + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
 
 
@@ -142,6 +146,7 @@ def divide(
     pressure: int = 0,
     bits: int = 4,
     most: int = 0,
+    ring: int = 0,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
@@ -167,7 +172,7 @@ def divide(
                 own = -(-each // rounds)
                 deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
                 shape = Shape(tokens, tiles, own, deep, split, rounds, ahead)
-                if shared_bytes(shape, groups, units, table, gated) <= most:
+                if shared_bytes(shape, groups, units, table, gated, ring) <= most:
                     found.append(shape)
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
@@ -184,12 +189,13 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, and the table of a codebook."""
+    """A Shape, groups of the weight's scales, a codebook's table, and a warp's ring of codes."""
 
     shape: Shape
     groups: Groups
     wide: bool
     table: int
+    ring: int = 0
 
 
 def division_of(problem: Problem) -> Division | None:
@@ -201,7 +207,10 @@ def division_of(problem: Problem) -> Division | None:
     numbers = p.rows, p.columns, p.depth
     larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
     rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits
-    if p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch):
+    by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
+    if by_rows and fmt.bits == 4 and groups.fine > 1:
+        return _with_ring(numbers, groups, (larger, table), rest)
+    if by_rows:
         shape = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
         if shape is not None and shape.tokens == min(p.rows, MOST_TILES * TILE):
             if shape.rounds > 1 and pressure == 2 and p.rows <= TILE and fmt.bits in (4, 8):
@@ -216,6 +225,28 @@ def division_of(problem: Problem) -> Division | None:
         return None
     wide = larger > table and divide(*numbers, groups, larger, *rest) == shape
     return Division(shape, groups, wide, larger if wide else table)
+
+
+def _with_ring(
+    numbers: tuple[int, int, int], groups: Groups, tables: tuple[int, int], rest: Any
+) -> Division | None:
+    """How to divide a product whose codes go through shared memory.
+
+    The larger table saves instructions, unless it leaves room for fewer warps, or for half of x.
+    """
+    found = []
+    for table in tables:
+        shape = divide(*numbers, groups, table, *rest, ring=RING_BYTES)
+        if shape is not None and -(-numbers[0] // shape.tokens) <= MOST_GRID_Y:
+            found.append(Division(shape, groups, table > tables[1], table, RING_BYTES))
+    if not found:
+        return None
+
+    def cost(division: Division) -> tuple[int, int, int, int]:
+        s = division.shape
+        return -s.tokens, s.rounds, -s.strips * s.depth, s.split
+
+    return min(found, key=cost)
 
 
 def shape_of(problem: Problem) -> Shape | None:
@@ -237,15 +268,15 @@ class Stream:
         fmt, gated = first.fmt, len(product.weights) > 1
         division = division_of(product.problem(backend))
         assert division is not None
-        shape, groups, wide, table = division
+        shape, groups, wide, table, ring = division
         strips = -(-product.columns // STRIP)
         blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated, wide),
+            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated, wide, ring > 0),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
-            shared_bytes(shape, groups, units, table, gated),
+            shared_bytes(shape, groups, units, table, gated, ring),
         )
         packed = [
             prepacked.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
@@ -268,7 +299,14 @@ class Stream:
 
 @lru_cache(maxsize=4096)
 def _program(
-    fmt: Format, dtype: str, shape: Shape, groups: Groups, layout: str, gated: bool, wide: bool
+    fmt: Format,
+    dtype: str,
+    shape: Shape,
+    groups: Groups,
+    layout: str,
+    gated: bool,
+    wide: bool,
+    ring: bool,
 ) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
@@ -284,6 +322,7 @@ def _program(
         prepacked.lie(fmt, layout),
         int(gated),
         int(wide),
+        int(ring),
     )
     return Program(
         "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
