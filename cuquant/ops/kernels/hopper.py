@@ -255,8 +255,8 @@ def takes_few(p: Problem) -> bool:
     """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
 
     Above 8 it is where most multiprocessors have a whole tile, or where weights take long to
-    decode, which matmul_stream.cu does for each 8 rows of x; above 4 where they are looked up, groups
-    are whole units, most have a tile, and a block's warpgroups all have the same rows.
+    decode, which matmul_stream.cu does for each 8 rows of x; above 4 where they are looked up,
+    groups are whole units, most have a tile, and a block's warpgroups all have the same rows.
     """
     assert p.format is not None
     if p.rows <= 4:
