@@ -129,21 +129,28 @@ def parts_of_k(shape: stream.Shape, groups: Groups, units: int) -> list[int]:
 
 @given(
     st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
-    processors, st.booleans(), st.integers(0, 4),
+    processors, st.booleans(), st.integers(0, len(stream.WARPS[0]) - 1), st.booleans(),
 )  # fmt: skip
-@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0)
-@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0)
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, False)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, False)
+@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, True)
 def test_streams_fit_and_cover_everything_once(
-    rows, columns, depth, groups, table, arch, processors, gated, pressure
+    rows, columns, depth, groups, table, arch, processors, gated, pressure, through_memory
 ):
-    shape = stream.divide(rows, columns, depth, groups, table, arch, processors, gated, pressure)
+    if groups.fine == 1:
+        pressure = min(pressure, stream.FINE - 1)
+    ring = stream.RING_BYTES * (through_memory and 90 <= arch < 100)
+    shape = stream.divide(
+        rows, columns, depth, groups, table, arch, processors, gated, pressure, ring=ring
+    )
     units, strips = -(-depth // 64), -(-columns // 16)
     if shape is None:
         # One row of x, the table and the sums of one round of strips are too much.
         least = table + units * 128 + 128 + 8 * (16 * 16 * (1 + gated) + 4) * 4
-        assert least + 8 * 128 > 99 * 1024
+        assert least + 16 * ring + 8 * 128 > 99 * 1024
         return
-    bytes = stream.shared_bytes(shape, groups, units, table, gated)
+    bytes = stream.shared_bytes(shape, groups, units, table, gated, ring)
+    table += shape.strips * shape.depth * ring
     assert bytes <= SHARED[arch] * 1024
     assert shape.split == 1 or (shape.split == 2 and 90 <= arch < 100)
     assert 1 <= shape.tokens <= min(rows, 8 * shape.tiles) and shape.tiles in (1, 2, 4)
@@ -185,6 +192,24 @@ def test_usual_products_are_one_wave():
     for columns in (4096, 32_000, 128_256):
         shape = stream.divide(8, columns, 4096, groups, 0, 86, 28)
         assert shape is not None and shape.tokens == 8
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_codes_by_rows_that_go_through_shared_memory(name):
+    """On Hopper; the larger table, unless it leaves room for fewer warps or for half of x."""
+    rows = Weight.layout
+    problem = Problem(1, 4096, 14336, cq.get_format(name), rows, "float16", True, 90, 132)
+    for count, wide in ((1, True), (2, True), (4, False), (8, False)):
+        found = stream.division_of(replace(problem, rows=count))
+        assert found is not None and found.ring == stream.RING_BYTES
+        assert (found.wide, found.shape.tokens) == (wide, count)
+        assert found.shape.strips * found.shape.depth == 16
+    others = [replace(problem, arch=arch) for arch in (80, 89, 100, 120)]
+    others.append(replace(problem, format=cq.get_format("nf4")))
+    others.append(replace(problem, layout=FRAGMENTS_LAYOUT))
+    for other in others:
+        found = stream.division_of(other)
+        assert found is not None and found.ring == 0
 
 
 # ---- matmul_hopper.cu ---------------------------------------------------------------------------
