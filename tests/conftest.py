@@ -51,10 +51,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
-    path = config.getoption("--gpu-record")
     if hasattr(config, "workerinput"):  # one of xdist's workers, which ran a part
         return
-    if path:
+    if path := config.getoption("--gpu-record"):
         counts = {name: len(terminalreporter.stats.get(name, [])) for name in gpu_record.COUNTS}
         counts["failed"] += len(terminalreporter.stats.get("error", []))
         tree = config.getoption("--gpu-tree") or gpu_record.tree()

@@ -91,8 +91,8 @@ DIRECT = [
     *(Case(f"uint{bits}", "bfloat16", 9, (35, 320)) for bits in range(2, 9)),
     Case("int4", "float16", 3, (35, 256), "misaligned"),
 ]
-# The same on sm_90, where codes go through shared memory: fewer units than a chunk has, chunks
-# that end early, rows that end early, warps without units, and more strips than a block's warps.
+# The same on sm_90, where codes go through shared memory: fewer units than a chunk has, chunks and
+# strips that end early; divided also warps without units, and more strips than a block's warps.
 HOPPER = 90
 RING = [
     Case(name, TYPES[i % 2], rows, shape, options=options)
@@ -105,7 +105,7 @@ RING = [
     )
     for rows, shape in ((1, (35, 64)), (3, (17, 320)), (9, (70, 1088)))
 ]
-RING_DIVIDED = (9, 2, 2, 3, 2, 2)
+RING_DIVIDED = [(case, (case.rows, 2, 2, 3, 2, 2)) for case in RING[-2:]]
 RING_GATED = ("nvfp4", "nvfp4", {})
 GATED = [
     ("nf4", "nf4", {}),
@@ -170,8 +170,9 @@ def built() -> None:
     run = Products(hopper)
     for case in RING:
         run(cq.linear, case.x, case.weight)
-    with divided(RING_DIVIDED):
-        run(cq.linear, RING[-1].x, RING[-1].weight)
+    for case, numbers in RING_DIVIDED:
+        with divided(numbers):
+            run(cq.linear, case.x, case.weight)
     run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
     assert {program.arguments[-1] for program in hopper.programs} == {1}
     Emulator().build([*recorder.programs, *hopper.programs])
@@ -230,9 +231,10 @@ def test_codes_that_go_through_shared_memory(case, built):
     assert bits_equal(*runs)
 
 
-def test_codes_that_go_through_shared_memory_divided(built):
-    run, case = Products(Emulator(arch=HOPPER)), RING[-1]
-    with divided(RING_DIVIDED):
+@pytest.mark.parametrize(("case", "numbers"), RING_DIVIDED, ids=str)
+def test_codes_that_go_through_shared_memory_divided(case, numbers, built):
+    run = Products(Emulator(arch=HOPPER))
+    with divided(numbers):
         y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
