@@ -61,8 +61,7 @@ struct Later { __device__ Later(int, int, int) {} };  // of a Turn
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: codes go through shared memory, see
-// copy_chunk. A
-// block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
+// copy_chunk. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
@@ -79,11 +78,18 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // Weights on their way leave few registers: nothing is done early, and with minimums x is not copied in runs.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
     constexpr bool kLater = kTight || kFine > 1;
-    constexpr bool kMany = !kRows && kFine > 1 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
+    constexpr bool kMany = Own::Parts::minimums && kFine == 2 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
-    constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>, kRing>;
-    static_assert(!kRing || (kRows && kBits == 4 && kAhead == 4), "chunks of 128 bytes a row");
+    static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
+    constexpr int kChunkBytes = kStrip * Rows::row_bytes;
+    constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
+    using Scales = ChunkScales<Own, kChunkScales>;
+    constexpr bool kFour = kRing && !kLong && Scales::fits;  // scales of four chunks are loaded at once
+    constexpr bool kGroupRing = kLie == kInStrips && kFine > 1 && Own::stored != Stored::Double;  // groups go through shared memory
+    using Copied = ChunkGroups<Own, kFine, kAhead>;
+    static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
+    constexpr int kRingBytes = kRing ? kChunkBytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
@@ -91,7 +97,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;  // the compiler sees that all lanes have one warp
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     // K is shared in whole groups, or in as many units as are loaded ahead.
-    constexpr int kShare = kLong ? kAhead : kGroup;
+    constexpr int kShare = kLong || kRing ? kAhead : kGroup;
     const int shares = (weights.units + kShare - 1) / kShare;
     const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
     const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
@@ -101,7 +107,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
     u8* ring = tables + Decode::table_bytes;
-    u8* xs = ring + (kRing ? kStrips * kDepth * kRingChunks * kChunkBytes : 0);
+    u8* xs = ring + kStrips * kDepth * kRingChunks * kRingBytes;
     float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
     u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
     // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
@@ -134,17 +140,22 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     Loaded words[kAhead];
     // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
-    constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong);
-    Own groups[kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
-    const auto load_group = [&](Own& to, int ahead, const Own* beside = nullptr) { to.load(kGated && other ? second : weights, next_group, ahead, g, beside); };
-    // Codes that are to come to the ring, a chunk after those at `strip` and `at` or further.
-    u8* own_ring = ring + warp * kRingChunks * kChunkBytes;
+    constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong) && !kFour;
+    Own groups[kFour || kGroupRing ? 1 : kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
+    Scales four, coming_four;
+    const auto load_group = [&](Own& to, int ahead) {
+        if constexpr (!kGroupRing) to.load(kGated && other ? second : weights, next_group, ahead, g);
+    };
+    // What is to come to the ring, a chunk after those at `strip` and `at` or further.
+    u8* own_ring = ring + warp * kRingChunks * kRingBytes;
     int copy_strip = strip, copy_at = 0, copied = 0;
     bool copy_other = false;
     const auto copy_next = [&] {
         if (copy_strip < last_strip) {
-            const u8* codes = reinterpret_cast<const u8*>((kGated && copy_other ? second : weights).codes) + (first + copy_at) * 32;
-            copy_chunk(own_ring + copied, codes, weights.units * static_cast<i64>(32), static_cast<i64>(copy_strip) * kStrip, weights.rows, count - copy_at, lane);
+            const Prepacked& own = kGated && copy_other ? second : weights;
+            const u8* codes = reinterpret_cast<const u8*>(own.codes) + (first + copy_at) * 8 * kBits;
+            if constexpr (kGroupRing) Copied::copy(own_ring + copied, own, min(copy_strip, weights.strips - 1), first + copy_at, lane);
+            else copy_chunk<kBits>(own_ring + copied, codes, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(copy_strip) * kStrip, weights.rows, count - copy_at, lane);
             if (count - copy_at > kAhead) {
                 copy_at += kAhead;
             } else {
@@ -153,7 +164,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 if (kGated) copy_other = !copy_other;
             }
         }
-        copied ^= kChunkBytes;
+        copied = kRingBytes - copied;
         close_copies();
     };
     const auto load_codes = [&](int d, bool whole) {
@@ -165,12 +176,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     const auto load_groups = [&](int d, bool whole) {
         if (whole || d < next_count) {
-            if constexpr (kFine > 1 && kRows && !kShared) {
+            if constexpr (kFour || kGroupRing) {
+                return;
+            } else if constexpr (kFine > 1 && kRows && !kShared) {
                 Own::template load_fine<kFine>(groups + d * kFine, next_group, d);
             } else if constexpr (kFine > 1 && !kShared) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
-                    load_group(groups[d * kFine + f], kWhole || whole ? d * kFine + f : min(d * kFine + f, last_group), kWhole && f ? groups + d * kFine : nullptr);  // beyond the last one x is 0
+                    load_group(groups[d * kFine + f], whole ? d * kFine + f : min(d * kFine + f, last_group));  // beyond the last one x is 0
             }
         }
         if constexpr (kFine == 1 && !kLong && !kShared) {
@@ -188,7 +201,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (next_count > 0) load_group(to[0], 0);
         }
     };
+    // Of chunks at..at + 3 of a strip.
+    const bool aligned = !kFour || (((reinterpret_cast<u64>(weights.scale) | reinterpret_cast<u64>(second.scale)) | static_cast<u64>(weights.groups * Own::bytes)) & (Scales::bytes - 1)) == 0;
+    const auto load_four = [&](Scales& to) {
+        if (next_count > 0) to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
+    };
     const auto load_first_groups = [&] {
+        if constexpr (kGroupRing) return;
+        if constexpr (kFour) return load_four(four);
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_groups(d, false);
         load_coming(groups);
@@ -200,7 +220,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if (count > 0) {
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
-        if constexpr (kRing) {
+        if constexpr (kRingBytes) {
 #pragma unroll
             for (int i = 0; i < kRingChunks; ++i) copy_next();
         }
@@ -227,7 +247,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kHasEngine) { if (copies == kRuns) barrier_wait(arrived, 0); }
 
     const u32 table = Decode::lane_table(lane);
-    const u32 ring_lane = shared_address(own_ring) + Rows::ring_line(g, t);
+    const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     int reading = 0;
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
@@ -257,6 +277,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
+    int block_phase = 0;  // groups of ggml's block that come before the chunk
+    int four_lane = 0;    // that holds the scales of this chunk
+    u32 near[2];
     const auto multiply = [&](int d, int unit) {
         u32 a[4][4];
         u32 rows_of[2][Rows::words];
@@ -265,13 +288,22 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             words[d].template row<0>(t, rows_of[0]);
             words[d].template row<1>(t, rows_of[1]);
         }
-        Own here[kShared ? kFine : 1];
+        Own here[kShared || kFour || kGroupRing ? kFine : 1];
+        if constexpr (kFour && kFine > 1) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) here[f] = four.get(d * kFine + f, four_lane, near);
+        }
+        if constexpr (kGroupRing) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f)
+                here[f] = Copied::get(ring_lane + reading, 2 * g, d * kFine + f, (block_phase + d * kFine) / Copied::per_block, f ? here : nullptr);
+        }
         if constexpr (kShared && (kFine > 1 || Own::zeros)) {
 #pragma unroll
             for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d);
         }
         const auto group_of = [&](int s) -> const Own& {
-            if constexpr (kShared) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
+            if constexpr (kShared || kFour || kGroupRing) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
 #pragma unroll
@@ -324,7 +356,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         locate();
         load_coming(coming);
-        if constexpr (kRing) {
+        const bool four_ends = at / kAhead % 4 == 0;
+        if constexpr (kFour) {
+            four_lane = lane - t + now / kAhead % 4;
+            if (four_ends) load_four(coming_four);
+        }
+        block_phase = begin * kFine % Copied::per_block;
+        if constexpr (kRingBytes) {
             wait_copies<kRingChunks - 1>();
             __syncwarp();  // all lanes' copies are there
         }
@@ -335,7 +373,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                     multiply(d, now + d);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) {
-                            if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
+                            if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
+                            else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
                             else all_scaled(groups[d / kGroup]);
                         }
                     }
@@ -346,11 +385,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         };
         // Without conditions the compiler mixes neighbouring units.
-        if (here >= kAhead && next_count >= kAhead && (kFine == 1 || kWhole || last_group >= kAhead * kFine - 1)) chunk(true);
+        if (here >= kAhead && next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1)) chunk(true);
         else chunk(false);
-        if constexpr (kRing) {
+        if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
-            reading ^= kChunkBytes;
+            reading = kRingBytes - reading;
             copy_next();
         }
         if constexpr (kFine == 1 && kLong) {
@@ -361,6 +400,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int f = 0; f < kFine; ++f) groups[f] = coming[f];
         }
+        if constexpr (kFour) { if (four_ends) four = coming_four; }
         if (ends) {
             const float factor = weights.global_scale ? (kGated && was_other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll

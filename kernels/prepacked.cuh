@@ -61,7 +61,7 @@ struct Group {
     // Where the next groups of a strip are.
     struct Cursor {
         i64 strip, group;
-        const u8 *scale, *zero, *minimum, *sub_scale, *sub_minimum;  // of K-quants' blocks `scale` and `minimum` where the strip begins
+        const u8 *scale, *zero;
         i64 apart;  // groups from row g to row g + 8, of which the last may not exist
 
         __device__ void set(const Prepacked& w, i64 own_strip, i64 own_group, int g) {
@@ -74,12 +74,8 @@ struct Group {
                 return;
             }
             const i64 at = (strip * w.groups + group) * kStrip + 2 * g;
-            const i64 block = blocks ? (strip * w.blocks + (Parts::per_block == 1 ? group : 0)) * kStrip + 2 * g : at;
-            scale = static_cast<const u8*>(w.scale) + block * bytes;
+            scale = static_cast<const u8*>(w.scale) + at * bytes;
             if constexpr (zeros && kLie == kInStrips) zero = w.zero_point + at;
-            if constexpr (Parts::minimums) minimum = static_cast<const u8*>(w.minimum) + block * 2;
-            if constexpr (Parts::sub_scales) sub_scale = w.sub_scale + at;
-            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = w.sub_minimum + at;
         }
     };
 
@@ -151,17 +147,12 @@ struct Group {
         return __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, offset);
     }
 
-    // Group `ahead` of a cursor; it must exist. `beside`: another one of the same block of ggml's, whose scale this is too.
-    __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g, const Group* beside = nullptr) {
+    // Group `ahead` of a cursor; it must exist. Of ggml's there is none: see ChunkGroups.
+    __device__ void load(const Prepacked& w, const Cursor& from, int ahead, int g) {
+        static_assert(!blocks, "groups go through shared memory");
         if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
         if constexpr (zeros && kLie == kInRows) zero = from.zero[ahead] | from.zero[from.apart + ahead] << 8;
-        if constexpr (blocks) {
-            const u32 block = (Parts::per_block == 1 ? ahead : (static_cast<u32>(from.group) + ahead) / Parts::per_block) * (kStrip * 2);
-            scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(from.scale + block);
-            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(from.minimum + block);
-            if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(from.sub_scale + ahead * kStrip);
-            if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(from.sub_minimum + ahead * kStrip);
-        } else if constexpr (kLie == kInRows) {
+        if constexpr (kLie == kInRows) {
             by_rows(from.scale, ahead, from.apart + ahead);
         } else if constexpr (kLie == kInBlocks) {
             const i64 row = from.strip * kStrip + g, group = from.group + ahead;
@@ -224,7 +215,8 @@ struct Group {
     }
     template <int kBytes, int kWords>
     __device__ static void several(const u8* from, u32 (&to)[kWords]) {
-        if constexpr (kBytes == 2) to[0] = *reinterpret_cast<const u16*>(from);
+        if constexpr (kBytes == 1) to[0] = *from;
+        else if constexpr (kBytes == 2) to[0] = *reinterpret_cast<const u16*>(from);
         else if constexpr (kBytes == 4) to[0] = *reinterpret_cast<const u32*>(from);
         else if constexpr (kBytes == 8) { const uint2 v = *reinterpret_cast<const uint2*>(from); to[0] = v.x; to[1] = v.y; }
         else { const uint4 v = *reinterpret_cast<const uint4*>(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }

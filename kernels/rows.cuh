@@ -4,12 +4,12 @@
 // Of each 64 columns, lane 4 g + t loads the 16 from 16 t on, of rows g and g + 8: `bits` half words. It multiplies
 // them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
 // scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
-// s has columns 16 s .. 16 s + 15. From shared memory (kRing) a lane reads 8 columns of each half of the unit instead,
-// from 8 t on: then 2 groups need no exchange, and 4 a shorter one.
+// s has columns 16 s .. 16 s + 15. From shared memory (kRing) a lane reads, of 4 bits, 8 columns of each half of the unit
+// instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one.
 #pragma once
 #include "cluster.cuh"
 #include "dot.cuh"
-#include "fragment.cuh"
+#include "chunk_scales.cuh"
 
 namespace cuquant {
 
@@ -26,8 +26,9 @@ struct RowWords {
     // of words, and 8 .. 15 to the high ones.
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
     static constexpr int words = in_place ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
-    static_assert(!kRing || (bits == 4 && kFine > 1), "a lane has columns of both halves of a unit");
-    static constexpr bool fours = kFine == 4 || (kFine == 2 && !kRing);  // of each 16 columns it gets four
+    static constexpr bool halves = kRing && bits == 4;                    // a lane has columns of both halves of a unit
+    static constexpr bool fours = kFine == 4 || (kFine == 2 && !halves);  // of each 16 columns it gets four
+    static constexpr int row_bytes = 32 * bits;                           // of a chunk
     u32 w[2 * loaded];
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
@@ -49,12 +50,17 @@ struct RowWords {
     __device__ void load_shared(u32 line, int unit) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const u32 at = (line ^ unit * 32) + r * 1024;
-            w[2 * r] = load4_shared(at);
-            w[2 * r + 1] = load4_shared(at ^ 16);
+            if constexpr (halves) {
+                const u32 at = (line ^ unit * 32) + r * 8 * row_bytes;
+                w[2 * r] = load4_shared(at);
+                w[2 * r + 1] = load4_shared(at ^ 16);
+            } else {
+#pragma unroll
+                for (int i = 0; i < loaded; ++i) w[r * loaded + i] = load4_shared(line + unit * 8 * bits + r * 8 * row_bytes + 4 * i);
+            }
         }
     }
-    __device__ static constexpr int ring_line(int g, int t) { return g * 128 + (g * 16 | t * 4); }
+    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t)); }
 
     // Row g + 8 kRow as PairDecoder takes it.
     template <int kRow>
@@ -81,7 +87,7 @@ struct RowWords {
         return at % 32 == 0 ? string[i] : i + 1 < loaded ? __funnelshift_r(string[i], string[i + 1], at % 32) : string[i] >> at % 32;
     }
 
-    // Lane t has the codes of columns 16 t .. of its row (kRing: 8 t .. of each half); it gets those from place_in_step
+    // Lane t has the codes of columns 16 t .. of its row (`halves`: 8 t .. of each half); it gets those from place_in_step
     // on of each 16.
     __device__ static void exchange(int t, u32 (&w)[words]) {
         const bool upper = t & 2, odd = t & 1;
@@ -91,9 +97,9 @@ struct RowWords {
             swap<1>(odd, w[0], w[1]);
             swap<1>(odd, w[2], w[3]);
         } else if constexpr (bits == 4) {
-            constexpr int distance = kRing ? 2 : 1;
-            const bool second = kRing ? upper : odd;
-            if constexpr (!kRing) swap<2>(upper, w[0], w[1]);
+            constexpr int distance = halves ? 2 : 1;
+            const bool second = halves ? upper : odd;
+            if constexpr (!halves) swap<2>(upper, w[0], w[1]);
             const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], second ? 0x5410 : 0x7632), distance);
             if constexpr (kJoined) {
                 w[0] = __byte_perm(w[0], got, second ? 0x3254 : 0x5410);
@@ -118,7 +124,7 @@ struct RowWords {
 
     // ---- x ----------------------------------------------------------------------------------------
 
-    __device__ static constexpr int place_in_step(int t) { return kRing ? t % 2 * 8 + t / 2 * 4 : 4 * t; }
+    __device__ static constexpr int place_in_step(int t) { return halves ? t % 2 * 8 + t / 2 * 4 : 4 * t; }
     // Which of a lane's 16 columns (`fours`: of its 4 of a step) pair `pair` has as element e.
     __device__ static constexpr int column(int pair, int e) {
         constexpr int apart = fours ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
@@ -133,7 +139,7 @@ struct RowWords {
     // Where lane 4 g + t reads x's line of a unit and token g, whose parts lie at part ^ turned.
     __device__ static constexpr int x_place(int turned, int t) {
         if (fours) return ((place_in_step(t) / 8) ^ turned) * 16 + place_in_step(t) % 8 * 2;
-        return ((kRing ? t : 2 * t) ^ turned) * 16;
+        return ((halves ? t : 2 * t) ^ turned) * 16;
     }
     // The second operands of the four steps; `line` is at x_place.
     __device__ static void read_x(u32 line, u32 (&b)[8]) {
@@ -143,7 +149,7 @@ struct RowWords {
             read_step<2>(line, b);
             read_step<3>(line, b);
         } else {
-            const uint4 low = load16_shared(line), high = load16_shared(line ^ (kRing ? 64 : 16));
+            const uint4 low = load16_shared(line), high = load16_shared(line ^ (halves ? 64 : 16));
             const u32 x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             b[0] = pair_of_x<0>(x); b[1] = pair_of_x<1>(x); b[2] = pair_of_x<2>(x); b[3] = pair_of_x<3>(x);
             b[4] = pair_of_x<4>(x); b[5] = pair_of_x<5>(x); b[6] = pair_of_x<6>(x); b[7] = pair_of_x<7>(x);
@@ -158,17 +164,15 @@ struct RowWords {
     }
 };
 
-// Chunks of 4 units of 4 bits, 16 rows of 128 bytes, on their way to a warp's ring in shared memory: whole lines take
-// the cache fewer requests than what lanes load of rows. Vector v of row r lies at v ^ r % 8.
-constexpr int kRingChunks = 2, kChunkBytes = 2048;
+// Chunks of 4 units, of 16 rows, on their way to a warp's ring in shared memory: whole lines take the cache fewer
+// requests than what lanes load of rows. Vector v of a row of 4 bits lies at v ^ row % 8. Rows begin on 16 bytes.
+template <int kBits>
 __device__ inline void copy_chunk(u8* to, const u8* codes, i64 row_bytes, i64 row, i64 rows, int units, int lane) {
-    const int vector = lane % 8;
-    if (vector / 2 < units) {
+    constexpr int vectors = 2 * kBits;  // of a row
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = lane / 8 + 4 * i;
-            copy_ahead(to + own * 128 + (vector ^ own % 8) * 16, codes + min(row + own, rows - 1) * row_bytes + vector * 16);
-        }
+    for (int i = 0; i < kBits; ++i) {
+        const int own = (lane + 32 * i) / vectors, vector = (lane + 32 * i) % vectors, place = kBits == 4 ? vector ^ own % 8 : vector;
+        if (vector * 16 < units * 8 * kBits) copy_ahead(to + own * vectors * 16 + place * 16, codes + min(row + own, rows - 1) * row_bytes + vector * 16);
     }
 }
 

@@ -177,7 +177,9 @@ EARLY = {
 }
 
 
-RING_COPIES = 8  # of a lane: two chunks
+# What comes through shared memory: copies of a lane, of two chunks.
+CODES = {"nf4": 8, "nvfp4": 8, "k5": 10}
+GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}  # of prepacked weights
 
 
 def programs(name: str) -> list[Program]:
@@ -226,9 +228,10 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         code = opcodes(sass)
         assert "PREEXIT" in code, program.name
         before = [op for op in code[: code.index("ACQBULK")] if TOUCHES.match(op)]
-        if program.entry == "matmul_stream" and program.arguments[-1]:  # codes go to a ring
+        copies = CODES.get(name) if program.arguments[-1] else GROUPS.get(name)
+        if program.entry == "matmul_stream" and copies:
             kinds = Counter(op.split(".")[0] for op in before)
-            assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == RING_COPIES, program.name
+            assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
             continue
         assert {op.split(".")[0] for op in before} <= {EARLY.get(program.entry)}, program.name
         if program.entry == "matmul_hopper":

@@ -105,7 +105,31 @@ RING = [
     )
     for rows, shape in ((1, (35, 64)), (3, (17, 320)), (9, (70, 1088)))
 ]
-RING_DIVIDED = [(case, (case.rows, 2, 2, 3, 2, 2)) for case in RING[-2:]]
+RING += [
+    Case(name, TYPES[i % 2], rows, shape, options=options)
+    for i, (name, options) in enumerate(
+        [
+            ("fp4", ()),
+            ("nf4", (("double_quant", True),)),
+            *(
+                (name, (("block_size", block),))
+                for name, block in (
+                    ("int4", 64),
+                    ("uint4", 64),
+                    ("int3", 128),
+                    ("uint3", 64),
+                    ("k3", 64),
+                    ("int5", 128),
+                    ("uint5", "row"),
+                    ("k6", 64),
+                    ("int7", 128),
+                )
+            ),
+        ]
+    )
+    for rows, shape in ((1, (35, 128)), (3, (17, 384)), (9, (70, 1152)))
+]
+RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -1)]
 RING_GATED = ("nvfp4", "nvfp4", {})
 GATED = [
     ("nf4", "nf4", {}),

@@ -104,6 +104,9 @@ inline void copies_wait() {
     wait_copies<0>();
 }
 
+inline unsigned load2_shared(unsigned address) {
+    return *reinterpret_cast<const unsigned short*>(emulator_shared(address, 2, "load2_shared"));
+}
 inline unsigned load4_shared(unsigned address) {
     return *reinterpret_cast<const unsigned*>(emulator_shared(address, 4, "load4_shared"));
 }

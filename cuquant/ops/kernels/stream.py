@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -17,19 +17,21 @@ from cuquant.ops.kernels.prepacked import Groups
 ROW_BYTES = 128  # of a unit of x in shared memory
 BARRIER_BYTES = 16
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
-# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is BLOCKS for ggml's, and
-# FINE or more where what is loaded ahead leaves room for more warps.
+# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is for several groups in a
+# unit BLOCKS where a lane loads them, and FINE or more where they go through shared memory.
 BLOCKS, FINE = 3, 5
 WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16, 12, 8, 8, 8, 8, 8, 8), (8,) * 8)
 TILE = 8  # rows of x that one product of a warp takes
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
+CHUNK = 4  # units
+STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
-RING_BYTES = 4096  # of a warp, where codes of 4 bits by rows go through shared memory
+RING_CHUNKS = 2  # of 4 units, where codes by rows go through shared memory
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
         return 4 - (pressure - FINE)
     if pressure == BLOCKS and groups.fine > 1:
         return 3 if tiles <= 2 else 2
-    if groups.fine > 1 and bits == 6 and tiles == 1:
-        return 3  # what registers have room for
     if bits <= 2 and not pressure and groups.fine == 1 and groups.units in (0, 1, 2, 4, 8):
         return 8
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
@@ -71,14 +71,13 @@ def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
     return next(n for n in (4, 3, 6, 5, 7, 2, 1) if groups.units % n == 0)
 
 
-def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str, gated: bool) -> int:
+def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     """How many registers decoding takes: an index of WARPS."""
     laid = layout == FRAGMENTS_LAYOUT
-    unit = _registers(fmt, groups) + gated
-    if laid and groups.fine > 1 and unit <= (9 if fmt.bits < 8 else 11):
-        return FINE + (0 if unit <= 8 and fmt.bits > 1 else 1 if unit <= 9 else 2)
-    if fmt.is_blocks or (laid and groups.fine == 4):
-        return BLOCKS
+    if laid and groups.fine > 1:
+        if not _copies_groups(fmt, groups):
+            return BLOCKS
+        return FINE + (0 if fmt.bits <= 6 else 2)
     uniform = isinstance(fmt.codec, Uniform)
     if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
         return 4
@@ -94,21 +93,6 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str, gated: bool)
     return 1 if laid else 2
 
 
-def _registers(fmt: Format, groups: Groups) -> int:
-    """What a lane loads of a unit: codes, and numbers of its groups for two rows."""
-    scale = fmt.scale
-    if fmt.is_blocks:
-        parts = fmt.layout
-        numbers, more = 1 + parts.has_min, bool(parts.sc_runs)
-        return fmt.bits + groups.fine * numbers * (1 + more) + more  # and where blocks begin
-    if scale is None:
-        return fmt.bits
-    numbers = 2 if scale.dtype == "float32" else 1
-    nested = 2 if scale.nested == "double" else 0
-    looked_up = scale.dtype == "float16" and prepacked.table_bytes(fmt) > 0  # halves beside levels
-    return fmt.bits + groups.fine * (numbers + nested + bool(fmt.offset)) + looked_up
-
-
 def _warps(tiles: int, pressure: int, clusters: bool) -> int:
     """Of a block, at most. What was not measured on sm_90 has room for whatever decoding takes."""
     if not clusters and pressure:
@@ -121,16 +105,32 @@ def _has_clusters(arch: int) -> bool:
     return 90 <= arch < 100
 
 
-def shared_bytes(
-    shape: Shape, groups: Groups, units: int, table: int, gated: bool, ring: int = 0
-) -> int:
-    """Dynamic shared memory of a block; `ring`: bytes of a warp."""
-    share = shape.ahead if not groups.units else min(groups.units, shape.ahead)
-    shares = -(-units // share)
-    x = (shares + 2 * shape.split - 1) // shape.split * share * shape.tokens * ROW_BYTES
+class Memory(NamedTuple):
+    """Bytes of shared memory beside x and the sums.
+
+    Attributes
+    ----------
+    table
+        A codebook's.
+    ring
+        Of a warp, for what it copies of chunks.
+    whole
+        Whether warps share K in whole chunks.
+    """
+
+    table: int = 0
+    ring: int = 0
+    whole: bool = False
+
+
+def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
+    """Dynamic shared memory of a block."""
+    share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
+    own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
+    x = own_units * shape.tokens * ROW_BYTES
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
-    table += shape.strips * shape.depth * ring
-    return table + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
+    rings = shape.strips * shape.depth * memory.ring
+    return memory.table + rings + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
 
 
 @lru_cache(maxsize=4096)
@@ -139,14 +139,13 @@ def divide(
     columns: int,
     depth: int,
     groups: Groups,
-    table: int,
+    memory: Memory,
     arch: int,
     multiprocessors: int,
     gated: bool = False,
     pressure: int = 0,
     bits: int = 4,
     most: int = 0,
-    ring: int = 0,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
@@ -172,7 +171,7 @@ def divide(
                 own = -(-each // rounds)
                 deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
                 shape = Shape(tokens, tiles, own, deep, split, rounds, ahead)
-                if shared_bytes(shape, groups, units, table, gated, ring) <= most:
+                if shared_bytes(shape, groups, units, memory, gated) <= most:
                     found.append(shape)
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
@@ -189,64 +188,92 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, a codebook's table, and a warp's ring of codes."""
+    """A Shape, groups of the weight's scales, whether a codebook's table is wide, and memory."""
 
     shape: Shape
     groups: Groups
     wide: bool
-    table: int
-    ring: int = 0
+    memory: Memory
 
 
 def division_of(problem: Problem) -> Division | None:
     """How to divide a Problem; None where matmul_stream.cu does not take it."""
     p, fmt = problem, problem.format
     assert fmt is not None
-    groups, table = Groups.of(fmt, p.depth), prepacked.table_bytes(fmt)
-    pressure = _pressure(fmt, groups, p.layout, p.dtype, p.gated)
-    numbers = p.rows, p.columns, p.depth
-    larger = prepacked.table_bytes(fmt, wide=_has_clusters(p.arch))
-    rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits
+    groups = Groups.of(fmt, p.depth)
+    pressure = _pressure(fmt, groups, p.layout, p.dtype)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    if by_rows and fmt.bits == 4 and groups.fine > 1:
-        return _with_ring(numbers, groups, (larger, table), rest)
+    codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
+    if codes:
+        ring = STRIP * CHUNK * UNIT * fmt.bits // 8
+        pressure = min(pressure, 1)
+    else:
+        ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
+    small, large = (
+        Memory(prepacked.table_bytes(fmt, wide=wide), RING_CHUNKS * ring, codes)
+        for wide in (False, _has_clusters(p.arch))
+    )
+
+    def divided(memory: Memory, most: int = 0, pressure: int = pressure) -> Division | None:
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most
+        shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
+        if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
+            return None
+        return Division(shape, groups, memory.table > small.table, memory)
+
+    if codes:
+        # The larger table saves instructions, unless it leaves room for fewer warps or half of x.
+        return min(filter(None, map(divided, (large, small))), key=_cost, default=None)
     if by_rows:
-        shape = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
-        if shape is not None and shape.tokens == min(p.rows, MOST_TILES * TILE):
-            if shape.rounds > 1 and pressure == 2 and p.rows <= TILE and fmt.bits in (4, 8):
+        found = divided(large, ROWS_SHARED)
+        if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
+            if found.shape.rounds > 1 and pressure == 2 and p.rows <= TILE and fmt.bits in (4, 8):
                 # Scarce registers cost less than another round.
-                rest = p.arch, p.multiprocessors, p.gated, 1, fmt.bits
-                more = divide(*numbers, groups, larger, *rest, most=ROWS_SHARED)
-                if more is not None and more.rounds < shape.rounds and more.split == 1:
-                    shape = more
-            return Division(shape, groups, larger > table, larger)
-    shape = divide(*numbers, groups, table, *rest)
-    if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
-        return None
-    wide = larger > table and divide(*numbers, groups, larger, *rest) == shape
-    return Division(shape, groups, wide, larger if wide else table)
+                more = divided(large, ROWS_SHARED, pressure=1)
+                if more and more.shape.rounds < found.shape.rounds and more.shape.split == 1:
+                    found = more
+            return found
+    found, wide = divided(small), divided(large)
+    return wide if found and wide and wide.shape == found.shape else found
 
 
-def _with_ring(
-    numbers: tuple[int, int, int], groups: Groups, tables: tuple[int, int], rest: Any
-) -> Division | None:
-    """How to divide a product whose codes go through shared memory.
+def _copies_groups(fmt: Format, groups: Groups) -> bool:
+    """Whether groups of a prepacked weight go through shared memory: several in a unit."""
+    scale = fmt.scale
+    in_strips = prepacked.lie(fmt, FRAGMENTS_LAYOUT) == prepacked.IN_STRIPS
+    nested = scale is not None and scale.nested == "double"
+    return groups.fine > 1 and in_strips and not nested
 
-    The larger table saves instructions, unless it leaves room for fewer warps, or for half of x.
-    """
-    found = []
-    for table in tables:
-        shape = divide(*numbers, groups, table, *rest, ring=RING_BYTES)
-        if shape is not None and -(-numbers[0] // shape.tokens) <= MOST_GRID_Y:
-            found.append(Division(shape, groups, table > tables[1], table, RING_BYTES))
-    if not found:
-        return None
 
-    def cost(division: Division) -> tuple[int, int, int, int]:
-        s = division.shape
-        return -s.tokens, s.rounds, -s.strips * s.depth, s.split
+def _chunk_groups(fmt: Format, groups: Groups) -> int:
+    """Bytes of the numbers of groups of a chunk, which go through shared memory where a unit has
+    several groups: chunk_scales.cuh's ChunkGroups."""
+    if not _copies_groups(fmt, groups):
+        return 0
+    count = CHUNK * groups.fine
+    if fmt.is_blocks:
+        parts = fmt.layout
+        per_block = parts.elements // parts.sub_block
+        blocks = count if per_block == 1 else (count - 1) // per_block + 2
+        row = blocks * 2 + count * bool(parts.sc_runs)
+        row *= 1 + parts.has_min
+    else:
+        assert fmt.scale is not None
+        row = count * (STORED_BYTES.get(fmt.scale.dtype, 1) + bool(fmt.offset))
+    return -(-row * STRIP // 64) * 64
 
-    return min(found, key=cost)
+
+def _has_ring(bits: int, groups: Groups, units: int) -> bool:
+    """Whether codes by rows go through shared memory: whose rows begin on 16 bytes, where a lane's
+    own codes are no whole words, or scales are many."""
+    if units * bits % 2 or groups.units not in (0, 1, 2, 4):
+        return False
+    return bits in (3, 5, 6, 7) or (bits == 4 and (groups.fine > 1 or groups.units == 1))
+
+
+def _cost(division: Division) -> tuple[int, int, int, int]:
+    s = division.shape
+    return -s.tokens, s.rounds, -s.strips * s.depth, s.split
 
 
 def shape_of(problem: Problem) -> Shape | None:
@@ -268,15 +295,16 @@ class Stream:
         fmt, gated = first.fmt, len(product.weights) > 1
         division = division_of(product.problem(backend))
         assert division is not None
-        shape, groups, wide, table, ring = division
+        shape, groups, wide, memory = division
         strips = -(-product.columns // STRIP)
+        dtype, whole = product.x.dtype.name, memory.whole
         blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, product.x.dtype.name, shape, groups, first.layout, gated, wide, ring > 0),
+            _program(fmt, dtype, shape, groups, first.layout, gated, wide, whole),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
-            shared_bytes(shape, groups, units, table, gated, ring),
+            shared_bytes(shape, groups, units, memory, gated),
         )
         packed = [
             prepacked.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
@@ -286,7 +314,7 @@ class Stream:
         copies = BY_ELEMENTS
         if product.x.is_aligned():
             # Two rows in runs lie in the same banks, which matters where tables are looked up.
-            few = shape.tokens <= (1 if table else 2)
+            few = shape.tokens <= (1 if memory.table else 2)
             copies = IN_RUNS if backend.arch >= 90 and few else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
         rest = (*numbers, shape.rounds, shape.tokens, copies)
