@@ -7,7 +7,21 @@ namespace cuquant {
 
 constexpr int kRingChunks = 2, kChunkUnits = 4;
 
+// What the sums of a group meet, of rows g and g + 8, and its zero points.
+template <bool kZeros>
+struct Ready {
+    float scale[2], minimum[2];
+    u32 zero;
+    __device__ float value(int h) const { return scale[h]; }
+    __device__ float minimum_of(int h) const { return minimum[h]; }
+    template <class T> __device__ u32 offset(int h) const {
+        if constexpr (kZeros) return minus_pair<T>(zero >> 8 * h & 0xFFu);
+        else return 0;
+    }
+};
+
 // The numbers of kFine groups of each of a chunk's kUnits units, of a strip: one array after the other in shared memory.
+// From there the lanes of a warp make floats of them, which takes one lane's time for each where 4 need them.
 template <class Group, int kFine, int kUnits>
 struct ChunkGroups {
     using Parts = typename Group::Parts;
@@ -17,7 +31,7 @@ struct ChunkGroups {
     static constexpr int minimum_at = blocks * kStrip * Group::bytes;
     static constexpr int sub_scale_at = minimum_at * (Parts::minimums ? 2 : 1), sub_minimum_at = sub_scale_at + numbers;
     static constexpr int zero_at = sub_minimum_at + (Parts::minimums ? numbers : 0);
-    static constexpr int bytes = (zero_at + (Group::zeros ? groups * kStrip : 0) + 63) / 64 * 64;  // what follows begins on 128
+    static constexpr int bytes = zero_at + (Group::zeros ? groups * kStrip : 0);
 
     // From unit `unit` of a strip on. What is beyond the last group is 0.
     __device__ static void copy(u8* to, const Prepacked& w, i64 strip, int unit, int lane) {
@@ -39,24 +53,50 @@ struct ChunkGroups {
                 copy_ahead(to + (v + lane) * 16, from + (first * kBytes + v + lane) * 16, v + lane < left * kBytes ? 16 : 0);
     }
 
-    // Group e of the chunk at `from`, where numbers of one byte are, of rows g and g + 8; `block`: the one of ggml's that it lies in,
-    // counted from the chunk's first. `beside`: another one of the same block.
-    __device__ static Group get(u32 from, int twice_g, int e, int block, const Group* beside) {
+    // Group e of the chunk at `from`, rows g and g + 8; `block`: the one of ggml's that it lies in, counted from the chunk's first.
+    __device__ static Group get(u32 from, int e, int block, int g) {
         Group got;
-        const int own = (per_block == 1 ? e : block) * kStrip * Group::bytes + twice_g * (Group::bytes - 1);
-        const bool known = per_block > 1 && beside;
+        const u32 entry = from + ((per_block == 1 ? e : block) * kStrip + 2 * g) * Group::bytes, number = from + e * kStrip + 2 * g;
         if constexpr (Group::bytes == 4) {
-            const uint2 v = load8_shared(from + own);
+            const uint2 v = load8_shared(entry);
             got.scale[0] = v.x; got.scale[1] = v.y;
         } else if constexpr (Group::bytes == 2) {
-            got.scale[0] = known ? beside->scale[0] : load4_shared(from + own);
+            got.scale[0] = load4_shared(entry);
         } else {
-            got.scale[0] = load2_shared(from + own);
+            got.scale[0] = load2_shared(entry);
         }
-        if constexpr (Parts::minimums) got.minimum = known ? beside->minimum : load4_shared(from + minimum_at + own);
-        if constexpr (Parts::sub_scales) got.sub_scale = load2_shared(from + sub_scale_at + e * kStrip);
-        if constexpr (Parts::sub_scales && Parts::minimums) got.sub_minimum = load2_shared(from + sub_minimum_at + e * kStrip);
-        if constexpr (Group::zeros) got.zero = load2_shared(from + zero_at + e * kStrip);
+        if constexpr (Parts::minimums) got.minimum = load4_shared(entry + minimum_at);
+        if constexpr (Parts::sub_scales) got.sub_scale = load2_shared(number + sub_scale_at);
+        if constexpr (Parts::sub_scales && Parts::minimums) got.sub_minimum = load2_shared(number + sub_minimum_at);
+        return got;
+    }
+    // The chunk's floats, [group][8 of g]: scales of both rows, and behind them minimums. `phase`: groups of the first block
+    // that come before the chunk.
+    static constexpr int ready = Parts::minimums ? 16 : 8, ready_bytes = groups * 8 * ready;
+    __device__ static void make_ready(u8* to, u32 from, int phase, int lane) {
+#pragma unroll
+        for (int i = 0; i < groups * 8; i += 32) {
+            const int e = (i + lane) / 8;
+            if (groups * 8 % 32 && e >= groups) return;
+            const Group own = get(from, e, (phase + e) / per_block, lane % 8);
+            u8* const place = to + (i + lane) * ready;
+            if constexpr (Parts::minimums) *reinterpret_cast<float4*>(place) = make_float4(own.value(0), own.value(1), own.minimum_of(0), own.minimum_of(1));
+            else *reinterpret_cast<float2*>(place) = make_float2(own.value(0), own.value(1));
+        }
+    }
+    // Group e of them; `lane_ready`: where row g has group 0, `lane_zero`: its zero points.
+    using Number = Ready<Group::zeros>;
+    __device__ static Number read(u32 lane_ready, u32 lane_zero, int e) {
+        Number got;
+        if constexpr (Parts::minimums) {
+            const uint4 v = load16_shared(lane_ready + e * 8 * ready);
+            got.scale[0] = float_of(v.x); got.scale[1] = float_of(v.y);
+            got.minimum[0] = float_of(v.z); got.minimum[1] = float_of(v.w);
+        } else {
+            const uint2 v = load8_shared(lane_ready + e * 8 * ready);
+            got.scale[0] = float_of(v.x); got.scale[1] = float_of(v.y);
+        }
+        if constexpr (Group::zeros) got.zero = load2_shared(lane_zero + e * kStrip);
         return got;
     }
 };

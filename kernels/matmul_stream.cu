@@ -9,34 +9,40 @@
 
 namespace cuquant {
 
-// How x comes to shared memory: by elements, by vectors of 16 bytes, or, a little of it, in runs by the copy engine
-// (sm_90 and newer).
+// How x comes to shared memory: by elements, by vectors of 16 bytes, or in runs by the copy engine (sm_90 and newer).
 enum Copies { kElements = 0, kVectors = 1, kRuns = 2 };
+constexpr int kXParts = 4;  // at most, which are waited for one after the other
 
-// Units first .. first + units - 1 of x to shared memory: [token][unit][8 x 16 bytes], of which part c lies
-// at c ^ twist(token % 8) if `twisted`, as it is not in runs. Zeros beyond K. `arrived`: a barrier that counts
-// what the copy engine brings.
+// Units first .. first + units - 1 of x to shared memory, token by token, `pitch` bytes apart. Zeros beyond K. `arrived`:
+// barriers that count what the copy engine brings, each of `part` units: to begin with these takes a while.
 template <class T>
-__device__ void stage_x(u8* staged, const T* x, i64 row_stride, int copies, bool twisted, int M, i64 K, int first, int units, u64* arrived, int thread, int threads) {
+__device__ void stage_x(u8* staged, int pitch, const T* x, i64 row_stride, int copies, int M, i64 K, int first, int units, int part, u64* arrived, int thread, int threads) {
     const i64 column = static_cast<i64>(first) * kUnit;
     const int inside = static_cast<int>(max(min(K - column, static_cast<i64>(units) * kUnit), static_cast<i64>(0)));
-    int begin = 0;  // the part from which on threads copy
+    int begin = 0;  // the vector from which on threads copy
     if constexpr (kHasEngine) {
         if (copies == kRuns) begin = inside / 8;
-        if (copies == kRuns && thread == 0) {
-            barrier_init(arrived, 1);
-            barrier_fence();
-            barrier_expect(arrived, M * begin * 16);
-            for (int m = 0; m < M && begin; ++m) copy_run(staged + m * units * 128, x + m * row_stride + column, begin * 16, arrived);
+        if (copies == kRuns && thread < 32) {
+            const int parts = part < units ? kXParts : 1;
+            const auto bytes_of = [&](int p) { return max(min(begin * 16 - p * part * 128, part * 128), 0); };
+            if (thread == 0) {
+                for (int p = 0; p < parts; ++p) barrier_init(arrived + p, 1);
+                barrier_fence();
+                for (int p = 0; p < parts; ++p) barrier_expect(arrived + p, M * bytes_of(p));
+            }
+            __syncwarp();
+            for (int p = 0; p < parts; ++p)
+                for (int m = thread; m < M && bytes_of(p); m += 32)
+                    copy_run(staged + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes_of(p), arrived + p);
         }
     }
-    const int parts = units * 8 - begin;
-    if (parts == 0) return;
-    int m = 0, part = thread;
-    for (; m < M; part += threads) {
-        while (part >= parts) { part -= parts; if (++m == M) return; }
-        const int own = begin + part, here = max(min(inside - own * 8, 8), 0);
-        u8* to = staged + (m * units + own / 8) * 128 + (own % 8 ^ (twisted ? twist(m % 8) : 0)) * 16;
+    const int vectors = units * 8 - begin;
+    if (vectors == 0) return;
+    int m = 0, vector = thread;
+    for (; m < M; vector += threads) {
+        while (vector >= vectors) { vector -= vectors; if (++m == M) return; }
+        const int own = begin + vector, here = max(min(inside - own * 8, 8), 0);
+        u8* to = staged + m * pitch + own * 16;
         const T* from = x + (here ? m * row_stride + column + own * 8 : 0);
         if (copies == kVectors) {
             copy16_async(to, from, here * 2);
@@ -75,11 +81,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
     using Own = Group<Format, kLie>;
     constexpr bool kRows = kLie == kInRows;
-    // Weights on their way leave few registers: nothing is done early, and with minimums x is not copied in runs.
+    // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
     constexpr bool kLater = kTight || kFine > 1;
-    constexpr bool kMany = Own::Parts::minimums && kFine == 2 && kThreads > 384;  // warps: what units do is not mixed, which takes registers
-    if constexpr (kTight && Own::Parts::minimums) copies = min(copies, static_cast<int>(kVectors));
+    constexpr bool kMany = Own::Parts::minimums && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>, kRing>;
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
@@ -90,6 +95,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Copied = ChunkGroups<Own, kFine, kAhead>;
     static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
     constexpr int kRingBytes = kRing ? kChunkBytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
+    constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
@@ -107,18 +113,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
     u8* ring = tables + Decode::table_bytes;
-    u8* xs = ring + kStrips * kDepth * kRingChunks * kRingBytes;
-    float* sums = reinterpret_cast<float*>(xs + (shares + 2 * kSplit - 1) / kSplit * kShare * M_here * 128);
+    u8* xs = ring + kStrips * kDepth * kWarpBytes;
+    constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
+    const int most_units = (shares + 2 * kSplit - 1) / kSplit * kShare, x_pitch = most_units * 128 + kPad;
+    float* sums = reinterpret_cast<float*>(xs + x_pitch * M_here);
     u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
     // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
     const int block = static_cast<int>(blockIdx.x / kSplit), last_strip = (block + 1) * kStrips * rounds;
     int strip = block * kStrips * rounds + warp % kStrips, at = 0;
     bool other = false;  // the second weight
 
-    const bool twisted = copies != kRuns;
-    const auto stage = [&](int copies) {
-        stage_x<T>(xs, x + token * x_stride, x_stride, copies, twisted, M_here, K, block_first, block_units, arrived, threadIdx.x, kThreads);
-    };
+    const int x_part = M_here <= 2 ? block_units : (block_units + kXParts - 1) / kXParts;
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
@@ -147,7 +152,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (!kGroupRing) to.load(kGated && other ? second : weights, next_group, ahead, g);
     };
     // What is to come to the ring, a chunk after those at `strip` and `at` or further.
-    u8* own_ring = ring + warp * kRingChunks * kRingBytes;
+    u8* own_ring = ring + warp * kWarpBytes;
+    u8* own_ready = own_ring + kRingChunks * kRingBytes;
+    const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
     int copy_strip = strip, copy_at = 0, copied = 0;
     bool copy_other = false;
     const auto copy_next = [&] {
@@ -236,7 +243,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (!kTight) load_levels();  // no kernel writes them
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
-    stage(M_here <= 2 ? copies : min(copies, static_cast<int>(kVectors)));
+    stage_x<T>(xs, x_pitch, x + token * x_stride, x_stride, copies, M_here, K, block_first, block_units, x_part, arrived, threadIdx.x, kThreads);
     if constexpr (!kRows && kFewest) load_first_groups();
     Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
     if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
@@ -244,7 +251,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
-    if constexpr (kHasEngine) { if (copies == kRuns) barrier_wait(arrived, 0); }
+    int x_parts = copies == kRuns ? x_part ? (first - block_first) / x_part : 0 : kXParts;  // that are there
 
     const u32 table = Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
@@ -252,15 +259,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
-        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0, turned = twisted ? twist(m % 8) : 0;
-        x_lane[q] = shared_address(xs) + (m * block_units + first - block_first) * 128 + (kRows ? Rows::x_place(turned, t) : ((lane / 8) ^ turned) * 16);
+        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0;
+        x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
 #pragma unroll
     for (int q = 0; q < kTiles; ++q)
 #pragma unroll
         for (int e = 0; e < 4; ++e) total[q][e] = sum[q][e] = x_sum[q][e] = 0.0f;
-    const auto scaled = [&](int q, const Own& own) {
+    using Number = Choice<kGroupRing, typename Copied::Number, Own>;
+    const auto scaled = [&](int q, const Number& own) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             total[q][e] = __fmaf_rn(own.value(e / 2), sum[q][e], total[q][e]);
@@ -271,13 +279,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
     };
-    const auto all_scaled = [&](const Own& own) {
+    const auto all_scaled = [&](const Number& own) {
 #pragma unroll
         for (int q = 0; q < kTiles; ++q) scaled(q, own);
     };
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
-    int block_phase = 0;  // groups of ggml's block that come before the chunk
     int four_lane = 0;    // that holds the scales of this chunk
     u32 near[2];
     const auto multiply = [&](int d, int unit) {
@@ -288,7 +295,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             words[d].template row<0>(t, rows_of[0]);
             words[d].template row<1>(t, rows_of[1]);
         }
-        Own here[kShared || kFour || kGroupRing ? kFine : 1];
+        Number here[kFine];
         if constexpr (kFour && kFine > 1) {
 #pragma unroll
             for (int f = 0; f < kFine; ++f) here[f] = four.get(d * kFine + f, four_lane, near);
@@ -296,19 +303,19 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kGroupRing) {
 #pragma unroll
             for (int f = 0; f < kFine; ++f)
-                here[f] = Copied::get(ring_lane + reading, 2 * g, d * kFine + f, (block_phase + d * kFine) / Copied::per_block, f ? here : nullptr);
+                here[f] = Copied::read(ready_lane, ring_lane + reading + Copied::zero_at, d * kFine + f);
         }
         if constexpr (kShared && (kFine > 1 || Own::zeros)) {
 #pragma unroll
             for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d);
         }
-        const auto group_of = [&](int s) -> const Own& {
+        const auto group_of = [&](int s) -> const Number& {
             if constexpr (kShared || kFour || kGroupRing) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-            const Own& own = group_of(s);
+            const Number& own = group_of(s);
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
             const u32* first = kRows ? rows_of[0] : words[d].w;
             if (s == 0) decode_step<Decode, 0, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[0]);
@@ -334,7 +341,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
                 for (int q = 0; q < kTiles; ++q) {
-                    const uint4 b = load_matrices((x_lane[q] + unit * 128) ^ (s * 32));
+                    const uint4 b = load_matrices(x_lane[q] + unit * 128 + s * 32);
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);
                 }
@@ -361,10 +368,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             four_lane = lane - t + now / kAhead % 4;
             if (four_ends) load_four(coming_four);
         }
-        block_phase = begin * kFine % Copied::per_block;
         if constexpr (kRingBytes) {
             wait_copies<kRingChunks - 1>();
             __syncwarp();  // all lanes' copies are there
+            if constexpr (kGroupRing) {
+                Copied::make_ready(own_ready, shared_address(own_ring) + reading, begin * kFine % Copied::per_block, lane);
+                __syncwarp();
+            }
+        }
+        if constexpr (kHasEngine) {
+            for (const int until = first - block_first + now + min(here, kAhead); x_parts * x_part < until; ++x_parts) barrier_wait(arrived + x_parts, 0);
         }
         const auto chunk = [&](bool whole) {
 #pragma unroll

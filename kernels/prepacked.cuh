@@ -45,6 +45,13 @@ template <class Format> struct Pieces<Format, true> {
 // How scales lie: laid out in strips, [rows / tall, groups], or [rows, groups] as zero points then also do.
 enum Lie { kInStrips = 0, kInBlocks = 1, kInRows = 2 };
 
+// Minus a zero point, twice.
+template <class T>
+__device__ u32 minus_pair(u32 zero) {
+    const float z = -static_cast<float>(zero);
+    return pair_of<T>(z, z);
+}
+
 // Numbers of one group of rows g and g + 8, as they are stored.
 template <class Format, int kLie>
 struct Group {
@@ -257,14 +264,9 @@ struct Group {
         else if constexpr (!Parts::sub_scales) return half_of(minimum, h);
         else return -(half_of(minimum, h) * static_cast<float>(sub_minimum >> 8 * h & 0xFFu));
     }
-    // Minus the zero point, as a pair of T.
-    template <class T>
-    __device__ u32 offset(int h) const {
+    template <class T> __device__ u32 offset(int h) const {
         if constexpr (!zeros) return 0;
-        else {
-            const float z = -static_cast<float>(zero >> 8 * h & 0xFFu);
-            return pair_of<T>(z, z);
-        }
+        else return minus_pair<T>(zero >> 8 * h & 0xFFu);
     }
 };
 

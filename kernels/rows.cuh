@@ -13,10 +13,6 @@
 
 namespace cuquant {
 
-// Part `part` of 16 bytes of a token's line of x lies at part ^ twist(token): 8 tokens at one part, 2 at every other
-// part or at four neighbours, and 4 at two neighbours then meet no bank twice.
-__device__ constexpr int twist(int token) { return (token & 1) * 4 | (token & 2) | ((token ^ token >> 2) & 1); }
-
 // kJoined: neighbouring codes are a pair, a byte: see PairDecoder.
 template <class Packing, int kFine, bool kJoined, bool kRing>
 struct RowWords {
@@ -136,11 +132,9 @@ struct RowWords {
         constexpr int low = column(kPair, 0), high = column(kPair, 1);
         return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
     }
-    // Where lane 4 g + t reads x's line of a unit and token g, whose parts lie at part ^ turned.
-    __device__ static constexpr int x_place(int turned, int t) {
-        if (fours) return ((place_in_step(t) / 8) ^ turned) * 16 + place_in_step(t) % 8 * 2;
-        return ((halves ? t : 2 * t) ^ turned) * 16;
-    }
+    // Where lane 4 g + t reads x's line of a unit and token g, and what keeps tokens apart: 2 that are read together, or 4.
+    __device__ static constexpr int x_place(int t) { return fours ? place_in_step(t) * 2 : (halves ? t : 2 * t) * 16; }
+    static constexpr int x_pad = fours ? 32 : halves ? 64 : 16;
     // The second operands of the four steps; `line` is at x_place.
     __device__ static void read_x(u32 line, u32 (&b)[8]) {
         if constexpr (fours) {
@@ -149,7 +143,7 @@ struct RowWords {
             read_step<2>(line, b);
             read_step<3>(line, b);
         } else {
-            const uint4 low = load16_shared(line), high = load16_shared(line ^ (halves ? 64 : 16));
+            const uint4 low = load16_shared(line), high = load16_shared(line + (halves ? 64 : 16));
             const u32 x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             b[0] = pair_of_x<0>(x); b[1] = pair_of_x<1>(x); b[2] = pair_of_x<2>(x); b[3] = pair_of_x<3>(x);
             b[4] = pair_of_x<4>(x); b[5] = pair_of_x<5>(x); b[6] = pair_of_x<6>(x); b[7] = pair_of_x<7>(x);
@@ -157,7 +151,7 @@ struct RowWords {
     }
     template <int kStep>
     __device__ static void read_step(u32 line, u32 (&b)[8]) {
-        const uint2 four = load8_shared(line ^ kStep * 32);
+        const uint2 four = load8_shared(line + kStep * 32);
         const u32 x[2] = {four.x, four.y};
         b[2 * kStep] = pair_of_x<0>(x);
         b[2 * kStep + 1] = pair_of_x<1>(x);

@@ -14,8 +14,8 @@ from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
-ROW_BYTES = 128  # of a unit of x in shared memory
-BARRIER_BYTES = 16
+ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
+BARRIER_BYTES = 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 # Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is for several groups in a
 # unit BLOCKS where a lane loads them, and FINE or more where they go through shared memory.
@@ -77,7 +77,8 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     if laid and groups.fine > 1:
         if not _copies_groups(fmt, groups):
             return BLOCKS
-        return FINE + (0 if fmt.bits <= 6 else 2)
+        most = fmt.is_blocks and fmt.layout.has_min and bool(fmt.layout.sc_runs) and fmt.bits >= 4
+        return FINE + (2 if fmt.bits == 8 else int(most))
     uniform = isinstance(fmt.codec, Uniform)
     if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
         return 4
@@ -127,7 +128,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     """Dynamic shared memory of a block."""
     share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
-    x = own_units * shape.tokens * ROW_BYTES
+    x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
     return memory.table + rings + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
@@ -175,9 +176,20 @@ def divide(
                     found.append(shape)
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
-                return next(s for s in found if s.depth / s.rounds >= 0.8 * best)
+                usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
+                return _deeper(usual, found)
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
+
+
+def _deeper(usual: Shape, found: list[Shape]) -> Shape:
+    """For one tile, another shape where warps have strips of their own: warps that read the strips
+    of a block together are faster, if no block takes more of them and no fewer warps have work."""
+    if usual.depth > 1 or usual.tiles > 1:
+        return usual
+    most = usual.strips * usual.rounds
+    others = [s for s in found if s.strips * s.rounds <= most]
+    return max(others, key=lambda s: (s.strips * s.depth, s.depth))
 
 
 def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tuple[int, int]]:
@@ -205,12 +217,12 @@ def division_of(problem: Problem) -> Division | None:
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
     if codes:
-        ring = STRIP * CHUNK * UNIT * fmt.bits // 8
+        ring = RING_CHUNKS * STRIP * CHUNK * UNIT * fmt.bits // 8
         pressure = min(pressure, 1)
     else:
         ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     small, large = (
-        Memory(prepacked.table_bytes(fmt, wide=wide), RING_CHUNKS * ring, codes)
+        Memory(prepacked.table_bytes(fmt, wide=wide), ring, codes)
         for wide in (False, _has_clusters(p.arch))
     )
 
@@ -246,21 +258,21 @@ def _copies_groups(fmt: Format, groups: Groups) -> bool:
 
 
 def _chunk_groups(fmt: Format, groups: Groups) -> int:
-    """Bytes of the numbers of groups of a chunk, which go through shared memory where a unit has
-    several groups: chunk_scales.cuh's ChunkGroups."""
+    """Bytes of a warp for groups of chunks, as they are stored and made ready: chunk_scales.cuh's
+    ChunkGroups."""
     if not _copies_groups(fmt, groups):
         return 0
-    count = CHUNK * groups.fine
+    count, numbers = CHUNK * groups.fine, 1
     if fmt.is_blocks:
         parts = fmt.layout
         per_block = parts.elements // parts.sub_block
         blocks = count if per_block == 1 else (count - 1) // per_block + 2
-        row = blocks * 2 + count * bool(parts.sc_runs)
-        row *= 1 + parts.has_min
+        numbers += parts.has_min
+        row = numbers * (blocks * 2 + count * bool(parts.sc_runs))
     else:
         assert fmt.scale is not None
         row = count * (STORED_BYTES.get(fmt.scale.dtype, 1) + bool(fmt.offset))
-    return -(-row * STRIP // 64) * 64
+    return STRIP * (RING_CHUNKS * row + count * 4 * numbers)
 
 
 def _has_ring(bits: int, groups: Groups, units: int) -> bool:
@@ -313,9 +325,7 @@ class Stream:
         stride = product.x.row_stride
         copies = BY_ELEMENTS
         if product.x.is_aligned():
-            # Two rows in runs lie in the same banks, which matters where tables are looked up.
-            few = shape.tokens <= (1 if memory.table else 2)
-            copies = IN_RUNS if backend.arch >= 90 and few else BY_VECTORS
+            copies = IN_RUNS if backend.arch >= 90 else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
         rest = (*numbers, shape.rounds, shape.tokens, copies)
 
