@@ -184,6 +184,16 @@ struct FirstOf<Fields<Field<kByte, kBits, kSpan, kShift>, Rest...>> {
     static constexpr int byte = kByte, span = kSpan;
 };
 
+// The codes that are looked up of columns 32 step .. of a row, where nibbles of 32 columns lie in 16 bytes: of columns
+// 4 t .. 4 t + 3 and of those 16 further.
+template <class Block, class R>
+__device__ u32 looked_up(const R& row, int step, int t) {
+    using Layout = typename Block::Layout;
+    using First = FirstOf<typename Layout::Codes>;
+    static_assert(First::span == 16, "nibbles of 32 columns in 16 bytes");
+    return row.after(4 * t).word(32 * step / Layout::elements * Layout::bytes + First::byte + 32 * step % Layout::elements / 2);
+}
+
 // The operand words of columns 32 step .. of a row: four bytes of the first 16 columns and of the others.
 // Where codes are looked up, a word has the columns that share bytes of nibbles: see operand_of in q8_1.cuh.
 template <class Block, class R>
@@ -197,8 +207,7 @@ __device__ void weights_of(const R& row, int step, int t, const uint4& levels, u
             first = levels_of(pair.half(block + byte + e / 2), levels);
             second = levels_of(pair.half(block + byte + e / 2 + 8), levels);
         } else {
-            static_assert(span == 16, "nibbles of 32 columns in 16 bytes");
-            const u32 word = row.after(4 * t).word(block + byte + e / 2);
+            const u32 word = looked_up<Block>(row, step, t);
             first = levels_of(word, levels);
             second = levels_of(word >> 16, levels);
         }
