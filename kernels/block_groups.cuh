@@ -157,9 +157,11 @@ template <class R, int kByte, int kBits, int kSpan, int kShift>
 __device__ u32 field_of(Field<kByte, kBits, kSpan, kShift>, const R& row, int block, int e, int t, int left) {
     constexpr u32 ones = 0x01010101u, mask = (1u << kBits) - 1;
     if constexpr (kSpan == 1) {
-        const u32 four = row.word(block + kByte) >> (e % 32 + 4 * t) & 15u;
-        // The product puts bit i at bit 8 i + kShift + left, among others.
-        return four * (0x00204081u << (kShift + left)) & ones << (kShift + left);
+        static_assert(kShift >= 4, "the half of a byte that t has is not moved");
+        const int odd = 4 * (t % 2);
+        const u32 four = R{row.place + t / 2, row.skip}.byte(block + kByte + e % 32 / 8) & 15u << odd;
+        // The product puts bit i of the half at bit 8 i + kShift + left, among others.
+        return four * (0x00204081u << (kShift + left - odd)) & ones << (kShift + left);
     } else {
         const int lane = e / kSpan % (8 / kBits), byte = kByte + e / (kSpan * (8 / kBits)) * kSpan + e % kSpan;
         const int place = kShift + left - lane * kBits;

@@ -87,6 +87,9 @@ struct Sums {
     using Own = FloatCodes<Block, T>;
     using Place = Geometry<typename Block::Layout>;
     static constexpr bool has_minimum = Place::tables == 2;
+    // Whether lanes read scales where they lie: one number of each 32 columns.
+    static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16 && !has_minimum;
+    static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
 
@@ -96,7 +99,7 @@ struct Sums {
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[n][i] = 0.0f;
     }
-    // Add a group. `scales`: the table; `x`: where the lane has its columns of token g of each tile.
+    // Add a group. `scales`: the table, if there is one; `x`: where the lane has its columns of token g of each tile.
     template <class R>
     __device__ void add(const R& upper, const R& lower, int scales, const int (&x)[kTiles], int columns, u32 table, int lane) {
         constexpr u32 one = constant_pair<T>(1);
@@ -108,7 +111,8 @@ struct Sums {
             float scale[2][ahead * per_step], minimum[2][ahead * per_step];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
+                if constexpr (direct) numbers_in<Block, false, ahead>((h ? lower : upper).after(q * Block::Layout::bytes), false, scale[h]);
+                else get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
                 if constexpr (has_minimum) get(minimum[h], from + 4 * (8 * h * Place::stride + q * per_step) + Place::table_bytes);
             }
 #pragma unroll
@@ -248,7 +252,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     using Place = Geometry<typename Block::Layout>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
-    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Place::tables * Place::table_bytes;
+    using Partial = Sums<Block, T, kTiles>;
+    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Partial::table_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
@@ -300,7 +305,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) own_x[n] = Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
     const u32 table = shared_address(dynamic_shared) + 4 * lane;
-    Sums<Block, T, kTiles> own;
+    Partial own;
     own.clear();
     int stage_now = ring;
 #pragma unroll 1
@@ -313,8 +318,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
             wait_copies<kRing - 1>();
             __syncwarp();  // all lanes' copies are there
-            rows.put_scales(scales, stage_now, group, lane);
-            __syncwarp();
+            if constexpr (!Partial::direct) {
+                rows.put_scales(scales, stage_now, group, lane);
+                __syncwarp();
+            }
             own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, lane);
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);

@@ -45,6 +45,13 @@ class FloatCodes:
         return 0 if self.made.layout.has_min or self.wide else 1 << (self.made.layout.bits - 1)
 
     @property
+    def table_bytes(self) -> int:
+        """Of a warp's table of scales; none where each 32 columns have one number."""
+        layout, stored = self.made.layout, self.made.stored
+        direct = layout.elements == 32 and stored == "Float16" and not layout.has_min
+        return 0 if direct else self.made.table_bytes
+
+    @property
     def facts(self) -> words.Facts:
         body = "\n".join(
             [
@@ -93,7 +100,7 @@ def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
     table, pad = (LEVELS_BYTES, 64) if made.lookup else (0, 32)
     x = rows * (shape.chunk * 2 * GROUP + pad)
-    warp = RING * ROWS * made.row_bytes + made.table_bytes
+    warp = RING * ROWS * made.row_bytes + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
     return table + x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
 
