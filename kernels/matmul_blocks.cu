@@ -1,8 +1,9 @@
 // x [M, K] of 16-bit floats, M up to 8 kTiles, times ggml's blocks as they lie [N, K]: memory-bound. A block takes
 // some strips of 16 rows. Each of its warps has an equal share of their groups of 256 columns, which it copies to
-// a ring of its own, makes 16-bit floats of whole numbers and multiplies by x on the tensor cores; the scales meet
-// the float32 sums of their sub-blocks. x lies in shared memory, all of it or a chunk of K at a time. The sums of
-// warps, chunks and of the blocks of a cluster, which share K, are added up always in the same order.
+// a ring of its own, makes 16-bit floats of whole numbers, or finds those of two codes in a table, and multiplies by x
+// on the tensor cores; the scales meet the float32 sums of their sub-blocks. x lies in shared memory, all of it or a
+// chunk of K at a time. The sums of warps, chunks and of the blocks of a cluster, which share K, are added up always in
+// the same order.
 #include "block_copies.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
@@ -50,8 +51,8 @@ struct FloatCodes : Block {
             shared_at<uint4>(16 * i) = make_uint4(v, v, v, v);
         }
     }
-    // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: of a
-    // half each, or of both where codes are looked up.
+    // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: first
+    // those of one half, or two of each where codes are looked up.
     template <class R>
     __device__ static void operands(const R& upper, const R& lower, int step, int t, u32 table, u32 (&a)[2][4]) {
 #pragma unroll
@@ -70,13 +71,13 @@ struct FloatCodes : Block {
             }
         }
     }
-    // Those of x, which lies as stage_columns puts it; `x`: where the lane has its columns.
-    __device__ static void columns_of(int x, uint2 (&b)[2]) {
+    // Those of x. `x`: the address of the lane's columns; `here`: whether they are wanted.
+    __device__ static void columns_of(u32 x, bool here, uint2 (&b)[2]) {
         if constexpr (Block::lookup) {
-            const uint4 both = shared_at<uint4>(x);
+            const uint4 both = load16_shared_if(x, here);
             b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
         } else {
-            b[0] = shared_at<uint2>(x), b[1] = shared_at<uint2>(x + 32);
+            b[0] = load8_shared(x), b[1] = load8_shared(x + 32);
         }
     }
 };
@@ -99,9 +100,9 @@ struct Sums {
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[n][i] = 0.0f;
     }
-    // Add a group. `scales`: the table, if there is one; `x`: where the lane has its columns of token g of each tile.
+    // Add a group. `scales`: the table, if there is one; `x`: addresses of the lane's columns of token g of each tile.
     template <class R>
-    __device__ void add(const R& upper, const R& lower, int scales, const int (&x)[kTiles], int columns, u32 table, int lane) {
+    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, int tokens, u32 table, int lane) {
         constexpr u32 one = constant_pair<T>(1);
         const u32 ones[4] = {one, one, one, one};
         const int from = scales + 4 * (lane / 4) * Place::stride;
@@ -123,7 +124,7 @@ struct Sums {
                 for (int n = 0; n < kTiles; ++n) {
                     float part[4], sum[4];
                     uint2 b[2];
-                    Own::columns_of(x[n] + columns + 64 * (q + s), b);
+                    Own::columns_of(x[n] + columns + 64 * (q + s), kTiles > 1 || lane / 4 < tokens, b);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         if (h == 0 || per_step == 2)
@@ -301,10 +302,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     wait_copies<0>();
     __syncthreads();
 
-    int own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
+    const u32 start = shared_address(dynamic_shared), table = start + 4 * lane;
+    u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) own_x[n] = Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
-    const u32 table = shared_address(dynamic_shared) + 4 * lane;
+    for (int n = 0; n < kTiles; ++n) own_x[n] = start + Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
     Partial own;
     own.clear();
     int stage_now = ring;
@@ -322,7 +323,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
                 rows.put_scales(scales, stage_now, group, lane);
                 __syncwarp();
             }
-            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, lane);
+            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, tokens, table, lane);
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);
             stage_now = 2 * ring + Place::group_bytes - stage_now;
