@@ -90,6 +90,9 @@ struct Sums {
     static constexpr bool has_minimum = Place::tables == 2;
     // Whether lanes read scales where they lie: one number of each 32 columns.
     static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16 && !has_minimum;
+    // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
+    // of bfloat16 products would be moved from uniform registers 112 times in a group.
+    static constexpr bool meets = has_minimum || (direct && Block::wide && !Block::lookup && !Own::half);
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
@@ -108,7 +111,7 @@ struct Sums {
         const int from = scales + 4 * (lane / 4) * Place::stride;
 #pragma unroll
         for (int q = 0; q < kSteps; q += ahead) {
-            if (has_minimum) __syncwarp();  // where loads are made too far ahead, registers are spilled
+            if (meets) __syncwarp();
             float scale[2][ahead * per_step], minimum[2][ahead * per_step];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
