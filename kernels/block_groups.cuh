@@ -157,9 +157,11 @@ template <class R, int kByte, int kBits, int kSpan, int kShift>
 __device__ u32 field_of(Field<kByte, kBits, kSpan, kShift>, const R& row, int block, int e, int t, int left) {
     constexpr u32 ones = 0x01010101u, mask = (1u << kBits) - 1;
     if constexpr (kSpan == 1) {
-        const u32 four = row.word(block + kByte) >> (e % 32 + 4 * t) & 15u;
-        // The product puts bit i at bit 8 i + kShift + left, among others.
-        return four * (0x00204081u << (kShift + left)) & ones << (kShift + left);
+        static_assert(kShift >= 4, "the half of a byte that t has is not moved");
+        const int odd = 4 * (t % 2);
+        const u32 four = R{row.place + t / 2, row.skip}.byte(block + kByte + e % 32 / 8) & 15u << odd;
+        // The product puts bit i of the half at bit 8 i + kShift + left, among others.
+        return four * (0x00204081u << (kShift + left - odd)) & ones << (kShift + left);
     } else {
         const int lane = e / kSpan % (8 / kBits), byte = kByte + e / (kSpan * (8 / kBits)) * kSpan + e % kSpan;
         const int place = kShift + left - lane * kBits;
@@ -184,6 +186,16 @@ struct FirstOf<Fields<Field<kByte, kBits, kSpan, kShift>, Rest...>> {
     static constexpr int byte = kByte, span = kSpan;
 };
 
+// The codes that are looked up of columns 32 step .. of a row, where nibbles of 32 columns lie in 16 bytes: of columns
+// 4 t .. 4 t + 3 and of those 16 further.
+template <class Block, class R>
+__device__ u32 looked_up(const R& row, int step, int t) {
+    using Layout = typename Block::Layout;
+    using First = FirstOf<typename Layout::Codes>;
+    static_assert(First::span == 16, "nibbles of 32 columns in 16 bytes");
+    return row.after(4 * t).word(32 * step / Layout::elements * Layout::bytes + First::byte + 32 * step % Layout::elements / 2);
+}
+
 // The operand words of columns 32 step .. of a row: four bytes of the first 16 columns and of the others.
 // Where codes are looked up, a word has the columns that share bytes of nibbles: see operand_of in q8_1.cuh.
 template <class Block, class R>
@@ -197,8 +209,7 @@ __device__ void weights_of(const R& row, int step, int t, const uint4& levels, u
             first = levels_of(pair.half(block + byte + e / 2), levels);
             second = levels_of(pair.half(block + byte + e / 2 + 8), levels);
         } else {
-            static_assert(span == 16, "nibbles of 32 columns in 16 bytes");
-            const u32 word = row.after(4 * t).word(block + byte + e / 2);
+            const u32 word = looked_up<Block>(row, step, t);
             first = levels_of(word, levels);
             second = levels_of(word >> 16, levels);
         }

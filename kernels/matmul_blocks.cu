@@ -1,8 +1,9 @@
 // x [M, K] of 16-bit floats, M up to 8 kTiles, times ggml's blocks as they lie [N, K]: memory-bound. A block takes
 // some strips of 16 rows. Each of its warps has an equal share of their groups of 256 columns, which it copies to
-// a ring of its own, makes 16-bit floats of whole numbers and multiplies by x on the tensor cores; the scales meet
-// the float32 sums of their sub-blocks. x lies in shared memory, all of it or a chunk of K at a time. The sums of
-// warps, chunks and of the blocks of a cluster, which share K, are added up always in the same order.
+// a ring of its own, makes 16-bit floats of whole numbers, or finds those of two codes in a table, and multiplies by x
+// on the tensor cores; the scales meet the float32 sums of their sub-blocks. x lies in shared memory, all of it or a
+// chunk of K at a time. The sums of warps, chunks and of the blocks of a cluster, which share K, are added up always in
+// the same order.
 #include "block_copies.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
@@ -11,7 +12,6 @@ namespace cuquant {
 
 constexpr int kRing = 2;   // groups that a warp has on their way
 constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 lines apart meet no bank twice
-constexpr int kPad = 32;   // bytes between tokens of x: 4 lanes of 4 tokens read 8 bytes each, of all banks
 constexpr int kMostWarps = kResident == 8 ? 12 : 16;  // of one tile; of two 4 less, for their registers
 
 // Codes as floats of x's type, and what undoes their factor: Block's own facts, whose bytes are whole numbers
@@ -24,6 +24,11 @@ struct FloatCodes : Block {
     static constexpr float unit = tiny ? Block::unit * 16777216.0f : Block::unit;
     static constexpr int zero = Block::wide ? 128 : Block::zero;
     static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
+    // Of the table of pairs of levels, where codes are looked up: an entry a byte of two codes, a copy a lane.
+    static constexpr int table_bytes = Block::lookup ? 256 * 128 : 0;
+    // Bytes between tokens of x: what lanes read at a time is of all banks, 16 bytes by 4 lanes of 2 tokens or 8
+    // bytes by 4 lanes of 4.
+    static constexpr int pad = Block::lookup ? 64 : 32;
 
     // Bytes i and j of a word, exactly. A byte u below 0x64 is the float16 1024 + u; below 0x43 and up to 127, the
     // bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
@@ -35,22 +40,44 @@ struct FloatCodes : Block {
         else if constexpr (!Block::wide) return add_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(-128 - zero));
         else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
     }
-    // The operands of both halves of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of each 16.
+    // The entry of byte i of a word; `table`: the address of the lane's own copy of the first one.
+    template <int i>
+    __device__ static u32 entry(u32 word, u32 table) { return load4_shared(table + 128 * __byte_perm(word, 0u, 0x4440u | i)); }
+    // The table: all threads store their share of its vectors.
+    __device__ static void put_table(const uint4& levels, int thread, int threads) {
+        for (int i = thread; i < table_bytes / 16; i += threads) {
+            const u32 two = levels_of(i / 8, levels);
+            const u32 v = pair_of<T>(static_cast<float>(static_cast<signed char>(two)), static_cast<float>(static_cast<signed char>(two >> 8)));
+            shared_at<uint4>(16 * i) = make_uint4(v, v, v, v);
+        }
+    }
+    // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: first
+    // those of one half, or two of each where codes are looked up.
     template <class R>
-    __device__ static void operands(const R& upper, const R& lower, int step, int t, const uint4& levels, u32 (&a)[2][4]) {
+    __device__ static void operands(const R& upper, const R& lower, int step, int t, u32 table, u32 (&a)[2][4]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            u32 first, second;
-            weights_of<FloatCodes>(r ? lower : upper, step, t, levels, first, second);
-            if constexpr (Block::lookup) {  // a word has two columns of both halves
-                static_assert(FirstOf<typename Block::Layout::Codes>::span == 16, "nibbles of 32 columns in 16 bytes");
-                a[0][r] = pair<0, 2>(first), a[0][2 + r] = pair<0, 2>(second);
-                a[1][r] = pair<1, 3>(first), a[1][2 + r] = pair<1, 3>(second);
+            const R& row = r ? lower : upper;
+            if constexpr (Block::lookup) {
+                const u32 word = looked_up<FloatCodes>(row, step, t);
+                a[0][r] = entry<0>(word, table), a[0][2 + r] = entry<1>(word, table);
+                a[1][r] = entry<2>(word, table), a[1][2 + r] = entry<3>(word, table);
             } else {
+                u32 first, second;
+                weights_of<FloatCodes>(row, step, t, uint4{}, first, second);
                 first ^= flip, second ^= flip;
                 a[0][r] = pair<0, 1>(first), a[0][2 + r] = pair<2, 3>(first);
                 a[1][r] = pair<0, 1>(second), a[1][2 + r] = pair<2, 3>(second);
             }
+        }
+    }
+    // Those of x. `x`: the address of the lane's columns; `here`: whether they are wanted.
+    __device__ static void columns_of(u32 x, bool here, uint2 (&b)[2]) {
+        if constexpr (Block::lookup) {
+            const uint4 both = load16_shared_if(x, here);
+            b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
+        } else {
+            b[0] = load8_shared(x), b[1] = load8_shared(x + 32);
         }
     }
 };
@@ -61,6 +88,12 @@ struct Sums {
     using Own = FloatCodes<Block, T>;
     using Place = Geometry<typename Block::Layout>;
     static constexpr bool has_minimum = Place::tables == 2;
+    // Whether lanes read scales where they lie: one number of each 32 columns.
+    static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16 && !has_minimum;
+    // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
+    // of bfloat16 products would be moved from uniform registers 112 times in a group.
+    static constexpr bool meets = has_minimum || (direct && Block::wide && !Block::lookup && !Own::half);
+    static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
 
@@ -70,36 +103,38 @@ struct Sums {
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[n][i] = 0.0f;
     }
-    // Add a group. `scales`: the table; `x`: where the lane has its columns of token g of each tile.
+    // Add a group. `scales`: the table, if there is one; `x`: addresses of the lane's columns of token g of each tile.
     template <class R>
-    __device__ void add(const R& upper, const R& lower, int scales, const int (&x)[kTiles], int columns, const uint4& levels, int lane) {
+    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, int tokens, u32 table, int lane) {
         constexpr u32 one = constant_pair<T>(1);
         const u32 ones[4] = {one, one, one, one};
         const int from = scales + 4 * (lane / 4) * Place::stride;
 #pragma unroll
         for (int q = 0; q < kSteps; q += ahead) {
-            if (has_minimum) __syncwarp();  // where loads are made too far ahead, registers are spilled
+            if (meets) __syncwarp();
             float scale[2][ahead * per_step], minimum[2][ahead * per_step];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
+                if constexpr (direct) numbers_in<Block, false, ahead>((h ? lower : upper).after(q * Block::Layout::bytes), false, scale[h]);
+                else get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
                 if constexpr (has_minimum) get(minimum[h], from + 4 * (8 * h * Place::stride + q * per_step) + Place::table_bytes);
             }
 #pragma unroll
             for (int s = 0; s < ahead; ++s) {
                 u32 a[2][4];
-                Own::operands(upper, lower, q + s, lane % 4, levels, a);
+                Own::operands(upper, lower, q + s, lane % 4, table, a);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     float part[4], sum[4];
+                    uint2 b[2];
+                    Own::columns_of(x[n] + columns + 64 * (q + s), kTiles > 1 || lane / 4 < tokens, b);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         if (h == 0 || per_step == 2)
 #pragma unroll
                             for (int i = 0; i < 4; ++i) part[i] = sum[i] = 0.0f;
-                        const uint2 b = shared_at<uint2>(x[n] + columns + 64 * (q + s) + 32 * h);
-                        mma<T>(part, a[h], b.x, b.y);
-                        if constexpr (has_minimum) mma<T>(sum, ones, b.x, b.y);
+                        mma<T>(part, a[h], b[h].x, b[h].y);
+                        if constexpr (has_minimum) mma<T>(sum, ones, b[h].x, b[h].y);
                         if (h == 0 && per_step == 1) continue;
                         const int j = per_step * s + (per_step == 2 ? h : 0);
 #pragma unroll
@@ -156,6 +191,16 @@ struct Cursor {
     }
 };
 
+// 8 neighbouring elements, which start on 16 bytes where `vectors`.
+template <class T>
+__device__ uint4 eight_of(const T* from, int vectors) {
+    if (vectors) return load16(from);
+    u32 words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = from[2 * j].bits | static_cast<u32>(from[2 * j + 1].bits) << 16;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Columns first .. first + columns - 1 of x to shared memory, [token][pitch bytes]; zeros beyond K.
 template <class T>
 __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
@@ -164,16 +209,40 @@ __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, 
             const i64 k = first + vector * 8;  // K is a multiple of 8
             const T* const from = k < K ? x + m * row_stride + k : x;
             u8* const to = dynamic_shared + place + m * pitch + vector * 16;
-            if (vectors) {
-                copy_ahead(to, from, k < K ? 16 : 0);
-            } else {
-                u32 words[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) words[j] = k < K ? from[2 * j].bits | static_cast<u32>(from[2 * j + 1].bits) << 16 : 0;
-                *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-            }
+            if (vectors) copy_ahead(to, from, k < K ? 16 : 0);
+            else *reinterpret_cast<uint4*>(to) = k < K ? eight_of(from, 0) : make_uint4(0, 0, 0, 0);
         }
     }
+}
+
+// The same with columns i and i + 16 of each 32 side by side, as the codes of a byte. A thread has 8 such pairs at a
+// time, and kAhead of these on their way.
+template <class T>
+__device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
+    constexpr int kAhead = 4;
+    int m = 0, eight = thread;
+    do {
+        uint4 low[kAhead], high[kAhead];
+        int to[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j, eight += threads) {
+            while (m < tokens && eight >= columns / 16) eight -= columns / 16, ++m;
+            to[j] = m < tokens ? place + m * pitch + eight * 32 : -1;
+            const i64 k = first + eight / 2 * 32 + eight % 2 * 8;  // K is a multiple of 32
+            low[j] = high[j] = make_uint4(0, 0, 0, 0);
+            if (m < tokens && k < K) {
+                low[j] = eight_of(x + m * row_stride + k, vectors);
+                high[j] = eight_of(x + m * row_stride + k + 16, vectors);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            if (to[j] < 0) break;
+            const uint4 a = low[j], b = high[j];
+            shared_at<uint4>(to[j]) = make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632), __byte_perm(a.y, b.y, 0x5410), __byte_perm(a.y, b.y, 0x7632));
+            shared_at<uint4>(to[j] + 16) = make_uint4(__byte_perm(a.z, b.z, 0x5410), __byte_perm(a.z, b.z, 0x7632), __byte_perm(a.w, b.w, 0x5410), __byte_perm(a.w, b.w, 0x7632));
+        }
+    } while (m < tokens);
 }
 
 // weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
@@ -181,13 +250,14 @@ __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, 
 // silu(x w^T) * (x second^T).
 template <class Block, class T, int kTiles, int kSplit, int kGated>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
-matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weights, const u8* __restrict__ second, uint4 levels,
+matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weights, const u8* __restrict__ second, const uint4 levels,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors) {
     using Own = FloatCodes<Block, T>;
     using Place = Geometry<typename Block::Layout>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
-    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Place::tables * Place::table_bytes;
+    using Partial = Sums<Block, T, kTiles>;
+    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Partial::table_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
@@ -195,16 +265,17 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     const int chunks = own_groups <= chunk ? 1 : (own_groups + chunk - 1) / chunk;
     const int here = min(strips, all_strips - first_strip), all = kSets * here;
 
-    // x, then a warp's own: its ring and the table of scales; then sums of warps, and of all of them.
-    const int pitch = chunk * 2 * kGroup + kPad, ring = tokens * pitch + warp * kWarpBytes, scales = ring + kRingBytes;
-    const int pieces = tokens * pitch + warps * kWarpBytes, sums = pieces + (warps + kSets * strips) * kPiece;
+    // The table of levels; x; a warp's own: its ring and the table of scales; sums of warps, and of all of them.
+    const int pitch = chunk * 2 * kGroup + Own::pad, rings = Own::table_bytes + tokens * pitch;
+    const int ring = rings + warp * kWarpBytes, scales = ring + kRingBytes;
+    const int pieces = rings + warps * kWarpBytes, sums = pieces + (warps + kSets * strips) * kPiece;
     const int sum_pitch = kSets * strips * kRows + 4;
-    if constexpr (Block::lookup) levels.x ^= Own::flip, levels.y ^= Own::flip, levels.z ^= Own::flip, levels.w ^= Own::flip;
 
     const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
     const auto stage = [&](int number) {
         const int first = first_group + number * chunk, columns = min(chunk, own_groups - number * chunk) * kGroup;
-        stage_columns<T>(0, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
+        constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
+        how(Own::table_bytes, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
         close_copies();
     };
 
@@ -228,15 +299,17 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
     copy(ring + Place::group_bytes);
+    if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);
     wait_copies<0>();
     __syncthreads();
 
-    int own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
+    const u32 start = shared_address(dynamic_shared), table = start + 4 * lane;
+    u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) own_x[n] = min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * 8;
-    Sums<Block, T, kTiles> own;
+    for (int n = 0; n < kTiles; ++n) own_x[n] = start + Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
+    Partial own;
     own.clear();
     int stage_now = ring;
 #pragma unroll 1
@@ -249,9 +322,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
             wait_copies<kRing - 1>();
             __syncwarp();  // all lanes' copies are there
-            rows.put_scales(scales, stage_now, group, lane);
-            __syncwarp();
-            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, levels, lane);
+            if constexpr (!Partial::direct) {
+                rows.put_scales(scales, stage_now, group, lane);
+                __syncwarp();
+            }
+            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, tokens, table, lane);
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);
             stage_now = 2 * ring + Place::group_bytes - stage_now;

@@ -327,6 +327,11 @@ def test_how_products_are_divided(rows, columns, depth, arch, split, strips, war
     assert divide("q4_0", rows, columns, depth, arch, 132) == Shape(split, strips, warps, chunk)
 
 
+@pytest.mark.parametrize(("rows", "warps"), [(1, 16), (6, 16), (8, 12)])
+def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps):
+    assert divide("iq4_nl", rows, 4096, 14336, 90, 132).warps == warps
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype", "step", "arch", "taken"),
     [

@@ -17,6 +17,7 @@ FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
 NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
 RING = 2  # groups that a warp has on their way
 LINE_BYTES = 80  # of 16 sums of a row of x
+LEVELS_BYTES = 32 << 10  # of the table of pairs of levels
 LARGE_X = 96 << 10  # bytes of x that two blocks share
 MOST_STRIPS = 64  # of a thread block
 
@@ -42,6 +43,13 @@ class FloatCodes:
     @property
     def zero(self) -> int:
         return 0 if self.made.layout.has_min or self.wide else 1 << (self.made.layout.bits - 1)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of a warp's table of scales; none where each 32 columns have one number."""
+        layout, stored = self.made.layout, self.made.stored
+        direct = layout.elements == 32 and stored == "Float16" and not layout.has_min
+        return 0 if direct else self.made.table_bytes
 
     @property
     def facts(self) -> words.Facts:
@@ -90,10 +98,11 @@ class Shape:
 def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     """Dynamic shared memory of a block; `sets`: weights, 2 where gated."""
     tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
-    x = rows * (shape.chunk * 2 * GROUP + 32)
-    warp = RING * ROWS * made.row_bytes + made.table_bytes
+    table, pad = (LEVELS_BYTES, 64) if made.lookup else (0, 32)
+    x = rows * (shape.chunk * 2 * GROUP + pad)
+    warp = RING * ROWS * made.row_bytes + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
-    return x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
+    return table + x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
 
 
 def _most_warps(rows: int, arch: int) -> int:
