@@ -25,15 +25,16 @@ __device__ void stage_x(u8* staged, int pitch, const T* x, i64 row_stride, int c
         if (copies == kRuns && thread < 32) {
             const int parts = part < units ? kXParts : 1;
             const auto bytes_of = [&](int p) { return max(min(begin * 16 - p * part * 128, part * 128), 0); };
-            if (thread == 0) {
-                for (int p = 0; p < parts; ++p) barrier_init(arrived + p, 1);
+            if (thread < parts) {
+                barrier_init(arrived + thread, 1);
                 barrier_fence();
-                for (int p = 0; p < parts; ++p) barrier_expect(arrived + p, M * bytes_of(p));
+                barrier_expect(arrived + thread, M * bytes_of(thread));
             }
             __syncwarp();
-            for (int p = 0; p < parts; ++p)
-                for (int m = thread; m < M && bytes_of(p); m += 32)
-                    copy_run(staged + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes_of(p), arrived + p);
+            for (int run = thread; run < M * parts; run += 32) {
+                const int p = parts > 1 ? run % kXParts : 0, m = parts > 1 ? run / kXParts : run, bytes = bytes_of(p);
+                if (bytes) copy_run(staged + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
+            }
         }
     }
     const int vectors = units * 8 - begin;
@@ -120,19 +121,26 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
     // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
     const int block = static_cast<int>(blockIdx.x / kSplit), last_strip = (block + 1) * kStrips * rounds;
-    int strip = block * kStrips * rounds + warp % kStrips, at = 0;
-    bool other = false;  // the second weight
+    struct Chunk { int strip, at; bool other; } now = {block * kStrips * rounds + warp % kStrips, 0, false};  // `other`: of the second weight
+    const auto step = [&](Chunk& chunk) {
+        chunk.at += kAhead;
+        if (chunk.at < count) return;
+        chunk.at = 0;
+        if (!kGated || chunk.other) chunk.strip += kStrips;
+        if (kGated) chunk.other = !chunk.other;
+    };
 
     const int x_part = M_here <= 2 ? block_units : (block_units + kXParts - 1) / kXParts;
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
     int next_count, next_unit, last_group = 0;
+    Chunk next = now;
     const auto locate = [&] {
-        const Prepacked& own = kGated && other ? second : weights;
-        const i64 here = min(strip, weights.strips - 1);
-        next_unit = first + at;
-        next_count = strip < last_strip ? count - at : 0;
+        const Prepacked& own = kGated && next.other ? second : weights;
+        const i64 here = min(next.strip, weights.strips - 1);
+        next_unit = first + next.at;
+        next_count = next.strip < last_strip ? count - next.at : 0;
         if constexpr (kRows) {
             const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + Rows::byte_of(t), row = here * kStrip + g;
             next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
@@ -149,29 +157,21 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     Own groups[kFour || kGroupRing ? 1 : kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     Scales four, coming_four;
     const auto load_group = [&](Own& to, int ahead) {
-        if constexpr (!kGroupRing) to.load(kGated && other ? second : weights, next_group, ahead, g);
+        if constexpr (!kGroupRing) to.load(kGated && next.other ? second : weights, next_group, ahead, g);
     };
-    // What is to come to the ring, a chunk after those at `strip` and `at` or further.
+    // What comes to the ring, a chunk after the other.
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    int copy_strip = strip, copy_at = 0, copied = 0;
-    bool copy_other = false;
-    const auto copy_next = [&] {
-        if (copy_strip < last_strip) {
-            const Prepacked& own = kGated && copy_other ? second : weights;
-            const u8* codes = reinterpret_cast<const u8*>(own.codes) + (first + copy_at) * 8 * kBits;
-            if constexpr (kGroupRing) Copied::copy(own_ring + copied, own, min(copy_strip, weights.strips - 1), first + copy_at, lane);
-            else copy_chunk<kBits>(own_ring + copied, codes, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(copy_strip) * kStrip, weights.rows, count - copy_at, lane);
-            if (count - copy_at > kAhead) {
-                copy_at += kAhead;
-            } else {
-                copy_at = 0;
-                if (!kGated || copy_other) copy_strip += kStrips;
-                if (kGated) copy_other = !copy_other;
-            }
+    Chunk coming_chunk = now;
+    const auto copy_next = [&](int to) {
+        if (coming_chunk.strip < last_strip) {
+            const Prepacked& own = kGated && coming_chunk.other ? second : weights;
+            const int unit = first + coming_chunk.at;
+            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(coming_chunk.strip, weights.strips - 1), unit, lane);
+            else copy_chunk<kBits>(own_ring + to, reinterpret_cast<const u8*>(own.codes) + unit * 8 * kBits, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(coming_chunk.strip) * kStrip, weights.rows, count - coming_chunk.at, lane);
+            step(coming_chunk);
         }
-        copied = kRingBytes - copied;
         close_copies();
     };
     const auto load_codes = [&](int d, bool whole) {
@@ -229,7 +229,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
 #pragma unroll
-            for (int i = 0; i < kRingChunks; ++i) copy_next();
+            for (int i = 0; i < kRingChunks; ++i) copy_next(i * kRingBytes);
         }
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
         if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
@@ -251,7 +251,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
-    int x_parts = copies == kRuns ? x_part ? (first - block_first) / x_part : 0 : kXParts;  // that are there
+    int x_parts = copies == kRuns ? 0 : kXParts;  // that are there, or not this warp's
+    while (x_part > 0 && (x_parts + 1) * x_part <= first - block_first) ++x_parts;
 
     const u32 table = Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
@@ -350,22 +351,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     int own_sums = (depth * kTokens + 2 * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
-    while (strip < last_strip) {
-        const int here = count - at;
+    while (now.strip < last_strip) {
+        const int here = count - now.at, begin = first + now.at;
         const bool ends = here <= kAhead;
-        const int now = at, begin = first + at;
-        const bool was_other = other;
-        if (!ends) at += kAhead;
-        else {
-            at = 0;
-            if (!kGated || other) strip += kStrips;
-            if (kGated) other = !other;
-        }
+        step(next);
         locate();
         load_coming(coming);
-        const bool four_ends = at / kAhead % 4 == 0;
+        const bool four_ends = next.at / kAhead % 4 == 0;
         if constexpr (kFour) {
-            four_lane = lane - t + now / kAhead % 4;
+            four_lane = lane - t + now.at / kAhead % 4;
             if (four_ends) load_four(coming_four);
         }
         if constexpr (kRingBytes) {
@@ -377,13 +371,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         if constexpr (kHasEngine) {
-            for (const int until = first - block_first + now + min(here, kAhead); x_parts * x_part < until; ++x_parts) barrier_wait(arrived + x_parts, 0);
+            for (const int until = begin - block_first + min(here, kAhead); x_parts * x_part < until; ++x_parts) barrier_wait(arrived + x_parts, 0);
         }
         const auto chunk = [&](bool whole) {
 #pragma unroll
             for (int d = 0; d < kAhead; ++d) {
                 if (whole || d < here) {
-                    multiply(d, now + d);
+                    multiply(d, now.at + d);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) {
                             if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
@@ -402,8 +396,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         else chunk(false);
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
+            copy_next(reading);
             reading = kRingBytes - reading;
-            copy_next();
         }
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
@@ -415,7 +409,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if constexpr (kFour) { if (four_ends) four = coming_four; }
         if (ends) {
-            const float factor = weights.global_scale ? (kGated && was_other ? *second.global_scale : *weights.global_scale) : 1.0f;
+            const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int q = 0; q < kTiles; ++q)
 #pragma unroll
@@ -425,6 +419,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 }
             own_sums += kStrips * kStrip;
         }
+        now = next;
     }
 
     if constexpr (kSplit > 1) cluster_sync();

@@ -77,8 +77,7 @@ def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
     if laid and groups.fine > 1:
         if not _copies_groups(fmt, groups):
             return BLOCKS
-        most = fmt.is_blocks and fmt.layout.has_min and bool(fmt.layout.sc_runs) and fmt.bits >= 4
-        return FINE + (2 if fmt.bits == 8 else int(most))
+        return FINE + (2 if fmt.bits == 8 else 0)
     uniform = isinstance(fmt.codec, Uniform)
     if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
         return 4
