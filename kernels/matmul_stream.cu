@@ -23,18 +23,18 @@ __device__ void stage_x(u8* staged, int pitch, const T* x, i64 row_stride, int c
     if constexpr (kHasEngine) {
         if (copies == kRuns) begin = inside / 8;
         if (copies == kRuns && thread < 32) {
+            const auto bytes_of = [&](int p) { return max(min((begin - p * part * 8) * 16, part * 128), 0); };
             const int parts = part < units ? kXParts : 1;
-            const auto bytes_of = [&](int p) { return max(min(begin * 16 - p * part * 128, part * 128), 0); };
             if (thread < parts) {
                 barrier_init(arrived + thread, 1);
                 barrier_fence();
                 barrier_expect(arrived + thread, M * bytes_of(thread));
             }
             __syncwarp();
-            for (int run = thread; run < M * parts; run += 32) {
-                const int p = parts > 1 ? run % kXParts : 0, m = parts > 1 ? run / kXParts : run, bytes = bytes_of(p);
-                if (bytes) copy_run(staged + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
-            }
+            const T* from = x + thread * row_stride + column;
+#pragma unroll 1
+            for (int p = 0; p < parts; ++p, from += part * kUnit)  // of all tokens what comes first
+                if (thread < M && bytes_of(p)) copy_run(staged + thread * pitch + p * part * 128, from, bytes_of(p), arrived + p);
         }
     }
     const int vectors = units * 8 - begin;
@@ -252,6 +252,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     copies_wait();
     __syncthreads();
     int x_parts = copies == kRuns ? 0 : kXParts;  // that are there, or not this warp's
+#pragma unroll 1
     while (x_part > 0 && (x_parts + 1) * x_part <= first - block_first) ++x_parts;
 
     const u32 table = Decode::lane_table(lane);
@@ -371,6 +372,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         if constexpr (kHasEngine) {
+#pragma unroll 1
             for (const int until = begin - block_first + min(here, kAhead); x_parts * x_part < until; ++x_parts) barrier_wait(arrived + x_parts, 0);
         }
         const auto chunk = [&](bool whole) {

@@ -234,30 +234,38 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "row"),
+    ("name", "options", "row", "floats"),
     [
-        ("q4_0", {}, 8 * 2),
-        ("q4_1", {}, 8 * (2 + 2)),
-        ("q4_k", {}, 2 * (2 + 2) + 8 * (1 + 1)),  # it may begin within a block
-        ("q6_k", {}, 2 * 2 + 16),
-        ("q2_k", {}, 2 * (2 + 2) + 16 * (1 + 1)),
-        ("nvfp4", {}, 16),
-        ("mxfp4", {}, 8),
-        ("uint4", {"block_size": 16}, 16 * (2 + 1)),
-        ("nf4", {"block_size": 32}, 8 * 4),
-        ("nf4", {"block_size": 64}, 0),
-        ("nf4", {"block_size": 32, "double_quant": True}, 0),
-        ("int8", {"block_size": (8, 32)}, 0),
+        ("q4_0", {}, 8 * 2, 8),
+        ("q4_1", {}, 8 * (2 + 2), 16),
+        ("q4_k", {}, 2 * (2 + 2) + 8 * (1 + 1), 16),  # it may begin within a block
+        ("q6_k", {}, 2 * 2 + 16, 16),
+        ("q2_k", {}, 2 * (2 + 2) + 16 * (1 + 1), 32),
+        ("nvfp4", {}, 16, 16),
+        ("mxfp4", {}, 8, 8),
+        ("uint4", {"block_size": 16}, 16 * (2 + 1), 16),
+        ("nf4", {"block_size": 32}, 8 * 4, 8),
+        ("nf4", {"block_size": 64}, 0, 0),
+        ("nf4", {"block_size": 32, "double_quant": True}, 0, 0),
+        ("int8", {"block_size": (8, 32)}, 0, 0),
     ],
 )
-def test_groups_that_go_through_shared_memory(name, options, row):
-    """Of a prepacked weight: bytes of a row and a chunk of 256 columns."""
+def test_groups_that_go_through_shared_memory(name, options, row, floats):
+    """Of a prepacked weight: for 256 columns of a row, bytes, twice, and what is made of them."""
     fmt = cq.get_format(name, **options)
     for arch in (80, 90, 120):
         problem = Problem(1, 4096, 4096, fmt, FRAGMENTS_LAYOUT, "float16", True, arch, 132)
         found = stream.division_of(problem)
         assert found is not None and not found.memory.whole
-        assert found.memory.ring == 2 * -(-16 * row // 64) * 64
+        assert found.memory.ring == 16 * (2 * row + 4 * floats)
+
+
+def test_no_warp_has_strips_of_its_own():
+    """Where a block has many: all warps read some strips together, if none takes more of them."""
+    groups = Groups(2, 1)
+    for rows, numbers in ((1, (2, 8, 7)), (8, (2, 8, 7)), (16, (14, 1, 2))):
+        shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
+        assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
 
 
 # ---- matmul_hopper.cu ---------------------------------------------------------------------------
