@@ -11,51 +11,70 @@ namespace cuquant {
 
 // How x comes to shared memory: by elements, by vectors of 16 bytes, or in runs by the copy engine (sm_90 and newer).
 enum Copies { kElements = 0, kVectors = 1, kRuns = 2 };
-constexpr int kXParts = 4;  // at most, which are waited for one after the other
+constexpr int kXParts = 4;  // a warp waits for those that it needs
 
-// Units first .. first + units - 1 of x to shared memory, token by token, `pitch` bytes apart. Zeros beyond K. `arrived`:
-// barriers that count what the copy engine brings, each of `part` units: to begin with these takes a while.
+// x of a block in shared memory: `units` from column `column` on, token by token, `pitch` bytes apart.
 template <class T>
-__device__ void stage_x(u8* staged, int pitch, const T* x, i64 row_stride, int copies, int M, i64 K, int first, int units, int part, u64* arrived, int thread, int threads) {
-    const i64 column = static_cast<i64>(first) * kUnit;
-    const int inside = static_cast<int>(max(min(K - column, static_cast<i64>(units) * kUnit), static_cast<i64>(0)));
-    int begin = 0;  // the vector from which on threads copy
-    if constexpr (kHasEngine) {
-        if (copies == kRuns) begin = inside / 8;
-        if (copies == kRuns && thread < 32) {
-            const auto bytes_of = [&](int p) { return max(min((begin - p * part * 8) * 16, part * 128), 0); };
-            const int parts = part < units ? kXParts : 1;
-            if (thread < parts) {
-                barrier_init(arrived + thread, 1);
+struct Staged {
+    u8* to;
+    int pitch, units, part;  // part: units that a barrier counts
+    u64* arrived;
+    const T* x;
+    i64 row_stride, column;
+    int copies, M, inside;  // inside: columns that x has
+
+    __device__ int runs() const { return kHasEngine && copies == kRuns ? inside / 8 : 0; }  // vectors that the engine copies
+    __device__ int run_bytes(int p) const { return max(min((runs() - p * part * 8) * 16, part * 128), 0); }
+    // Before anything is copied; the first warp alone.
+    __device__ void begin(int thread) const {
+        if constexpr (kHasEngine) {
+            if (copies == kRuns && thread < 32 && thread % 8 == 0) {
+                barrier_init(arrived + thread / 8, 1);
                 barrier_fence();
-                barrier_expect(arrived + thread, M * bytes_of(thread));
+                barrier_expect(arrived + thread / 8, M * run_bytes(thread / 8));
             }
-            __syncwarp();
-            const T* from = x + thread * row_stride + column;
+        }
+    }
+    // Zeros beyond K.
+    __device__ void copy(int thread, int threads) const {
+        if constexpr (kHasEngine) {
+            if (copies == kRuns && thread < 32) {
+                __syncwarp();  // barriers have begun
+                const int p = thread / 8, bytes = run_bytes(p);  // parts one after the other, of up to 8 tokens at once
+                if (bytes > 0)
 #pragma unroll 1
-            for (int p = 0; p < parts; ++p, from += part * kUnit)  // of all tokens what comes first
-                if (thread < M && bytes_of(p)) copy_run(staged + thread * pitch + p * part * 128, from, bytes_of(p), arrived + p);
+                    for (int m = thread % 8; m < M; m += 8) copy_run(to + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
+            }
         }
-    }
-    const int vectors = units * 8 - begin;
-    if (vectors == 0) return;
-    int m = 0, vector = thread;
-    for (; m < M; vector += threads) {
-        while (vector >= vectors) { vector -= vectors; if (++m == M) return; }
-        const int own = begin + vector, here = max(min(inside - own * 8, 8), 0);
-        u8* to = staged + m * pitch + own * 16;
-        const T* from = x + (here ? m * row_stride + column + own * 8 : 0);
-        if (copies == kVectors) {
-            copy16_async(to, from, here * 2);
-        } else {
-            u32 w[4] = {0, 0, 0, 0};
+        const int begin = runs(), vectors = units * 8 - begin;
+        if (vectors == 0) return;
+        int m = 0, vector = thread;
+        for (; m < M; vector += threads) {
+            while (vector >= vectors) { vector -= vectors; if (++m == M) return; }
+            const int own = begin + vector, here = max(min(inside - own * 8, 8), 0);
+            u8* place = to + m * pitch + own * 16;
+            const T* from = x + (here ? m * row_stride + column + own * 8 : 0);
+            if (copies == kVectors) {
+                copy16_async(place, from, here * 2);
+            } else {
+                u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
-                if (j < here) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
-            *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+                for (int j = 0; j < 8; ++j)
+                    if (j < here) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
+                *reinterpret_cast<uint4*>(place) = make_uint4(w[0], w[1], w[2], w[3]);
+            }
         }
     }
-}
+    // Wait for what the engine copies of units first .. last - 1.
+    __device__ void wait(int first, int last) const {
+        if constexpr (kHasEngine) {
+            if (copies == kRuns)
+#pragma unroll
+                for (int p = 0; p < kXParts; ++p)
+                    if (p * part < last && (p + 1) * part > first) barrier_wait(arrived + p, 0);
+        }
+    }
+};
 
 // The four pairs of a step, of a unit of fragments or of two rows.
 template <class Decode, int kStep, bool kZeros, bool kRows>
@@ -114,11 +133,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
     u8* tables = shared;
     u8* ring = tables + Decode::table_bytes;
-    u8* xs = ring + kStrips * kDepth * kWarpBytes;
+    u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
+    float* sums = reinterpret_cast<float*>(arrived + kXParts);  // what the end needs is at places that are known
+    u8* xs = reinterpret_cast<u8*>(sums + kDepth * kTokens * pitch);
     constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
-    const int most_units = (shares + 2 * kSplit - 1) / kSplit * kShare, x_pitch = most_units * 128 + kPad;
-    float* sums = reinterpret_cast<float*>(xs + x_pitch * M_here);
-    u64* arrived = reinterpret_cast<u64*>(sums + kDepth * kTokens * pitch);
+    const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
     // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
     const int block = static_cast<int>(blockIdx.x / kSplit), last_strip = (block + 1) * kStrips * rounds;
     struct Chunk { int strip, at; bool other; } now = {block * kStrips * rounds + warp % kStrips, 0, false};  // `other`: of the second weight
@@ -130,7 +149,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if (kGated) chunk.other = !chunk.other;
     };
 
-    const int x_part = M_here <= 2 ? block_units : (block_units + kXParts - 1) / kXParts;
+    const i64 x_column = static_cast<i64>(block_first) * kUnit;
+    const Staged<T> staged{xs, x_pitch, block_units, (block_units + kXParts - 1) / kXParts, arrived, x + token * x_stride, x_stride, x_column, copies, M_here,
+                           static_cast<int>(max(min(K - x_column, static_cast<i64>(block_units) * kUnit), static_cast<i64>(0)))};
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
@@ -159,18 +180,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto load_group = [&](Own& to, int ahead) {
         if constexpr (!kGroupRing) to.load(kGated && next.other ? second : weights, next_group, ahead, g);
     };
-    // What comes to the ring, a chunk after the other.
+    // What comes to the ring: where there is one, a chunk of codes or of groups' numbers.
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    Chunk coming_chunk = now;
-    const auto copy_next = [&](int to) {
-        if (coming_chunk.strip < last_strip) {
-            const Prepacked& own = kGated && coming_chunk.other ? second : weights;
-            const int unit = first + coming_chunk.at;
-            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(coming_chunk.strip, weights.strips - 1), unit, lane);
-            else copy_chunk<kBits>(own_ring + to, reinterpret_cast<const u8*>(own.codes) + unit * 8 * kBits, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(coming_chunk.strip) * kStrip, weights.rows, count - coming_chunk.at, lane);
-            step(coming_chunk);
+    const auto copy = [&](int to, const Chunk& chunk) {
+        if (chunk.strip < last_strip) {
+            const Prepacked& own = kGated && chunk.other ? second : weights;
+            const int unit = first + chunk.at;
+            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(chunk.strip, weights.strips - 1), unit, lane);
+            else copy_chunk<kBits>(own_ring + to, reinterpret_cast<const u8*>(own.codes) + unit * 8 * kBits, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(chunk.strip) * kStrip, weights.rows, count - chunk.at, lane);
         }
         close_copies();
     };
@@ -208,7 +227,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (next_count > 0) load_group(to[0], 0);
         }
     };
-    // Of chunks at..at + 3 of a strip.
+    // Of the next 4 chunks of a strip.
     const bool aligned = !kFour || (((reinterpret_cast<u64>(weights.scale) | reinterpret_cast<u64>(second.scale)) | static_cast<u64>(weights.groups * Own::bytes)) & (Scales::bytes - 1)) == 0;
     const auto load_four = [&](Scales& to) {
         if (next_count > 0) to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
@@ -228,32 +247,32 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
-#pragma unroll
-            for (int i = 0; i < kRingChunks; ++i) copy_next(i * kRingBytes);
+            static_assert(kRingChunks == 2, "what is at hand and what comes next");
+            Chunk after = now;
+            step(after);
+            copy(0, now);
+            copy(kRingBytes, after);
         }
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
         if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
             if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
         }
     }
-    constexpr bool kFewest = kTight && Own::Parts::minimums;  // registers
-    if constexpr (!kRows && !kFewest) load_first_groups();
+    if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
+    staged.begin(threadIdx.x);
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
-    stage_x<T>(xs, x_pitch, x + token * x_stride, x_stride, copies, M_here, K, block_first, block_units, x_part, arrived, threadIdx.x, kThreads);
-    if constexpr (!kRows && kFewest) load_first_groups();
+    staged.copy(threadIdx.x, kThreads);
     Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
     if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
     filling.store(tables, threadIdx.x);
     copies_wait();
     __syncthreads();
-    int x_parts = copies == kRuns ? 0 : kXParts;  // that are there, or not this warp's
-#pragma unroll 1
-    while (x_part > 0 && (x_parts + 1) * x_part <= first - block_first) ++x_parts;
+    staged.wait(first - block_first, first - block_first + count);
 
     const u32 table = Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
@@ -371,10 +390,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 __syncwarp();
             }
         }
-        if constexpr (kHasEngine) {
-#pragma unroll 1
-            for (const int until = begin - block_first + min(here, kAhead); x_parts * x_part < until; ++x_parts) barrier_wait(arrived + x_parts, 0);
-        }
         const auto chunk = [&](bool whole) {
 #pragma unroll
             for (int d = 0; d < kAhead; ++d) {
@@ -398,7 +413,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         else chunk(false);
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
-            copy_next(reading);
+            Chunk after = next;
+            step(after);
+            copy(reading, after);
             reading = kRingBytes - reading;
         }
         if constexpr (kFine == 1 && kLong) {
@@ -426,12 +443,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
+    // What the beginning knew would take registers in the loop.
+    const int own_rows = kStrips * kStrip * anew(rounds), own_pitch = own_rows * (kGated + 1) + 4, most_tokens = anew(tokens);
+    const i64 own_token = static_cast<i64>(blockIdx.y) * most_tokens;
     const Turn turn = [&] {
-        if constexpr (kLater) return Turn(rows, threadIdx.x, kThreads);
+        if constexpr (kLater) return Turn(own_rows, threadIdx.x, kThreads);
         else return early;
     }();
-    store_sums<kSplit, kDepth, kGated>(epilogue, sums, pitch, kTokens * pitch, M_here, kStrips * kStrip, token,
-                                       static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, turn, rank);
+    store_sums<kSplit, kDepth, kGated>(epilogue, sums, own_pitch, kTokens * own_pitch, static_cast<int>(min(M - own_token, static_cast<i64>(most_tokens))),
+                                       kStrips * kStrip, own_token, static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn,
+                                       kSplit > 1 ? static_cast<int>(cluster_rank()) : 0);
     if constexpr (kSplit > 1) cluster_meet();
 }
 

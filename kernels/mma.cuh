@@ -48,6 +48,12 @@ template <class T> __device__ inline void mma(float (&d)[4], const u32 (&a)[4], 
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same value, which the compiler works out where this is, not long before.
+__device__ inline int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Four matrices of 8 x 8 elements, one word of each: lanes 8 i .. 8 i + 7 hold the addresses of the rows of
 // matrix i, and lane 4 g + t gets columns 2 t, 2 t + 1 of row g of each.
 __device__ inline uint4 load_matrices(u32 shared_address) {
