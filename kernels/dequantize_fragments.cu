@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
         Words<Decode::bits> words;
         words.load(weights.codes + ((first + strip) * across + column) * Words<Decode::bits>::unit_words(), lane);
         typename Decode::Own own;
+        typename Decode::Own::Strip groups;
+        groups.set(weights, first + strip, 0, g);
         // Beyond the last group there are columns of the padding only.
         const auto load = [&](int s) {
             if (s * fine % 4) return;
             const i64 group = fine > 1 ? min(static_cast<i64>(column) * fine + s * fine / 4, weights.groups - 1) : group_units ? column / group_units : 0;
-            typename Decode::Own::Cursor cursor;
-            cursor.set(weights, first + strip, group, g);
-            own.load(weights, cursor, 0, g);
+            own.load(groups, static_cast<u32>(group));
         };
         load(0);
         Decode::template step<0>(weights, words.w, own, tables, turned, g, t);

@@ -92,7 +92,7 @@ struct Sums {
     static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16 && !has_minimum;
     // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
-    static constexpr bool meets = has_minimum || (direct && Block::wide && !Block::lookup && !Own::half);
+    static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1

@@ -217,7 +217,8 @@ def division_of(problem: Problem) -> Division | None:
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
     if codes:
         ring = RING_CHUNKS * STRIP * CHUNK * UNIT * fmt.bits // 8
-        pressure = min(pressure, 1)
+        if fmt.bits < 5 or not prepacked.table_bytes(fmt):
+            pressure = min(pressure, 1)
     else:
         ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     small, large = (
