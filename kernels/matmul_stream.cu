@@ -25,14 +25,15 @@ struct Staged {
 
     __device__ int runs() const { return kHasEngine && copies == kRuns ? inside / 8 : 0; }  // vectors that the engine copies
     __device__ int run_bytes(int p) const { return max(min((runs() - p * part * 8) * 16, part * 128), 0); }
-    // Before anything is copied; the first warp alone.
+    // Before anything is copied.
     __device__ void begin(int thread) const {
         if constexpr (kHasEngine) {
-            if (copies == kRuns && thread < 32 && thread % 8 == 0) {
-                barrier_init(arrived + thread / 8, 1);
-                barrier_fence();
-                barrier_expect(arrived + thread / 8, M * run_bytes(thread / 8));
-            }
+            if (copies != kRuns || thread != 0) return;
+#pragma unroll
+            for (int p = 0; p < kXParts; ++p) barrier_init(arrived + p, 1);
+            barrier_fence();
+#pragma unroll
+            for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
         }
     }
     // Zeros beyond K.
