@@ -23,7 +23,7 @@ from oracle import bits_equal
 from products import ULP, UNIT, Products, exact, is_close, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import prepacked, stream
+from cuquant.ops.kernels import hopper, prepacked, stream
 from cuquant.ops.kernels.stream import Shape
 from cuquant.reference import ACTIVATIONS
 
@@ -131,6 +131,24 @@ RING += [
 ]
 RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -1)]
 RING_GATED = ("nvfp4", "nvfp4", {})
+# There the copy engine brings x, in parts: fewer units than parts, a last part that is cut short,
+# units that K ends within, and warps that need one part, several, or none.
+PARTS = [
+    (Case(name, dtype, rows, (35, depth)), numbers)
+    for name, dtype, depth in (
+        ("int4", "float16", 72),
+        ("nf4", "bfloat16", 1104),
+        ("int3", "float16", 640),
+        ("q4_k", "float16", 1280),
+        ("nvfp4", "bfloat16", 1104),
+    )
+    for rows, numbers in (
+        (1, (1, 1, 1, 1, 1, 3)),
+        (2, (2, 1, 2, 5, 1, 2)),
+        (8, (8, 1, 1, 4, 2, 3)),
+        (8, (5, 1, 3, 2, 1, 1)),
+    )
+]
 GATED = [
     ("nf4", "nf4", {}),
     ("nvfp4", "nvfp4", {}),
@@ -151,6 +169,11 @@ def divided(numbers: tuple[int, ...]) -> Any:
         return Shape(*numbers, ahead=found.ahead)
 
     return mock.patch.object(stream, "divide", divide)
+
+
+def streamed() -> Any:
+    """The tensor cores' kernel takes no few rows of x."""
+    return mock.patch.object(hopper, "takes_few", lambda _: False)
 
 
 def gated(first: str, second: str, options: dict) -> tuple[cq.QuantArray, cq.QuantArray]:
@@ -190,16 +213,19 @@ def built() -> None:
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
     for name in NO_PLACE:
         run(cq.linear, normal((2, 64), "float16"), cq.prepack(wide_levels(name)))
-    hopper = Recorder(arch=HOPPER)
-    run = Products(hopper)
+    on_hopper = Recorder(arch=HOPPER)
+    run = Products(on_hopper)
     for case in RING:
         run(cq.linear, case.x, case.weight)
     for case, numbers in RING_DIVIDED:
         with divided(numbers):
             run(cq.linear, case.x, case.weight)
     run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
-    assert {program.arguments[-1] for program in hopper.programs} == {1}
-    Emulator().build([*recorder.programs, *hopper.programs])
+    assert {program.arguments[-1] for program in on_hopper.programs} == {1}
+    for case, numbers in PARTS:
+        with streamed(), divided(numbers):
+            run_case(run, case)
+    Emulator().build([*recorder.programs, *on_hopper.programs])
 
 
 @pytest.fixture
@@ -261,6 +287,18 @@ def test_codes_that_go_through_shared_memory_divided(case, numbers, built):
     with divided(numbers):
         y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize(("case", "numbers"), PARTS, ids=str)
+def test_x_that_the_copy_engine_brings_in_parts(case, numbers, built):
+    expected = Expected.of(case.x, case.weight)
+    runs = []
+    for order in ("ascending", "shuffled"):
+        run = Products(Emulator(order=order, arch=HOPPER))
+        with streamed(), divided(numbers):
+            runs.append(run_case(run, case, out_dtype="float32"))
+    assert expected.admits(runs[0], case.shape[1])
+    assert bits_equal(*runs)
 
 
 def test_the_same_bits_in_every_order_of_threads(built):
