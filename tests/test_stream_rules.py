@@ -1,0 +1,163 @@
+"""How matmul_stream.cu divides products: all of them once, by what a GPU has."""
+
+from dataclasses import replace
+
+import pytest
+from division_cases import ARCHS, SHARED, TABLES, depths, kinds, processors, sizes
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import cuquant as cq
+from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.ops.kernels import stream
+from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.prepacked import Groups
+
+
+def parts_of_k(shape: stream.Shape, groups: Groups, units: int, whole: bool) -> list[int]:
+    """Where the kernel's parts of K begin and end, in units: matmul_stream.cu's `border`."""
+    group = groups.units or 1 << 20
+    share = shape.ahead if whole or group >= shape.ahead else group
+    shares, parts = -(-units // share), shape.split * shape.depth
+    return [min(shares * part // parts * share, units) for part in range(parts + 1)]
+
+
+@given(
+    st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
+    processors, st.booleans(), st.integers(0, len(stream.WARPS[0]) - 1), st.booleans(),
+    st.sampled_from([0, 192, 768, 4096]),
+)  # fmt: skip
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, False, 0)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, False, 0)
+@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, True, 4096)
+def test_streams_fit_and_cover_everything_once(
+    rows, columns, depth, groups, table, arch, processors, gated, pressure, whole, ring
+):  # fmt: skip
+    if groups.fine == 1:
+        pressure = min(pressure, stream.FINE - 1)
+    memory = stream.Memory(table, ring, whole)
+    shape = stream.divide(rows, columns, depth, groups, memory, arch, processors, gated, pressure)
+    units, strips = -(-depth // 64), -(-columns // 16)
+    if shape is None:
+        # One row of x, the table and the sums of one round of strips are too much.
+        least = table + units * 128 + 128 + 8 * (16 * 16 * (1 + gated) + 4) * 4
+        assert least + 16 * ring + 8 * 128 > 99 * 1024
+        return
+    bytes = stream.shared_bytes(shape, groups, units, memory, gated)
+    table += shape.strips * shape.depth * ring
+    assert bytes <= SHARED[arch] * 1024
+    assert shape.split == 1 or (shape.split == 2 and 90 <= arch < 100)
+    assert 1 <= shape.tokens <= min(rows, 8 * shape.tiles) and shape.tiles in (1, 2, 4)
+    most = stream.WARPS[min(shape.tiles - 1, 2)][pressure]
+    if pressure and not 90 <= arch < 100:
+        most = 8
+    assert shape.strips * shape.depth <= most and shape.rounds >= 1
+    # The kernel's static_assert.
+    units_of_group = groups.units or 1 << 20
+    long = units_of_group >= shape.ahead
+    assert (units_of_group % shape.ahead if long else shape.ahead % units_of_group) == 0
+    # K: the parts follow each other, begin with a group where they add up by groups, and x of a
+    # block's part lies in what shared_bytes counts.
+    borders = parts_of_k(shape, groups, units, whole)
+    assert borders[0] == 0 and borders[-1] == units and borders == sorted(borders)
+    if not long:
+        assert all(border % units_of_group == 0 for border in borders[:-1])
+    own = [borders[(r + 1) * shape.depth] - borders[r * shape.depth] for r in range(shape.split)]
+    pitch = shape.strips * shape.rounds * 16 * (1 + gated) + 4
+    sums = shape.depth * shape.tiles * 8 * pitch * 4
+    assert table + 16 + max(own) * shape.tokens * 128 + sums <= bytes
+    # Strips: blocks * rounds * strips of them, of which the last may not exist.
+    blocks = -(-strips // (shape.strips * shape.rounds))
+    assert blocks * shape.strips * shape.rounds >= strips
+    assert (blocks - 1) * shape.strips * shape.rounds < strips
+    assert blocks * shape.split < 1 << 31
+
+
+def test_usual_products_are_one_wave():
+    """Of a large GPU; and no small one reads its weights more than once for 8 rows of x."""
+    groups = Groups(2, 1)
+    for rows in (1, 8, 16):
+        for columns, depth in ((4096, 4096), (14336, 4096), (4096, 14336), (128_256, 4096)):
+            shape = stream.divide(rows, columns, depth, groups, stream.Memory(), 90, 132)
+            assert shape is not None
+            assert shape.tokens == (8 if (rows, depth) == (16, 14336) else rows)
+            blocks = -(-columns // 16 // (shape.strips * shape.rounds)) * shape.split
+            assert blocks <= 132
+    for columns in (4096, 32_000, 128_256):
+        shape = stream.divide(8, columns, 4096, groups, stream.Memory(), 86, 28)
+        assert shape is not None and shape.tokens == 8
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4"])
+def test_codes_by_rows_that_go_through_shared_memory(name):
+    """On Hopper; the larger table, unless it leaves room for fewer warps or for half of x."""
+    rows = Weight.layout
+    problem = Problem(1, 4096, 14336, cq.get_format(name), rows, "float16", True, 90, 132)
+    for count, wide in ((1, True), (2, True), (4, False), (8, False)):
+        found = stream.division_of(replace(problem, rows=count))
+        assert found is not None and found.memory.whole and found.memory.ring == 2 * 16 * 128
+        assert (found.wide, found.shape.tokens) == (wide, count)
+        assert found.shape.strips * found.shape.depth == 16
+    for other in (*(replace(problem, arch=arch) for arch in (80, 89, 100, 120)),):
+        found = stream.division_of(other)
+        assert found is not None and not found.memory.whole and found.memory.ring == 0
+    found = stream.division_of(replace(problem, layout=FRAGMENTS_LAYOUT))
+    assert found is not None and not found.memory.whole
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "depth", "through"),
+    [
+        ("int3", 128, 4096, True),
+        ("int3", 64, 192, False),  # rows of 72 bytes
+        ("int5", 128, 4096, True),
+        ("int6", 64, 192, True),
+        ("int7", 256, 4096, True),
+        ("int7", 512, 4096, False),
+        ("int4", 64, 4096, True),
+        ("int4", 128, 4096, False),  # lanes load what they need, and scales are few
+        ("int2", 64, 4096, False),
+        ("int8", 64, 4096, False),
+    ],
+)
+def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, through):
+    fmt = cq.get_format(name, block_size=block)
+    problem = Problem(1, 4096, depth, fmt, Weight.layout, "float16", True, 90, 132)
+    found = stream.division_of(problem)
+    assert found is not None and found.memory.whole == through
+    assert found.memory.ring == (2 * 16 * 32 * fmt.bits if through else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "row", "floats"),
+    [
+        ("q4_0", {}, 8 * 2, 8),
+        ("q4_1", {}, 8 * (2 + 2), 16),
+        ("q4_k", {}, 2 * (2 + 2) + 8 * (1 + 1), 16),  # it may begin within a block
+        ("q6_k", {}, 2 * 2 + 16, 16),
+        ("q2_k", {}, 2 * (2 + 2) + 16 * (1 + 1), 32),
+        ("nvfp4", {}, 16, 16),
+        ("mxfp4", {}, 8, 8),
+        ("uint4", {"block_size": 16}, 16 * (2 + 1), 16),
+        ("nf4", {"block_size": 32}, 8 * 4, 8),
+        ("nf4", {"block_size": 64}, 0, 0),
+        ("nf4", {"block_size": 32, "double_quant": True}, 0, 0),
+        ("int8", {"block_size": (8, 32)}, 0, 0),
+    ],
+)
+def test_groups_that_go_through_shared_memory(name, options, row, floats):
+    """Of a prepacked weight: for 256 columns of a row, bytes, twice, and what is made of them."""
+    fmt = cq.get_format(name, **options)
+    for arch in (80, 90, 120):
+        problem = Problem(1, 4096, 4096, fmt, FRAGMENTS_LAYOUT, "float16", True, arch, 132)
+        found = stream.division_of(problem)
+        assert found is not None and not found.memory.whole
+        assert found.memory.ring == 16 * (2 * row + 4 * floats)
+
+
+def test_no_warp_has_strips_of_its_own():
+    """Where a block has many: all warps read some strips together, if none takes more of them."""
+    groups = Groups(2, 1)
+    for rows, numbers in ((1, (2, 8, 7)), (8, (2, 8, 7)), (16, (14, 1, 2))):
+        shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
+        assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
