@@ -145,16 +145,19 @@ class Kernel:
     def _started(
         self, slots: _Slots, grid: tuple[int, int, int], threads: int, shared: int, stream: int
     ) -> None:
-        size = *grid, threads, 1, 1
-        if self._start is None:
+        start = self._start
+        if start is None:
+            size = *grid, threads, 1, 1
             _in_context(self._launch, self._pointer, *size, shared, stream, slots.address, 0)
             return
-        CONFIG.pack_into(slots.config, 0, *size, shared, stream, _OVERLAP_ADDRESS, 1)
-        _in_context(self._start_early, slots.config_address, slots.address)
-
-    def _start_early(self, config: int, parameters: int) -> None:
-        assert self._start is not None
-        status = self._start(config, self._pointer, parameters, 0)
+        x, y, z = grid
+        numbers = x, y, z, threads, 1, 1, shared, stream, _OVERLAP_ADDRESS, 1
+        CONFIG.pack_into(slots.config, 0, *numbers)
+        where = slots.config_address, self._pointer, slots.address, 0
+        status = start(*where)
+        if status == _INVALID_CONTEXT:
+            _make_context()
+            status = start(*where)
         if status:
             self._driver.check_status(status)
 
@@ -178,14 +181,19 @@ class Kernel:
 
 
 def _in_context(call: Callable[..., Any], *arguments: Any) -> None:
-    """A call of the driver; once more where the thread had no context: CUDA's runtime makes one."""
+    """A call of the driver; once more where the thread had no context."""
     try:
         call(*arguments)
     except RuntimeError as error:
         if getattr(error, "status", None) != _INVALID_CONTEXT:
             raise
-        importlib.import_module("cupy").cuda.runtime.free(0)
+        _make_context()
         call(*arguments)
+
+
+def _make_context() -> None:
+    """CUDA's runtime makes one for this thread."""
+    importlib.import_module("cupy").cuda.runtime.free(0)
 
 
 def _fits(argument: Argument, size: int) -> bool:

@@ -49,7 +49,7 @@ class CupyArray:
 
     @property
     def data(self) -> SimpleNamespace:
-        return SimpleNamespace(ptr=self.host.ctypes.data)
+        return SimpleNamespace(ptr=self.host.ctypes.data, device_id=0)
 
     @property
     def device(self) -> SimpleNamespace:

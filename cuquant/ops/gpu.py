@@ -274,12 +274,12 @@ def current_backend(kind: str, device: int) -> GpuBackend | None:
 
     For calls that must be quick: nothing is switched, and nothing needs to be put back.
     """
-    cupy = sys.modules["cupy"]
-    if cupy.cuda.runtime.getDevice() != device:
+    cuda = sys.modules["cupy"].cuda
+    if cuda.runtime.getDevice() != device:
         return None
     if kind == "torch":
         return TorchBackend(device, sys.modules["torch"].cuda.current_stream(device).cuda_stream)
-    return CupyBackend(device, cupy.cuda.get_current_stream().ptr)
+    return CupyBackend(device, cuda.get_current_stream().ptr)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cuquant.ops.product import (
     product_shape,
     weight,
 )
-from cuquant.ops.repeated import Call
+from cuquant.ops.repeated import Call, again
 from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
 from cuquant.stored import OPERATIONS
@@ -71,8 +71,8 @@ def matmul(
     (True, (3, 64))
     """
     call = Call("matmul", a, (b,), bias, None, out, activation, out_dtype)
-    if stream is None and (known := call.known()) is not None:
-        return call.again(known)
+    if stream is None and (made := again(call)) is not None:
+        return made
     left, right = Operand.of(a, "a"), Operand.of(b, "b")
     if left.dtype is not None and right.dtype is not None:
         raise TypeError(
@@ -134,8 +134,8 @@ def linear(
     array([64., 64., 64., 64.], dtype=float32)
     """
     call = Call("linear", x, (w,), bias, residual, out, activation, out_dtype)
-    if stream is None and (known := call.known()) is not None:
-        return call.again(known)
+    if stream is None and (made := again(call)) is not None:
+        return made
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
     finish = _finish(call, [left, right], linear_shape(left, right), stream)
     if finish.place.is_gpu:
@@ -173,8 +173,8 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     np.float32(4096.0)
     """
     call = Call("linear", x, (w_gate, w_up), out=out)
-    if (known := call.known()) is not None:
-        return call.again(known)
+    if (made := again(call)) is not None:
+        return made
     left, gate, up = Operand.of(x, "x"), weight(w_gate, "w_gate", 2), weight(w_up, "w_up", 2)
     shape = linear_shape(left, gate)
     if up.shape != gate.shape:
@@ -247,16 +247,14 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
 
 def _finish(call: Call, operands: list[Operand], shape: tuple[int, ...], stream: object) -> Finish:
     """What a call's arguments but its operands ask for, after every check of them."""
-    _, bias, residual, out = call.arrays
-    _, activation, out_dtype = call.options
     return Finish.check(
         operands,
         shape,
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        out_dtype=out_dtype,
-        out=out,
+        bias=call.bias,
+        activation=call.activation,
+        residual=call.residual,
+        out_dtype=call.out_dtype,
+        out=call.out,
         stream=stream,
     )
 

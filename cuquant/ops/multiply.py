@@ -24,7 +24,7 @@ from cuquant.ops.kernels.operands import Dense, Product, Weight
 from cuquant.ops.kernels.product import ORCHESTRATORS, choose, orchestrator_of
 from cuquant.ops.kernels.route import gather_bytes, route, route_bytes
 from cuquant.ops.product import Finish, Operand
-from cuquant.ops.repeated import Call
+from cuquant.ops.repeated import Call, keep
 from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
 F32 = np.dtype(np.float32)
@@ -207,7 +207,7 @@ def linear(
             and all(a is b for a, b in zip(made, given, strict=True))
             and all(map(_is_as_given, product.weights, weights))
         ):
-            call.keep(out, product, run, epilogue.constants, backend)
+            keep(call, out, product, run, epilogue.constants, backend)
         return out
 
 

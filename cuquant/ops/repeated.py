@@ -1,14 +1,15 @@
 """Products that were made before with arrays alike: only addresses differ, and little is done anew.
 
-What a call needs is kept by all that it depends on but the addresses, as long as the first array of
-its weight lives: a model's layers are called over and over with the same shapes, and a call must
+What a call needs is kept by all that it depends on but the addresses, as long as the arrays of its
+weights live: a model's layers are called over and over with the same shapes, and a call must
 cost less than its kernel. QuantArrays that are made anew of the same arrays share it, as `q.T`.
 """
 
 import sys
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,27 +26,28 @@ MOST = 64  # kinds of calls that are kept for a weight
 Span = tuple[int, int]  # of memory: the first byte, and the one behind the last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What was found out about a call.
 
     Attributes
     ----------
-    parts, addresses
-        References to all components of the weights, and where they lay.
+    addresses
+        Where the components of the weights lay; None of a library whose arrays stay where they are.
     kept
         What must live as long as the plan: what was unpacked for it, and the formats, which a
-        Call's key names by identity. Not the components: the plan goes when they do.
+        key names by identity. Not the components: the plan goes when they do.
     run, constants
         What launches, and an Epilogue but for its addresses.
     shape, dtype, kind, device
         Of the result.
-    reaches, spans
-        What x, bias, residual and out span, relative to their addresses; and the weights' memory.
+    reaches
+        What x, bias, residual and out span, relative to their addresses.
+    spans, around
+        The weights' memory, and one span around all of it.
     """
 
-    parts: tuple[Any, ...]
-    addresses: list[int]
+    addresses: list[int] | None
     kept: list[Any]
     run: Run
     constants: tuple[int, ...]
@@ -55,10 +57,11 @@ class Plan:
     device: int
     reaches: tuple[Span, ...]
     spans: tuple[Span, ...]
+    around: Span
 
 
-# By the identity of the first weight's first component, then by Call.key.
-_plans: dict[int, dict[Any, Plan]] = {}
+# By the identities of the weights' components, all of which live, then by _key.
+_plans: dict[tuple[int, ...], dict[Any, Plan]] = {}
 
 
 # ---- arrays of a library ------------------------------------------------------------------------
@@ -73,15 +76,17 @@ def _torch_address(x: Any) -> int:
 
 
 def _cupy_signature(x: Any) -> tuple:
-    return x.shape, x.strides, x.dtype, x.device.id, x.data.ptr & 15
+    data = x.data
+    return type(x), x.shape, x.strides, x.dtype, data.device_id, data.ptr & 15
 
 
 def _torch_signature(x: Any) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg()
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg()
 
 
 _ADDRESS = {"cupy": _cupy_address, "torch": _torch_address}
 _SIGNATURE = {"cupy": _cupy_signature, "torch": _torch_signature}
+_STAYS = ("cupy",)  # whose arrays' memory is what it was when they were made
 
 
 def _identity(weight: Any) -> tuple:
@@ -93,123 +98,147 @@ def _identity(weight: Any) -> tuple:
 # ---- calls --------------------------------------------------------------------------------------
 
 
-class Call:
+class Call(NamedTuple):
     """A product of x and weights, with all of its arguments but the stream.
 
     `operation` names it: "linear" takes weights [N, K], and "matmul" one [K, N].
     """
 
-    __slots__ = ("arrays", "backend", "key", "options", "weights")
+    operation: str
+    x: Any
+    weights: tuple[Any, ...]
+    bias: Any = None
+    residual: Any = None
+    out: Any = None
+    activation: str | None = None
+    out_dtype: object = None
 
-    def __init__(
-        self,
-        operation: str,
-        x: Any,
-        weights: tuple[Any, ...],
-        bias: Any = None,
-        residual: Any = None,
-        out: Any = None,
-        activation: str | None = None,
-        out_dtype: object = None,
-    ) -> None:
-        self.weights, self.arrays = weights, (x, bias, residual, out)
-        self.options = operation, activation, out_dtype
-        self.key: Any = None
-        self.backend: GpuBackend | None = None
 
-    def known(self) -> Plan | None:
-        """The plan of an earlier call with arrays alike, on the current device."""
-        if not isinstance(self.weights[0], (QuantArray, PackedWeight)):
-            return None
-        plans = _plans.get(id(next(iter(self.weights[0].components.values()))))
-        plan = None if plans is None else plans.get(self._key())
-        if plan is None:
-            return None
-        parts = [part for weight in self.weights for part in weight.components.values()]
-        address = _ADDRESS[plan.kind]
-        for reference, before, part in zip(plan.parts, plan.addresses, parts, strict=True):
-            if reference() is not part or address(part) != before:
-                return None
-        self.backend = current_backend(plan.kind, plan.device)
-        return None if self.backend is None else plan
-
-    def _key(self) -> Any:
-        """All but the components that decides how the product is made; None: no plan fits."""
-        x = self.arrays[0]
-        kind = interop.kind(x)
-        signature = _SIGNATURE.get(kind)  # type: ignore[arg-type]
-        if signature is None:
-            return None
-        if kind == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
-            return None
-        key = [*self.options, *map(_identity, self.weights)]
-        for array in self.arrays:
-            if array is None:
-                key.append(None)
-            elif interop.kind(array) == kind:
-                key.append(signature(array))
-            else:
-                return None
-        self.key = tuple(key)
-        return self.key
-
-    def again(self, plan: Plan) -> Any:
-        """The product by a plan that `known` gave."""
-        backend, out, address = self.backend, self.arrays[3], _ADDRESS[plan.kind]
-        assert backend is not None
-        inputs = [0 if array is None else address(array) for array in self.arrays[:3]]
-        if out is None:
-            out = backend.empty(plan.shape, plan.dtype)
-            at = address(out)
-        else:
-            at = address(out)
-            low, high = plan.reaches[3]
-            low, high = low + at, high + at
-            for start, (first, end) in zip(inputs, plan.reaches, strict=False):
-                if start + first < high and low < start + end:
-                    raise ValueError("out overlaps an input in memory")
-            for first, end in plan.spans:
-                if first < high and low < end:
-                    raise ValueError("out overlaps an input in memory")
-        epilogue = PACK(at, inputs[1], inputs[2], *plan.constants)
-        plan.run(backend, inputs[0], epilogue)
-        return out
-
-    def keep(
-        self, out: Any, product: Product, run: Run, constants: tuple[int, ...], backend: GpuBackend
-    ) -> None:
-        """Remember how the product was made."""
-        kind = backend.kind
-        if kind not in _ADDRESS or self._key() is None:
-            return
-        parts = [part for weight in self.weights for part in weight.components.values()]
-        used = [part for w in product.weights for part in getattr(w, "parts", {}).values()]
-        plan = Plan(
-            tuple(map(weakref.ref, parts)),
-            [_ADDRESS[kind](part) for part in parts],
-            [w.format for w in self.weights]
-            + [part for part in used if not any(part is own for own in parts)],
-            run,
-            constants,
-            tuple(out.shape),
-            interop.dtype_of(out),
-            kind,
-            backend.device,
-            tuple(_reach(array, kind) for array in self.arrays),
-            tuple(map(interop.span, parts)),
+def _key(call: Call) -> Any:
+    """All but the components that decides how the product is made; None: no plan fits."""
+    operation, x, weights, bias, residual, out, activation, out_dtype = call
+    kind = interop.kind(x)
+    signature = _SIGNATURE.get(kind)  # type: ignore[arg-type]
+    if signature is None:
+        return None
+    if kind == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        return None
+    first = weights[0]
+    try:  # what is no array of x's library lacks something
+        return (
+            operation,
+            activation,
+            out_dtype,
+            _identity(first),
+            None if len(weights) == 1 else tuple(map(_identity, weights[1:])),
+            signature(x),
+            None if bias is None else signature(bias),
+            None if residual is None else signature(residual),
+            None if out is None else signature(out),
         )
-        first = parts[0]
-        plans = _plans.get(id(first))
-        if plans is None:
-            plans = _plans[id(first)] = {}
-            weakref.finalize(first, _forget, id(first))
-        if len(plans) >= MOST:
-            plans.clear()
-        plans[self.key] = plan
+    except AttributeError:
+        return None
 
 
-def _forget(identity: int) -> None:
-    _plans.pop(identity, None)
+def _parts(call: Call) -> Collection[Any]:
+    """The components of a call's weights."""
+    if len(call.weights) == 1:
+        return call.weights[0].components.values()
+    return [part for weight in call.weights for part in weight.components.values()]
+
+
+def again(call: Call) -> Any:
+    """The product, by the plan of an earlier call with arrays alike on the current device.
+
+    None where there is none.
+
+    Raises
+    ------
+    ValueError
+        Where `out` overlaps an input.
+    """
+    if not isinstance(call.weights[0], (QuantArray, PackedWeight)):
+        return None
+    parts = _parts(call)
+    plans = _plans.get(tuple(map(id, parts)))
+    plan = None if plans is None else plans.get(_key(call))
+    if plan is None:
+        return None
+    address = _ADDRESS[plan.kind]
+    if plan.addresses is not None and plan.addresses != list(map(address, parts)):
+        return None
+    backend = current_backend(plan.kind, plan.device)
+    if backend is None:
+        return None
+    at = address(call.x)
+    bias = 0 if call.bias is None else address(call.bias)
+    residual = 0 if call.residual is None else address(call.residual)
+    out = call.out
+    if out is None:
+        out = backend.empty(plan.shape, plan.dtype)
+        to = address(out)
+    else:
+        to = address(out)
+        _check_overlap(plan, at, bias, residual, to)
+    plan.run(backend, at, PACK(to, bias, residual, *plan.constants))
+    return out
+
+
+def _check_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> None:
+    own, of_bias, of_residual, (first, end) = plan.reaches
+    low, high = first + out, end + out
+    first, end = plan.around
+    overlaps = x + own[0] < high and low < x + own[1]
+    if bias:
+        overlaps |= bias + of_bias[0] < high and low < bias + of_bias[1]
+    if residual:
+        overlaps |= residual + of_residual[0] < high and low < residual + of_residual[1]
+    if first < high and low < end:
+        overlaps |= any(first < high and low < end for first, end in plan.spans)
+    if overlaps:
+        raise ValueError("out overlaps an input in memory")
+
+
+def keep(
+    call: Call,
+    out: Any,
+    product: Product,
+    run: Run,
+    constants: tuple[int, ...],
+    backend: GpuBackend,
+) -> None:
+    """Remember how the product was made."""
+    kind = backend.kind
+    key = _key(call) if kind in _ADDRESS else None
+    if key is None:
+        return
+    parts = list(_parts(call))
+    used = [part for w in product.weights for part in getattr(w, "parts", {}).values()]
+    spans = tuple(map(interop.span, parts))
+    arrays = call.x, call.bias, call.residual, call.out
+    plan = Plan(
+        None if kind in _STAYS else list(map(_ADDRESS[kind], parts)),
+        [w.format for w in call.weights]
+        + [part for part in used if not any(part is own for own in parts)],
+        run,
+        constants,
+        tuple(out.shape),
+        interop.dtype_of(out),
+        kind,
+        backend.device,
+        tuple(_reach(array, kind) for array in arrays),
+        spans,
+        (min(first for first, _ in spans), max(end for _, end in spans)),
+    )
+    ids = tuple(map(id, parts))
+    plans = _plans.get(ids)
+    if plans is None:
+        plans = _plans[ids] = {}
+        for part in parts:
+            weakref.finalize(part, _plans.pop, ids, None)
+    if len(plans) >= MOST:
+        plans.clear()
+    plans[key] = plan
 
 
 def _reach(array: Any, kind: str) -> Span:
