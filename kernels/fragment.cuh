@@ -67,6 +67,32 @@ struct RowPairs {
     __device__ static constexpr bool one_field(int) { return true; }
 };
 
+
+// Of a string of 3 bits a code, as a row lies: neighbours, of which 6 bits are looked up.
+struct JoinedString {};
+// Or of 32 codes that lie 15 or 18 bits apart: some 32 bits of the string have one in each half.
+struct ApartString {
+    __device__ static constexpr int low(int pair) { return pair < 6 ? pair : pair < 11 ? pair + 6 : pair + 11; }
+    __device__ static constexpr int high(int pair) { return low(pair) + (pair < 6 ? 6 : 5); }
+    // Where these 32 bits begin, if the lowest `reach` of each half will do: neighbours share them, or they are a word.
+    __device__ static constexpr int from(int pair, int reach) {
+        int at = 0;
+        for (int p = 0;; ++p) {
+            const int first = 3 * low(p), second = 3 * high(p) - 16, most = first < second ? first : second;
+            const int least = first + second - most + 3 - reach, word = most / 32 * 32;
+            if (at < least || at > most) at = word < least ? most : word;
+            if (p == pair) return at;
+        }
+    }
+};
+
+// 16 bits or more of a string of kWords, from bit `at` on.
+template <int kWords>
+__device__ u32 bits_from(const u32* string, int at) {
+    const int i = at / 32;
+    return at % 32 == 0 ? string[i] : i + 1 < kWords ? __funnelshift_r(string[i], string[i + 1], at % 32) : string[i] >> at % 32;
+}
+
 template <class Pairs, int kBits, int kPair>
 __device__ u32 raw_codes(const u32* w) {  // a pair's codes, each in the low bits of its half
     constexpr u32 ones = 0x00010001u;
@@ -109,8 +135,23 @@ struct Magic {
         else if constexpr (!direct) return raw_codes<Pairs, kBits, kPair>(w) | bits;
         else return and_or(w[kPair / Pairs::fields] >> shift, (((1u << kBits) - 1) << place) * 0x10001u, bits);
     }
-    // To be added: -(base / 2^place + offset).
-    static constexpr double zero = -base / (1 << place);
+    static constexpr u32 factor = constant_pair<T>(1.0 / (1 << place));
+    // To be added then.
+    __device__ static constexpr u32 zero(int offset) { return constant_pair<T>(-base / (1 << place) - offset); }
+};
+// Places differ in the halves.
+template <class T, int kPair>
+struct Magic<T, ApartString, 3, kPair> {
+    using Usual = Magic<T, FragmentPairs<1>, 1, 0>;
+    static constexpr int from = ApartString::from(kPair, Usual::reach);
+    static constexpr int low = 3 * ApartString::low(kPair) - from, high = 3 * ApartString::high(kPair) - 16 - from;
+    static_assert(low >= 0 && high >= 0 && low + 3 <= Usual::reach && high + 3 <= Usual::reach, "codes in reach");
+
+    __device__ static u32 raised(const u32* w) { return and_or(bits_from<3>(w, from), 7u << low | 7u << (16 + high), Usual::bits); }
+    static constexpr u32 factor = constant<T>(1.0 / (1 << low)) | constant<T>(1.0 / (1 << high)) << 16;
+    __device__ static constexpr u32 zero(int offset) {
+        return constant<T>(-Usual::base / (1 << low) - offset) | constant<T>(-Usual::base / (1 << high) - offset) << 16;
+    }
 };
 
 // A pair of codes minus an offset: one that is told, a pair of T with its sign turned, or one that is known.
@@ -125,7 +166,7 @@ __device__ u32 integers(const u32* w, u32 minus_offset) {
         return pair_of<T>(low + minus, high + minus);
     } else {
         using M = Magic<T, Pairs, kBits, kPair>;
-        return fma_pair<T>(M::raised(w), constant_pair<T>(1.0 / (1 << M::place)), add_pair<T>(minus_offset, constant_pair<T>(M::zero)));
+        return fma_pair<T>(M::raised(w), M::factor, add_pair<T>(minus_offset, M::zero(0)));
     }
 }
 template <class T, class Pairs, int kBits, int kPair, int kOffset>
@@ -134,7 +175,7 @@ __device__ u32 integers(const u32* w) {
         return integers<T, Pairs, kBits, kPair>(w, constant_pair<T>(-kOffset));
     } else {
         using M = Magic<T, Pairs, kBits, kPair>;
-        return fma_pair<T>(M::raised(w), constant_pair<T>(1.0 / (1 << M::place)), constant_pair<T>(M::zero - kOffset));
+        return fma_pair<T>(M::raised(w), M::factor, M::zero(kOffset));
     }
 }
 
@@ -219,8 +260,10 @@ struct TableDecoder {
     __device__ static u32 lane_table(int lane) { return lane % copies * 4; }
     // Entry `code`, where that stands `at` bits from the low end of a word.
     __device__ static u32 look_up(u32 word, int at, const u8* tables, u32 lane) {
-        constexpr int size = copies == 32 ? 7 : copies == 16 ? 6 : 5;  // log2 of `apart`
-        const u32 moved = at < size ? word << (size - at) : word >> (at - size);
+        return entry_at(at < size ? word << (size - at) : word >> (at - size), tables, lane);
+    }
+    static constexpr int size = copies == 32 ? 7 : copies == 16 ? 6 : 5;  // log2 of `apart`
+    __device__ static u32 entry_at(u32 moved, const u8* tables, u32 lane) {
         return *reinterpret_cast<const u32*>(tables + and_or(moved, static_cast<u32>(entries - 1) << size, lane));
     }
     template <int kByte>
@@ -229,11 +272,21 @@ struct TableDecoder {
         else return look_up(word, 8 * kByte, tables, lane);
     }
 
+    template <int kPair>
+    __device__ static u32 entry_of_string(const u32* w, const u8* tables, u32 lane) {
+        constexpr int at = 2 * kBits * kPair % 32, word = 2 * kBits * kPair / 32;
+        if constexpr (at + 2 * kBits > 32) return entry_at(__funnelshift_r(w[word], w[word + 1], at - size), tables, lane);
+        else return look_up(w[word], at, tables, lane);
+    }
+
     template <class Pairs, int kPair, bool>
     __device__ static void two(const u32* w, const u8* tables, u32 lane, u32, u32, u32& first, u32& second) {
         if constexpr (joined) {
             first = entry_of_byte<kPair % 4>(w[kPair / 4], tables, lane);
             second = entry_of_byte<kPair % 4 + 1>(w[kPair / 4], tables, lane);
+        } else if constexpr (is_same<Pairs, JoinedString>) {
+            first = entry_of_string<kPair>(w, tables, lane);
+            second = entry_of_string<kPair + 1>(w, tables, lane);
         } else {
             first = one<Pairs, kPair>(w, tables, lane);
             second = one<Pairs, kPair + 1>(w, tables, lane);
@@ -303,9 +356,8 @@ struct Decoder : PairDecoder<Codec, T, kBits, kWide> {
         Two::template two<Pairs, 4 * kStep + 2, kZeroPoint>(w, tables, lane, offset[0], offset[1], a[2], a[3]);
     }
     // The same of two rows, of RowWords.
-    template <int kStep, bool kZeroPoint>
+    template <class Pairs, int kStep, bool kZeroPoint>
     __device__ static void decode_rows(const u32* first, const u32* second, const u8* tables, u32 lane, const u32 (&offset)[2], u32 (&a)[4]) {
-        using Pairs = RowPairs<kBits>;
         Two::template two<Pairs, 2 * kStep, kZeroPoint>(first, tables, lane, offset[0], offset[0], a[0], a[2]);
         Two::template two<Pairs, 2 * kStep, kZeroPoint>(second, tables, lane, offset[1], offset[1], a[1], a[3]);
     }

@@ -77,11 +77,15 @@ struct Staged {
     }
 };
 
-// The four pairs of a step, of a unit of fragments or of two rows.
-template <class Decode, int kStep, bool kZeros, bool kRows>
-__device__ void decode_step(const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
-    if constexpr (kRows) Decode::template decode_rows<kStep, kZeros>(first, second, tables, table, offset, a);
-    else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
+// The four pairs of a step that the compiler knows, of fragments or of two rows.
+template <class Decode, class Rows, bool kZeros, bool kRows, int kStep = 0>
+__device__ void decode_step(int step, const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
+    if (step == kStep) {
+        if constexpr (kRows) Decode::template decode_rows<typename Rows::Pairs, kStep, kZeros>(first, second, tables, table, offset, a);
+        else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
+    } else if constexpr (kStep + 1 < (kRows ? 4 * Rows::span : 4)) {
+        decode_step<Decode, Rows, kZeros, kRows, kStep + 1>(step, first, second, tables, table, offset, a);
+    }
 }
 
 struct Later { __device__ Later(int, int, int) {} };  // of a Turn
@@ -106,8 +110,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
     constexpr bool kLater = kTight || kFine > 1;
     constexpr bool kMany = Own::Parts::minimums && kThreads > 384;  // warps: what units do is not mixed, which takes registers
-    using Rows = RowWords<typename Format::Packing, kFine, is_joined<typename Format::Codec, kBits>, kRing>;
+    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), (kRing > 0), kGroupUnits != 1>;
+    constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
+    constexpr int kChunks = kRing ? kRing : kGroupChunks;  // of a warp's ring, where it has one
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
@@ -116,7 +122,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Copied = ChunkGroups<Own, kFine, kAhead>;
     static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
     constexpr int kRingBytes = kRing ? kChunkBytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
-    constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
+    constexpr int kWarpBytes = kChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
@@ -183,7 +189,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     // What comes to the ring: where there is one, a chunk of codes or of groups' numbers.
     u8* own_ring = ring + warp * kWarpBytes;
-    u8* own_ready = own_ring + kRingChunks * kRingBytes;
+    u8* own_ready = own_ring + kChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.strip < last_strip) {
@@ -248,11 +254,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
-            static_assert(kRingChunks == 2, "what is at hand and what comes next");
-            Chunk after = now;
-            step(after);
-            copy(0, now);
-            copy(kRingBytes, after);
+            Chunk soon = now;
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c, step(soon)) copy(c * kRingBytes, soon);
         }
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
         if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
@@ -271,7 +275,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
     filling.store(tables, threadIdx.x);
-    copies_wait();
+    if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
     staged.wait(first - block_first, first - block_first + count);
 
@@ -310,7 +314,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     int four_lane = 0;    // that holds the scales of this chunk
     u32 near[2];
     const auto multiply = [&](int d, int unit) {
-        u32 a[4][4];
+        u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
         if constexpr (kRing) words[d].load_shared(ring_lane + reading, d);
         if constexpr (kRows) {
@@ -336,14 +340,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
+        for (int s = 0; s < 4 * kSpan; ++s) {
             const Number& own = group_of(s);
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            const u32* first = kRows ? rows_of[0] : words[d].w;
-            if (s == 0) decode_step<Decode, 0, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[0]);
-            if (s == 1) decode_step<Decode, 1, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[1]);
-            if (s == 2) decode_step<Decode, 2, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[2]);
-            if (s == 3) decode_step<Decode, 3, Own::zeros, kRows>(first, rows_of[1], tables, table, offset, a[3]);
+            decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table, offset, a[s]);
         }
         const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
             mma<T>(sum[q], a[s], low, high);
@@ -353,10 +353,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kRows) {
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
-                u32 b[8];
+                u32 b[8 * kSpan];
                 Rows::read_x(x_lane[q] + unit * 128, b);
 #pragma unroll
-                for (int s = 0; s < 4; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
+                for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
             }
         } else {
 #pragma unroll
@@ -384,7 +384,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (four_ends) load_four(coming_four);
         }
         if constexpr (kRingBytes) {
-            wait_copies<kRingChunks - 1>();
+            wait_copies<kChunks - 1>();
             __syncwarp();  // all lanes' copies are there
             if constexpr (kGroupRing) {
                 Copied::make_ready(own_ready, shared_address(own_ring) + reading, begin * kFine % Copied::per_block, lane);
@@ -393,11 +393,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         const auto chunk = [&](bool whole) {
 #pragma unroll
-            for (int d = 0; d < kAhead; ++d) {
+            for (int d = 0; d < kAhead; d += kSpan) {
                 if (whole || d < here) {
                     multiply(d, now.at + d);
                     if constexpr (kFine == 1 && !kLong) {
-                        if ((d + 1) % kGroup == 0 || (!whole && d + 1 == here)) {
+                        if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
                             if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
                             else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
                             else all_scaled(groups[d / kGroup]);
@@ -415,9 +415,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
             Chunk after = next;
-            step(after);
+#pragma unroll
+            for (int c = 1; c < kChunks; ++c) step(after);
             copy(reading, after);
-            reading = kRingBytes - reading;
+            if constexpr (kChunks == 2) reading = kRingBytes - reading;
+            else reading = reading == (kChunks - 1) * kRingBytes ? 0 : reading + kRingBytes;
         }
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);

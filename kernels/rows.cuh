@@ -5,7 +5,8 @@
 // them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
 // scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
 // s has columns 16 s .. 16 s + 15. From shared memory (kRing) a lane reads, of 4 bits, 8 columns of each half of the unit
-// instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one.
+// instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one; and of 3 bits, where groups are not shorter,
+// the 32 columns of two units from 32 t on, which are whole words.
 #pragma once
 #include "cluster.cuh"
 #include "dot.cuh"
@@ -13,22 +14,25 @@
 
 namespace cuquant {
 
-// kJoined: neighbouring codes are a pair, a byte: see PairDecoder.
-template <class Packing, int kFine, bool kJoined, bool kRing>
+// kJoined: neighbouring codes are a pair, which is looked up: see PairDecoder. kLong: groups are two units or more.
+template <class Packing, int kFine, bool kJoined, bool kRing, bool kLong>
 struct RowWords {
     static constexpr int bits = Packing::bits;
-    static constexpr int loaded = (bits + 1) / 2;  // words of a row
+    static constexpr int span = kRing && kLong && bits == 3 ? 2 : 1;  // units that are multiplied together
+    static constexpr int loaded = (bits * span + 1) / 2;              // words of a row
+    static constexpr bool string = bits == 3 && (kJoined || span == 2);  // codes stay where they are
+    using Pairs = Choice<!string, RowPairs<bits>, Choice<kJoined, JoinedString, ApartString>>;
     // Whether pairs are 16 bits apart as they lie. Where not, a row's codes 0 .. 7 are brought to the low halves
     // of words, and 8 .. 15 to the high ones.
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
-    static constexpr int words = in_place ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
+    static constexpr int words = in_place || string ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
     static constexpr bool halves = kRing && bits == 4;                    // a lane has columns of both halves of a unit
     static constexpr bool fours = kFine == 4 || (kFine == 2 && !halves);  // of each 16 columns it gets four
     static constexpr int row_bytes = 32 * bits;                           // of a chunk
     u32 w[2 * loaded];
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
-    __device__ static constexpr int byte_of(int t) { return 2 * bits * t & ~3; }
+    __device__ static constexpr int byte_of(int t) { return 2 * bits * span * t & ~3; }
     __device__ void load(const u8* first, const u8* second) {
         load_row(first, w);
         load_row(second, w + loaded);
@@ -68,19 +72,15 @@ struct RowWords {
             if constexpr (fours) exchange(t, to);
         } else {
             static_assert(kFine == 1, "only codes that lie in place are exchanged");
-            u32 string[loaded];  // the codes from its lowest bit on: odd lanes begin in the middle of a word
+            u32 codes[loaded];  // from its lowest bit on: odd lanes begin in the middle of a word
 #pragma unroll
             for (int i = 0; i < loaded; ++i)
-                string[i] = bits % 2 ? __funnelshift_r(own[i], i + 1 < loaded ? own[i + 1] : 0u, t % 2 * 16) : own[i];
+                codes[i] = bits % 2 && span == 1 ? __funnelshift_r(own[i], i + 1 < loaded ? own[i + 1] : 0u, t % 2 * 16) : own[i];
             constexpr int each = RowPairs<bits>::fields * bits;
 #pragma unroll
-            for (int i = 0; i < words; ++i) to[i] = __byte_perm(bits_from(string, i * each), bits_from(string, 8 * bits + i * each), 0x5410);
+            for (int i = 0; i < words; ++i)
+                to[i] = string ? codes[i] : __byte_perm(bits_from<loaded>(codes, i * each), bits_from<loaded>(codes, 8 * bits + i * each), 0x5410);
         }
-    }
-    // 16 bits or more of a string, from bit `at` on.
-    __device__ static u32 bits_from(const u32 (&string)[loaded], int at) {
-        const int i = at / 32;
-        return at % 32 == 0 ? string[i] : i + 1 < loaded ? __funnelshift_r(string[i], string[i + 1], at % 32) : string[i] >> at % 32;
     }
 
     // Lane t has the codes of columns 16 t .. of its row (`halves`: 8 t .. of each half); it gets those from place_in_step
@@ -121,8 +121,9 @@ struct RowWords {
     // ---- x ----------------------------------------------------------------------------------------
 
     __device__ static constexpr int place_in_step(int t) { return halves ? t % 2 * 8 + t / 2 * 4 : 4 * t; }
-    // Which of a lane's 16 columns (`fours`: of its 4 of a step) pair `pair` has as element e.
+    // Which of a lane's columns (`fours`: of its 4 of a step) pair `pair` has as element e.
     __device__ static constexpr int column(int pair, int e) {
+        if (string) return e ? ApartString::high(pair) : ApartString::low(pair);
         constexpr int apart = fours ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
         return Packing::place(fours ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
     }
@@ -133,21 +134,30 @@ struct RowWords {
         return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
     }
     // Where lane 4 g + t reads x's line of a unit and token g, and what keeps tokens apart: 2 that are read together, or 4.
-    __device__ static constexpr int x_place(int t) { return fours ? place_in_step(t) * 2 : (halves ? t : 2 * t) * 16; }
+    __device__ static constexpr int x_place(int t) { return fours ? place_in_step(t) * 2 : (halves ? t : 2 * span * t) * 16; }
     static constexpr int x_pad = fours ? 32 : halves ? 64 : 16;
-    // The second operands of the four steps; `line` is at x_place.
-    __device__ static void read_x(u32 line, u32 (&b)[8]) {
+    // The second operands of the steps, four a unit; `line` is at x_place.
+    __device__ static void read_x(u32 line, u32 (&b)[8 * span]) {
         if constexpr (fours) {
             read_step<0>(line, b);
             read_step<1>(line, b);
             read_step<2>(line, b);
             read_step<3>(line, b);
         } else {
-            const uint4 low = load16_shared(line), high = load16_shared(line + (halves ? 64 : 16));
-            const u32 x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            b[0] = pair_of_x<0>(x); b[1] = pair_of_x<1>(x); b[2] = pair_of_x<2>(x); b[3] = pair_of_x<3>(x);
-            b[4] = pair_of_x<4>(x); b[5] = pair_of_x<5>(x); b[6] = pair_of_x<6>(x); b[7] = pair_of_x<7>(x);
+            u32 x[8 * span];
+#pragma unroll
+            for (int v = 0; v < 2 * span; ++v) {
+                const uint4 own = load16_shared(line + v * (halves ? 64 : 16));
+                x[4 * v] = own.x; x[4 * v + 1] = own.y; x[4 * v + 2] = own.z; x[4 * v + 3] = own.w;
+            }
+            pairs_of_x<0>(x, b);
+            if constexpr (span == 2) pairs_of_x<8>(x, b);
         }
+    }
+    template <int kFirst, int kCount>
+    __device__ static void pairs_of_x(const u32 (&x)[kCount], u32 (&b)[kCount]) {
+        b[kFirst] = pair_of_x<kFirst>(x); b[kFirst + 1] = pair_of_x<kFirst + 1>(x); b[kFirst + 2] = pair_of_x<kFirst + 2>(x); b[kFirst + 3] = pair_of_x<kFirst + 3>(x);
+        b[kFirst + 4] = pair_of_x<kFirst + 4>(x); b[kFirst + 5] = pair_of_x<kFirst + 5>(x); b[kFirst + 6] = pair_of_x<kFirst + 6>(x); b[kFirst + 7] = pair_of_x<kFirst + 7>(x);
     }
     template <int kStep>
     __device__ static void read_step(u32 line, u32 (&b)[8]) {

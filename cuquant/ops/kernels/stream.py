@@ -114,18 +114,18 @@ class Memory(NamedTuple):
         A codebook's.
     ring
         Of a warp, for what it copies of chunks.
-    whole
-        Whether warps share K in whole chunks.
+    chunks
+        Of codes in a ring; warps then share K in whole chunks.
     """
 
     table: int = 0
     ring: int = 0
-    whole: bool = False
+    chunks: int = 0
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
     """Dynamic shared memory of a block."""
-    share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
+    share = shape.ahead if memory.chunks or not groups.units else min(groups.units, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
@@ -215,14 +215,15 @@ def division_of(problem: Problem) -> Division | None:
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
+    chunks = int(__import__("os").environ.get("EXP_R", 2)) if codes else 0
     if codes:
-        ring = RING_CHUNKS * STRIP * CHUNK * UNIT * fmt.bits // 8
+        ring = chunks * STRIP * CHUNK * UNIT * fmt.bits // 8
         if fmt.bits < 5 or not prepacked.table_bytes(fmt):
             pressure = min(pressure, 1)
     else:
         ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     small, large = (
-        Memory(prepacked.table_bytes(fmt, wide=wide), ring, codes)
+        Memory(prepacked.table_bytes(fmt, wide=wide), ring, chunks)
         for wide in (False, _has_clusters(p.arch))
     )
 
@@ -309,11 +310,11 @@ class Stream:
         assert division is not None
         shape, groups, wide, memory = division
         strips = -(-product.columns // STRIP)
-        dtype, whole = product.x.dtype.name, memory.whole
+        dtype, chunks = product.x.dtype.name, memory.chunks
         blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, dtype, shape, groups, first.layout, gated, wide, whole),
+            _program(fmt, dtype, shape, groups, first.layout, gated, wide, chunks),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             shared_bytes(shape, groups, units, memory, gated),
@@ -344,7 +345,7 @@ def _program(
     layout: str,
     gated: bool,
     wide: bool,
-    ring: bool,
+    chunks: int,
 ) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
@@ -360,7 +361,7 @@ def _program(
         prepacked.lie(fmt, layout),
         int(gated),
         int(wide),
-        int(ring),
+        chunks,
     )
     return Program(
         "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
