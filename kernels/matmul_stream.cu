@@ -88,11 +88,13 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
     }
 }
 
-struct Later { __device__ Later(int, int, int) {} };  // of a Turn
+struct Later {  // of a Turn, or of what there is not
+    template <class... Arguments> __device__ Later(Arguments...) {}
+};
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: codes go through shared memory, see
-// copy_chunk. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
+// ChunkCopies. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
@@ -164,20 +166,21 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     typename Own::Cursor next_group;
     int next_count, next_unit, last_group = 0;
     Chunk next = now;
+    const i64 row_bytes = weights.units * static_cast<i64>(8 * kBits);
     const auto locate = [&] {
         const Prepacked& own = kGated && next.other ? second : weights;
         const i64 here = min(next.strip, weights.strips - 1);
         next_unit = first + next.at;
         next_count = next.strip < last_strip ? count - next.at : 0;
         if constexpr (kRows) {
-            const i64 row_bytes = weights.units * 8 * kBits, at = next_unit * 8 * kBits + Rows::byte_of(t), row = here * kStrip + g;
+            const i64 at = next_unit * 8 * kBits + Rows::byte_of(t), row = here * kStrip + g;
             next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
             next_second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
         } else {
             next_codes = reinterpret_cast<const u8*>(own.codes + (here * weights.units + next_unit) * Words<kBits>::unit_words());
         }
         if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
-        next_group.set(own, here, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        if constexpr (!kFour) next_group.set(own, here, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
     };
     Loaded words[kAhead];
     // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
@@ -191,12 +194,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
+    const Choice<(kRing > 0), ChunkCopies<kBits>, Later> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.strip < last_strip) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
             const int unit = first + chunk.at;
             if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(chunk.strip, weights.strips - 1), unit, lane);
-            else copy_chunk<kBits>(own_ring + to, reinterpret_cast<const u8*>(own.codes) + unit * 8 * kBits, weights.units * static_cast<i64>(8 * kBits), static_cast<i64>(chunk.strip) * kStrip, weights.rows, count - chunk.at, lane);
+            else if constexpr (kRing > 0)
+                copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + chunk.strip * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - chunk.strip * kStrip, count - chunk.at, lane);
         }
         close_copies();
     };
@@ -237,7 +242,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // Of the next 4 chunks of a strip.
     const bool aligned = !kFour || (((reinterpret_cast<u64>(weights.scale) | reinterpret_cast<u64>(second.scale)) | static_cast<u64>(weights.groups * Own::bytes)) & (Scales::bytes - 1)) == 0;
     const auto load_four = [&](Scales& to) {
-        if (next_count > 0) to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
+        if (next_count <= 0) return;
+        next_group.set(kGated && next.other ? second : weights, min(next.strip, weights.strips - 1), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
     };
     const auto load_first_groups = [&] {
         if constexpr (kGroupRing) return;
@@ -378,9 +385,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         step(next);
         locate();
         load_coming(coming);
-        const bool four_ends = next.at / kAhead % 4 == 0;
+        const bool four_ends = static_cast<u32>(next.at) / kAhead % 4 == 0;
         if constexpr (kFour) {
-            four_lane = lane - t + now.at / kAhead % 4;
+            four_lane = lane - t + static_cast<u32>(now.at) / kAhead % 4;
             if (four_ends) load_four(coming_four);
         }
         if constexpr (kRingBytes) {

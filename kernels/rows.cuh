@@ -46,7 +46,7 @@ struct RowWords {
         }
     }
 
-    // The same of a unit of a chunk in shared memory, see copy_chunk; `line`: ring_line, from where the chunk begins.
+    // The same of a unit of a chunk in shared memory, see ChunkCopies; `line`: ring_line, from where the chunk begins.
     __device__ void load_shared(u32 line, int unit) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -171,13 +171,33 @@ struct RowWords {
 // Chunks of 4 units, of 16 rows, on their way to a warp's ring in shared memory: whole lines take the cache fewer
 // requests than what lanes load of rows. Vector v of a row of 4 bits lies at v ^ row % 8. Rows begin on 16 bytes.
 template <int kBits>
-__device__ inline void copy_chunk(u8* to, const u8* codes, i64 row_bytes, i64 row, i64 rows, int units, int lane) {
-    constexpr int vectors = 2 * kBits;  // of a row
-#pragma unroll
-    for (int i = 0; i < kBits; ++i) {
-        const int own = (lane + 32 * i) / vectors, vector = (lane + 32 * i) % vectors, place = kBits == 4 ? vector ^ own % 8 : vector;
-        if (vector * 16 < units * 8 * kBits) copy_ahead(to + own * vectors * 16 + place * 16, codes + min(row + own, rows - 1) * row_bytes + vector * 16);
+struct ChunkCopies {
+    static constexpr int vectors = 2 * kBits, at_once = vectors > 8 ? 2 : 4;  // of a row, and rows
+    u32 from, to;  // the lane's first vector, counted from where the first row begins
+    bool here;
+
+    __device__ ChunkCopies(i64 row_bytes, int lane) {
+        const int row = lane / vectors, vector = lane % vectors;
+        from = static_cast<u32>(row * row_bytes) + vector * 16;
+        to = place(row, vector);
+        here = row < at_once;
     }
-}
+    __device__ static constexpr int place(int row, int vector) { return (row * vectors + (kBits == 4 ? vector ^ row % 8 : vector)) * 16; }
+    // `first`: where the chunk of the first row begins; of rows that are not there it gets the last one.
+    __device__ void copy(u8* ring, const u8* first, i64 row_bytes, i64 rows, int units, int lane) const {
+        if (rows >= kStrip && units >= kChunkUnits) {
+            if (!here) return;
+#pragma unroll
+            for (int i = 0; i < kStrip / at_once; ++i)
+                copy_ahead(ring + i * at_once * vectors * 16 + (kBits == 4 ? to ^ i % 2 * 64 : to), first + from + i * at_once * row_bytes);
+        } else {
+#pragma unroll 1
+            for (int v = lane; v < kStrip * vectors; v += 32) {
+                const int row = v / vectors, vector = v % vectors;
+                if (vector * 16 < units * 8 * kBits) copy_ahead(ring + place(row, vector), first + min(static_cast<i64>(row), rows - 1) * row_bytes + vector * 16);
+            }
+        }
+    }
+};
 
 }  // namespace cuquant
