@@ -15,8 +15,9 @@ constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 line
 constexpr int kMostWarps = kResident == 8 ? 12 : 16;  // of one tile; of two 4 less, for their registers
 
 // Codes as floats of x's type, and what undoes their factor: Block's own facts, whose bytes are whole numbers
-// plus `zero`, or signed ones.
-template <class Block, class T>
+// plus `zero`, or signed ones. kWide: entries of the table of levels are 256 bytes apart, so that one byte permutation
+// makes an address.
+template <class Block, class T, bool kWide>
 struct FloatCodes : Block {
     static constexpr bool half = is_same<T, Half>;
     // A byte u alone is the float16 u * 2^-24, which tensor cores multiply as exactly as any other.
@@ -25,7 +26,7 @@ struct FloatCodes : Block {
     static constexpr int zero = Block::wide ? 128 : Block::zero;
     static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
     // Of the table of pairs of levels, where codes are looked up: an entry a byte of two codes, a copy a lane.
-    static constexpr int table_bytes = Block::lookup ? 256 * 128 : 0;
+    static constexpr int apart = kWide ? 256 : 128, table_bytes = Block::lookup ? 256 * apart : 0;
     // Bytes between tokens of x: what lanes read at a time is of all banks, 16 bytes by 4 lanes of 2 tokens or 8
     // bytes by 4 lanes of 4.
     static constexpr int pad = Block::lookup ? 64 : 32;
@@ -40,15 +41,18 @@ struct FloatCodes : Block {
         else if constexpr (!Block::wide) return add_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(-128 - zero));
         else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
     }
-    // The entry of byte i of a word; `table`: the address of the lane's own copy of the first one.
+    // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
     template <int i>
-    __device__ static u32 entry(u32 word, u32 table) { return load4_shared(table + 128 * __byte_perm(word, 0u, 0x4440u | i)); }
+    __device__ static u32 entry(u32 word, u32 table) {
+        if constexpr (kWide) return shared_at<u32>(__byte_perm(word, table, 0x5504u | i << 4));
+        else return shared_at<u32>(table + 128 * __byte_perm(word, 0u, 0x4440u | i));
+    }
     // The table: all threads store their share of its vectors.
     __device__ static void put_table(const uint4& levels, int thread, int threads) {
-        for (int i = thread; i < table_bytes / 16; i += threads) {
+        for (int i = thread; i < 256 * 8; i += threads) {
             const u32 two = levels_of(i / 8, levels);
             const u32 v = pair_of<T>(static_cast<float>(static_cast<signed char>(two)), static_cast<float>(static_cast<signed char>(two >> 8)));
-            shared_at<uint4>(16 * i) = make_uint4(v, v, v, v);
+            shared_at<uint4>(i / 8 * apart + i % 8 * 16) = make_uint4(v, v, v, v);
         }
     }
     // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: first
@@ -83,9 +87,9 @@ struct FloatCodes : Block {
 };
 
 // 16 rows times 8 kTiles tokens.
-template <class Block, class T, int kTiles>
+template <class Block, class T, int kTiles, bool kWide>
 struct Sums {
-    using Own = FloatCodes<Block, T>;
+    using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout>;
     static constexpr bool has_minimum = Place::tables == 2;
     // Whether lanes read scales where they lie: one number of each 32 columns.
@@ -247,16 +251,16 @@ __device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, in
 
 // weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
 // `strips` strips of `all_strips`; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
-// silu(x w^T) * (x second^T).
-template <class Block, class T, int kTiles, int kSplit, int kGated>
+// silu(x w^T) * (x second^T). kWide: see FloatCodes.
+template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
 matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weights, const u8* __restrict__ second, const uint4 levels,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors) {
-    using Own = FloatCodes<Block, T>;
+    using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
-    using Partial = Sums<Block, T, kTiles>;
+    using Partial = Sums<Block, T, kTiles, kWide>;
     constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Partial::table_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -276,7 +280,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
         const int first = first_group + number * chunk, columns = min(chunk, own_groups - number * chunk) * kGroup;
         constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
         how(Own::table_bytes, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
-        close_copies();
+        if constexpr (!Block::lookup) close_copies();
+    };
+    const auto wait_for_x = [] {
+        if constexpr (!Block::lookup) wait_copies<0>();  // else only weights are on their way
     };
 
     Weights<Own> rows;
@@ -302,10 +309,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);
-    wait_copies<0>();
+    wait_for_x();
     __syncthreads();
 
-    const u32 start = shared_address(dynamic_shared), table = start + 4 * lane;
+    const u32 start = shared_address(dynamic_shared), table = 4 * lane;
     u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) own_x[n] = start + Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
@@ -350,7 +357,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
             }
             sum = total;
         }
-        if (number + 1 < chunks) wait_copies<0>();
+        if (number + 1 < chunks) wait_for_x();
         if (kSplit == 1 || number + 1 < chunks) __syncthreads();  // so are the sums, and more of x
     }
 

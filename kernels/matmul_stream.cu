@@ -398,7 +398,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 __syncwarp();
             }
         }
-        const auto chunk = [&](bool whole) {
+        const auto chunk = [&](bool whole, bool more) {  // more: units to load
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
                 if (whole || d < here) {
@@ -411,14 +411,19 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                         }
                     }
                 }
-                load_codes(d, whole);
-                load_groups(d, whole);
+                if (more) {
+                    load_codes(d, whole);
+                    load_groups(d, whole);
+                }
                 if constexpr (kMany) __syncwarp();
             }
         };
         // Without conditions the compiler mixes neighbouring units.
-        if (here >= kAhead && next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1)) chunk(true);
-        else chunk(false);
+        constexpr bool kLoads = !kRing;  // units come one by one
+        const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
+        if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
+        else if (kLoads && here >= kAhead && next_count <= 0) chunk(true, false);
+        else chunk(false, kLoads);
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
             Chunk after = next;

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuquant.jit import Launch, Program
@@ -17,7 +17,7 @@ FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
 NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
 RING = 2  # groups that a warp has on their way
 LINE_BYTES = 80  # of 16 sums of a row of x
-LEVELS_BYTES = 32 << 10  # of the table of pairs of levels
+LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 LARGE_X = 96 << 10  # bytes of x that two blocks share
 MOST_STRIPS = 64  # of a thread block
 
@@ -87,18 +87,21 @@ class Shape:
         Of a block.
     chunk
         Groups of 256 columns of x that are in shared memory at a time.
+    wide
+        Whether the table of pairs of levels is the larger one.
     """
 
     split: int
     strips: int
     warps: int
     chunk: int
+    wide: bool = False
 
 
 def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     """Dynamic shared memory of a block; `sets`: weights, 2 where gated."""
     tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
-    table, pad = (LEVELS_BYTES, 64) if made.lookup else (0, 32)
+    table, pad = (LEVELS_BYTES[shape.wide], 64) if made.lookup else (0, 32)
     x = rows * (shape.chunk * 2 * GROUP + pad)
     warp = RING * ROWS * made.row_bytes + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
@@ -149,7 +152,8 @@ def divide(
     while True:
         for shape in shapes(-(-each // waves)):
             if shared_bytes(made, rows, shape, sets) <= limit:
-                return shape
+                wide = replace(shape, wide=made.lookup)
+                return wide if shared_bytes(made, rows, wide, sets) <= limit else shape
         waves += 1
 
 
@@ -174,7 +178,9 @@ class BlocksProduct:
         shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
         launch = Launch(
-            _program(name, product.x.dtype.name, -(-product.rows // TILE), shape.split, gated),
+            _program(
+                name, product.x.dtype.name, -(-product.rows // TILE), shape.split, gated, shape.wide
+            ),
             (-(-strips // shape.strips) * shape.split, 1, 1),
             WARP * shape.warps,
             shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),
@@ -191,9 +197,9 @@ class BlocksProduct:
 
 
 @lru_cache(maxsize=1024)
-def _program(name: str, dtype: str, tiles: int, split: int, gated: bool) -> Program:
+def _program(name: str, dtype: str, tiles: int, split: int, gated: bool, wide: bool) -> Program:
     facts = float_codes(name).facts
-    arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated))
+    arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated), int(wide))
     early = name != "q8_1"  # which quantize_q8_1.cu makes, and lets the next kernel start
     return Program(
         "matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early
