@@ -5,7 +5,7 @@
 
 namespace cuquant {
 
-constexpr int kGroupChunks = 2, kChunkUnits = 4;
+constexpr int kRingChunks = 2, kChunkUnits = 4;
 
 // What the sums of a group meet, of rows g and g + 8, and its zero points.
 template <bool kZeros>

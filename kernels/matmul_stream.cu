@@ -112,10 +112,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
     constexpr bool kLater = kTight || kFine > 1;
     constexpr bool kMany = Own::Parts::minimums && kThreads > 384;  // warps: what units do is not mixed, which takes registers
-    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), (kRing > 0), kGroupUnits != 1>;
+    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
-    constexpr int kChunks = kRing ? kRing : kGroupChunks;  // of a warp's ring, where it has one
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
@@ -124,7 +123,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Copied = ChunkGroups<Own, kFine, kAhead>;
     static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
     constexpr int kRingBytes = kRing ? kChunkBytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
-    constexpr int kWarpBytes = kChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
+    constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
@@ -192,15 +191,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     // What comes to the ring: where there is one, a chunk of codes or of groups' numbers.
     u8* own_ring = ring + warp * kWarpBytes;
-    u8* own_ready = own_ring + kChunks * kRingBytes;
+    u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<(kRing > 0), ChunkCopies<kBits>, Later> copies_of_rows(row_bytes, lane);
+    const Choice<kRing, ChunkCopies<kBits>, Later> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.strip < last_strip) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
             const int unit = first + chunk.at;
             if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(chunk.strip, weights.strips - 1), unit, lane);
-            else if constexpr (kRing > 0)
+            else if constexpr (kRing)
                 copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + chunk.strip * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - chunk.strip * kStrip, count - chunk.at, lane);
         }
         close_copies();
@@ -261,9 +260,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
-            Chunk soon = now;
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c, step(soon)) copy(c * kRingBytes, soon);
+            static_assert(kRingChunks == 2, "what is at hand and what comes next");
+            Chunk after = now;
+            step(after);
+            copy(0, now);
+            copy(kRingBytes, after);
         }
         constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
         if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
@@ -391,7 +392,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (four_ends) load_four(coming_four);
         }
         if constexpr (kRingBytes) {
-            wait_copies<kChunks - 1>();
+            wait_copies<kRingChunks - 1>();
             __syncwarp();  // all lanes' copies are there
             if constexpr (kGroupRing) {
                 Copied::make_ready(own_ready, shared_address(own_ring) + reading, begin * kFine % Copied::per_block, lane);
@@ -427,11 +428,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
             Chunk after = next;
-#pragma unroll
-            for (int c = 1; c < kChunks; ++c) step(after);
+            step(after);
             copy(reading, after);
-            if constexpr (kChunks == 2) reading = kRingBytes - reading;
-            else reading = reading == (kChunks - 1) * kRingBytes ? 0 : reading + kRingBytes;
+            reading = kRingBytes - reading;
         }
         if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);

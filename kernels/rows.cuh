@@ -6,7 +6,7 @@
 // scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
 // s has columns 16 s .. 16 s + 15. From shared memory (kRing) a lane reads, of 4 bits, 8 columns of each half of the unit
 // instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one; and of 3 bits, where groups are not shorter,
-// the 32 columns of two units from 32 t on, which are whole words.
+// the 32 columns of two units from 32 t on, which are whole words (rows on 16 bytes have an even number of units).
 #pragma once
 #include "cluster.cuh"
 #include "dot.cuh"

@@ -114,18 +114,18 @@ class Memory(NamedTuple):
         A codebook's.
     ring
         Of a warp, for what it copies of chunks.
-    chunks
-        Of codes in a ring; warps then share K in whole chunks.
+    whole
+        Whether warps share K in whole chunks.
     """
 
     table: int = 0
     ring: int = 0
-    chunks: int = 0
+    whole: bool = False
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
     """Dynamic shared memory of a block."""
-    share = shape.ahead if memory.chunks or not groups.units else min(groups.units, shape.ahead)
+    share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
@@ -176,15 +176,16 @@ def divide(
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
                 usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
-                return _deeper(usual, found)
+                return _deeper(usual, found, bits)
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
 
 
-def _deeper(usual: Shape, found: list[Shape]) -> Shape:
-    """For one tile, another shape where warps have strips of their own: warps that read the strips
-    of a block together are faster, if no block takes more of them and no fewer warps have work."""
-    if usual.depth > 1 or usual.tiles > 1:
+def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
+    """For one tile, another shape where warps have strips of their own, or codes are small: warps
+    that read the strips of a block together are faster, if no block takes more of them and no fewer
+    warps have work."""
+    if (usual.depth > 1 and bits > 2) or usual.tiles > 1:
         return usual
     most = usual.strips * usual.rounds
     others = [s for s in found if s.strips * s.rounds <= most]
@@ -215,15 +216,14 @@ def division_of(problem: Problem) -> Division | None:
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
-    chunks = int(__import__("os").environ.get("EXP_R", 2)) if codes else 0
     if codes:
-        ring = chunks * STRIP * CHUNK * UNIT * fmt.bits // 8
+        ring = RING_CHUNKS * STRIP * CHUNK * UNIT * fmt.bits // 8
         if fmt.bits < 5 or not prepacked.table_bytes(fmt):
             pressure = min(pressure, 1)
     else:
         ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     small, large = (
-        Memory(prepacked.table_bytes(fmt, wide=wide), ring, chunks)
+        Memory(prepacked.table_bytes(fmt, wide=wide), ring, codes)
         for wide in (False, _has_clusters(p.arch))
     )
 
@@ -310,11 +310,11 @@ class Stream:
         assert division is not None
         shape, groups, wide, memory = division
         strips = -(-product.columns // STRIP)
-        dtype, chunks = product.x.dtype.name, memory.chunks
+        dtype, whole = product.x.dtype.name, memory.whole
         blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, dtype, shape, groups, first.layout, gated, wide, chunks),
+            _program(fmt, dtype, shape, groups, first.layout, gated, wide, whole),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             shared_bytes(shape, groups, units, memory, gated),
@@ -345,7 +345,7 @@ def _program(
     layout: str,
     gated: bool,
     wide: bool,
-    chunks: int,
+    ring: bool,
 ) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
@@ -361,7 +361,7 @@ def _program(
         prepacked.lie(fmt, layout),
         int(gated),
         int(wide),
-        chunks,
+        int(ring),
     )
     return Program(
         "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
