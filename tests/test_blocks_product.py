@@ -44,6 +44,8 @@ DIVIDED = [
     *((Case("q4_0", "float16", 13, (70, 1312)), shape) for shape in SHAPES),
     *((Case("q2_k", "bfloat16", 5, (70, 1536)), shape) for shape in (SHAPES[4], SHAPES[7])),
     (Case("q6_k", "float16", 13, (70, 1280)), SHAPES[6]),
+    *((Case("iq4_nl", "float16", 13, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
+    *((Case("iq4_xs", "bfloat16", 5, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
 ]
 LIES = [
     Case("q4_k", "float16", 5, (35, 512), layout)
@@ -327,9 +329,13 @@ def test_how_products_are_divided(rows, columns, depth, arch, split, strips, war
     assert divide("q4_0", rows, columns, depth, arch, 132) == Shape(split, strips, warps, chunk)
 
 
-@pytest.mark.parametrize(("rows", "warps"), [(1, 16), (6, 16), (8, 12)])
-def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps):
-    assert divide("iq4_nl", rows, 4096, 14336, 90, 132).warps == warps
+@pytest.mark.parametrize(
+    ("rows", "warps", "wide"), [(1, 16, True), (4, 16, True), (6, 16, False), (8, 12, False)]
+)
+def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps, wide):
+    """The larger table takes none."""
+    shape = divide("iq4_nl", rows, 4096, 14336, 90, 132)
+    assert (shape.warps, shape.wide) == (warps, wide)
 
 
 @pytest.mark.parametrize(

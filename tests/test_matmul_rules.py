@@ -229,6 +229,25 @@ def test_usual_problems():
     assert choose(replace(direct, depth=4000)) == "plain_rows"
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "depth", "wanted"),
+    [
+        ("q4_0", 14336, 4096, "stream"),
+        ("q4_0", 8192, 8192, "hopper"),
+        ("q6_k", 28672, 8192, "stream"),
+        ("iq4_nl", 28672, 8192, "hopper"),
+        ("nf4", 28672, 8192, "hopper"),
+        ("int3", 28672, 8192, "stream"),
+        ("int3", 14336, 4096, "hopper"),
+        ("int2", 8192, 8192, "stream"),
+        ("int2", 4096, 4096, "hopper"),
+    ],
+)
+def test_16_rows_of_x_are_streamed_where_weights_are_large(name, columns, depth, wanted):
+    problem = replace(PROBLEM, rows=16, columns=columns, depth=depth, format=cq.get_format(name))
+    assert choose(problem) == wanted
+
+
 VENDOR = replace(PROBLEM, rows=4096, columns=8192, depth=8192, vendor=True)
 NOT_DIRECT = replace(VENDOR, layout="rows/1")
 

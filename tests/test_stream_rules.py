@@ -161,3 +161,10 @@ def test_no_warp_has_strips_of_its_own():
     for rows, numbers in ((1, (2, 8, 7)), (8, (2, 8, 7)), (16, (14, 1, 2))):
         shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
         assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
+
+
+@pytest.mark.parametrize(("bits", "numbers"), [(4, (4, 4, 1)), (3, (4, 4, 1)), (2, (2, 8, 2))])
+def test_small_codes_are_read_by_deeper_blocks(bits, numbers):
+    rest = Groups(2, 1), stream.Memory(), 90, 132
+    shape = stream.divide(1, 8192, 8192, *rest, bits=bits)
+    assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuquant.formats import Format
+from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
@@ -251,12 +251,17 @@ def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) ->
     return -(-columns // (blocks * STRIP)) * STRIP
 
 
+# Where matmul_stream.cu is faster for 9 to 16 rows of x: strips of a weight of ggml's blocks, or
+# bytes of one of small integers, by bits, from so many for each multiprocessor on.
+STREAM_STRIPS, STREAM_BYTES = 6, {2: 100_000, 3: 500_000}
+
+
 def takes_few(p: Problem) -> bool:
     """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
 
     Above 8 it is where most multiprocessors have a whole tile, or where weights take long to
-    decode, which matmul_stream.cu does for each 8 rows of x; above 4 where they are looked up,
-    groups are whole units, most have a tile, and a block's warpgroups all have the same rows.
+    decode, unless they are large and not looked up; above 4 where they are looked up, groups are
+    whole units, most have a tile, and a block's warpgroups all have the same rows.
     """
     assert p.format is not None
     if p.rows <= 4:
@@ -266,7 +271,16 @@ def takes_few(p: Problem) -> bool:
     if p.rows <= 8:
         fine = Groups.of(p.format, p.depth).fine > 1
         return shape.wide and full and shape.row_groups == 1 and not fine
-    return shape.wide or p.format.bits == 3 or is_heavy(p.format, p.depth) or full
+    if shape.wide:
+        return True
+    heavy = is_heavy(p.format, p.depth)
+    if p.format.is_blocks and -(-p.columns // STRIP) >= STREAM_STRIPS * p.multiprocessors:
+        return False
+    if isinstance(p.format.codec, Uniform) and not heavy and p.format.bits in STREAM_BYTES:
+        nbytes = p.columns * p.depth * p.format.bits // 8
+        if nbytes >= STREAM_BYTES[p.format.bits] * p.multiprocessors:
+            return False
+    return p.format.bits == 3 or heavy or full
 
 
 def _has_place(shape: Shape, bits: int) -> bool:
