@@ -93,7 +93,7 @@ def test_codes_by_rows_that_go_through_shared_memory(name):
     """On Hopper; the larger table, unless it leaves room for fewer warps or for half of x."""
     rows = Weight.layout
     problem = Problem(1, 4096, 14336, cq.get_format(name), rows, "float16", True, 90, 132)
-    for count, wide in ((1, True), (2, True), (4, False), (8, False)):
+    for count, wide in ((1, True), (2, True), (4, True), (8, False)):
         found = stream.division_of(replace(problem, rows=count))
         assert found is not None and found.memory.whole and found.memory.ring == 2 * 16 * 128
         assert (found.wide, found.shape.tokens) == (wide, count)
@@ -158,7 +158,7 @@ def test_groups_that_go_through_shared_memory(name, options, row, floats):
 def test_no_warp_has_strips_of_its_own():
     """Where a block has many: all warps read some strips together, if none takes more of them."""
     groups = Groups(2, 1)
-    for rows, numbers in ((1, (2, 8, 7)), (8, (2, 8, 7)), (16, (14, 1, 2))):
+    for rows, numbers in ((1, (2, 8, 7)), (8, (4, 4, 7)), (16, (14, 1, 2))):
         shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
         assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
 
@@ -168,3 +168,14 @@ def test_small_codes_are_read_by_deeper_blocks(bits, numbers):
     rest = Groups(2, 1), stream.Memory(), 90, 132
     shape = stream.divide(1, 8192, 8192, *rest, bits=bits)
     assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "split"),
+    [(1, 14336, 1), (4, 14336, 2), (4, 8192, 1), (8, 8192, 2), (8, 4096, 1), (16, 4096, 2)],
+)
+def test_two_blocks_share_x_where_it_is_large(rows, depth, split):
+    groups = Groups(2, 1)
+    for arch in (80, 90):
+        shape = stream.divide(rows, 8192, depth, groups, stream.Memory(), arch, 132)
+        assert shape is not None and shape.split == (split if arch == 90 else 1)

@@ -28,6 +28,7 @@ MOST_MORE = 8  # rounds than the fewest
 CHUNK = 4  # units
 STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
+LARGE_X = 96 << 10  # bytes of x that two blocks share
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
@@ -161,7 +162,8 @@ def divide(
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
         ahead = _ahead(groups, bits, pressure, tiles)
-        splits = (1,) if not clusters or units < 2 * ahead else (1, 2) if tokens <= TILE else (2, 1)
+        large = tokens > TILE or tokens * units * ROW_BYTES > LARGE_X
+        splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
         warps = _warps(tiles, pressure, clusters)
         for split, each in _shares(splits, all_each, warps):
