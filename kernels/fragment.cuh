@@ -170,12 +170,12 @@ __device__ u32 integers(const u32* w, u32 minus_offset) {
     }
 }
 template <class T, class Pairs, int kBits, int kPair, int kOffset>
-__device__ u32 integers(const u32* w) {
+__device__ u32 integers(const u32* w, u32 nothing) {
     if constexpr (kBits == 8 && !is_same<T, Half>) {
         return integers<T, Pairs, kBits, kPair>(w, constant_pair<T>(-kOffset));
     } else {
         using M = Magic<T, Pairs, kBits, kPair>;
-        return fma_pair<T>(M::raised(w), M::factor, M::zero(kOffset));
+        return fma_pair<T>(M::raised(w), is_same<Pairs, ApartString> ? M::factor + nothing : M::factor, M::zero(kOffset));
     }
 }
 
@@ -198,15 +198,16 @@ struct PairDecoder<Uniform<kLow, kHigh, kRounding>, T, kBits, kWide> {
     template <int> using Filling = NoTable;
     __device__ static u32 lane_table(int) { return 0; }
 
+    // `nothing`: see matmul_stream.cu.
     template <class Pairs, int kPair, bool kZeroPoint>
-    __device__ static void two(const u32* w, const u8*, u32, u32 first_offset, u32 second_offset, u32& first, u32& second) {
+    __device__ static void two(const u32* w, const u8*, u32 nothing, u32 first_offset, u32 second_offset, u32& first, u32& second) {
         if constexpr (kZeroPoint) {
             first = integers<T, Pairs, kBits, kPair>(w, first_offset);
             second = integers<T, Pairs, kBits, kPair + 1>(w, second_offset);
         } else {
             constexpr int offset = Uniform<kLow, kHigh, kRounding>::offset;
-            first = integers<T, Pairs, kBits, kPair, offset>(w);
-            second = integers<T, Pairs, kBits, kPair + 1, offset>(w);
+            first = integers<T, Pairs, kBits, kPair, offset>(w, nothing);
+            second = integers<T, Pairs, kBits, kPair + 1, offset>(w, nothing);
         }
     }
 };

@@ -287,7 +287,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     __syncthreads();
     staged.wait(first - block_first, first - block_first + count);
 
-    const u32 table = Decode::lane_table(lane);
+    // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers.
+    const u32 table = kSpan == 2 && Decode::table_bytes == 0 ? __shfl_sync(~0u, static_cast<u32>(copies) >> 8, 0) : Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     int reading = 0;
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
