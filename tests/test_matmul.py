@@ -128,6 +128,11 @@ def test_swiglu(rng):
     assert cq.swiglu(x, cq.prepack(gate), up, out=out) is out and bits_equal(out, wanted)
     with pytest.raises(ValueError, match="equal"):
         cq.swiglu(x, gate, weight("nf4", (12, 256)))
+    for other in (None, x[0], "nf4"):
+        with pytest.raises(TypeError, match="w_up must be a QuantArray or PackedWeight, got"):
+            cq.swiglu(x, gate, other)
+        with pytest.raises(TypeError, match="w_gate must be a QuantArray or PackedWeight, got"):
+            cq.swiglu(x, other, up)
 
 
 @pytest.mark.parametrize("name", ["nf4", "q4_k", "nvfp4", "int8"])

@@ -157,8 +157,9 @@ def again(call: Call) -> Any:
     ValueError
         Where `out` overlaps an input.
     """
-    if not isinstance(call.weights[0], (QuantArray, PackedWeight)):
-        return None
+    for weight in call.weights:
+        if not isinstance(weight, (QuantArray, PackedWeight)):
+            return None
     parts = _parts(call)
     plans = _plans.get(tuple(map(id, parts)))
     plan = None if plans is None else plans.get(_key(call))
