@@ -177,8 +177,9 @@ EARLY = {
 }
 
 
-# What comes through shared memory: copies of a lane, of two chunks.
-CODES = {"nf4": 8, "nvfp4": 8, "k5": 10}
+# What comes through shared memory: copies of a lane, of two chunks. Of codes by rows: 4 rows at a
+# time of 4 bits, 2 of 5, and one copy in a loop for what is not all there.
+CODES = {"nf4": 2 * (16 // 4 + 1), "nvfp4": 2 * (16 // 4 + 1), "k5": 2 * (16 // 2 + 1)}
 GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}  # of prepacked weights
 
 
