@@ -101,13 +101,20 @@ struct ChunkGroups {
     }
 };
 
-// Scales by rows of four chunks, kCount of each, of rows g and g + 8: lane t of a row holds those of chunk t. A chunk's alone
-// would be less than the 32 bytes that memory gives.
+// Scales and zero points by rows of four chunks, kCount of each, of rows g and g + 8: lane t of a row holds those of chunk t.
+// A chunk's alone would be less than the 32 bytes that memory gives.
 template <class Group, int kCount>
 struct ChunkScales {
     static constexpr int bytes = kCount * Group::bytes, words = bytes / 4;
-    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && !Group::zeros && Group::stored != Stored::Double;
+    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double;
     u32 w[2][fits ? words : 1];
+    u32 zeros[2];  // of a row
+
+    // Whether chunks of these rows begin on as many bytes as they have.
+    __device__ static bool aligned(const Prepacked& rows) {
+        const u64 zero = Group::zeros ? reinterpret_cast<u64>(rows.zero_point) : 0;
+        return ((reinterpret_cast<u64>(rows.scale) | static_cast<u64>(rows.groups * Group::bytes)) & (bytes - 1)) == 0 && (zero & (kCount - 1)) == 0;
+    }
 
     // `left`: scales of a row from `from` on. `aligned`: chunks begin on as many bytes as they have. kTogether: scales
     // that do in any case.
@@ -131,6 +138,18 @@ struct ChunkScales {
                     for (int i = 0; i < (each + 3) / 4; ++i) w[r][at / 4 + i] |= part[i] << at % 4 * 8;
                 }
             }
+            if constexpr (Group::zeros) {
+                const u8* zero = from.zero + (r ? from.apart : 0) + t * kCount;
+                u32 all[1] = {0};
+                if (aligned && left >= kCount) {
+                    Group::template several<kCount>(zero, all);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kCount; ++i)
+                        if (i < left) all[0] |= static_cast<u32>(zero[i]) << 8 * i;
+                }
+                zeros[r] = all[0];
+            }
         }
     }
     // Scale e of the chunk that `lane` holds; they are asked for in order, and `near` has the word of the last one.
@@ -141,6 +160,7 @@ struct ChunkScales {
             near[1] = __shfl_sync(~0u, w[1][at / 4], lane);
         }
         Group got;
+        if constexpr (Group::zeros) got.zero = __byte_perm(__shfl_sync(~0u, zeros[0], lane), __shfl_sync(~0u, zeros[1], lane), 0x40 + 0x11 * e) & 0xFFFFu;
         if constexpr (Group::bytes == 4) got.scale[0] = near[0], got.scale[1] = near[1];
         else if constexpr (Group::bytes == 2) got.scale[0] = __byte_perm(near[0], near[1], at % 4 ? 0x7632 : 0x5410);
         else got.scale[0] = __byte_perm(near[0], near[1], 0x40 + 0x11 * (at % 4)) & 0xFFFFu;

@@ -283,7 +283,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
         if constexpr (!Block::lookup) close_copies();
     };
     const auto wait_for_x = [] {
-        if constexpr (!Block::lookup) wait_copies<0>();  // else only weights are on their way
+        if constexpr (!Block::lookup) wait_copies<0>();
     };
 
     Weights<Own> rows;
@@ -305,11 +305,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     next.open(share_of(0), warp);
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
-    copy(ring + Place::group_bytes);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
-    stage(0);
-    wait_for_x();
+    stage(0);  // x is wanted before more weights
+    copy(ring + Place::group_bytes);
+    if constexpr (!Block::lookup) wait_copies<1>();  // else only weights are on their way
     __syncthreads();
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;

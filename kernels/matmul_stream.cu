@@ -27,26 +27,24 @@ struct Staged {
     __device__ int run_bytes(int p) const { return max(min((runs() - p * part * 8) * 16, part * 128), 0); }
     // Before anything is copied.
     __device__ void begin(int thread) const {
-        if constexpr (kHasEngine) {
-            if (copies != kRuns || thread != 0) return;
+        if (thread != 0) return;
 #pragma unroll
-            for (int p = 0; p < kXParts; ++p) barrier_init(arrived + p, 1);
-            barrier_fence();
+        for (int p = 0; p < kXParts; ++p) barrier_init(arrived + p, 1);
+        barrier_fence();
 #pragma unroll
-            for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
+        for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
+    }
+    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there.
+    template <int kTokens>
+    __device__ void copy_runs(int first, int step) const {
+#pragma unroll 1
+        for (int run = first; run < kXParts * kTokens; run += step) {
+            const int p = run / kTokens, m = run % kTokens, bytes = run_bytes(p);
+            if (m < M && bytes > 0) copy_run(to + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
         }
     }
-    // Zeros beyond K.
+    // Everything else. Zeros beyond K.
     __device__ void copy(int thread, int threads) const {
-        if constexpr (kHasEngine) {
-            if (copies == kRuns && thread < 32) {
-                __syncwarp();  // barriers have begun
-                const int p = thread / 8, bytes = run_bytes(p);  // parts one after the other, of up to 8 tokens at once
-                if (bytes > 0)
-#pragma unroll 1
-                    for (int m = thread % 8; m < M; m += 8) copy_run(to + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
-            }
-        }
         const int begin = runs(), vectors = units * 8 - begin;
         if (vectors == 0) return;
         int m = 0, vector = thread;
@@ -111,7 +109,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
     constexpr bool kLater = kTight || kFine > 1;
-    constexpr bool kMany = Own::Parts::minimums && kThreads > 384;  // warps: what units do is not mixed, which takes registers
     using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
@@ -138,7 +135,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int depth = warp / kStrips, first = border(rank * kDepth + depth), count = border(rank * kDepth + depth + 1) - first;
     const int rows = kStrips * rounds * kStrip, pitch = rows * (kGated + 1) + 4;
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
-    const int M_here = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
+    const int M_here = min(static_cast<int>(M) - static_cast<int>(blockIdx.y) * tokens, tokens);
     u8* tables = shared;
     u8* ring = tables + Decode::table_bytes;
     u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
@@ -157,9 +154,24 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if (kGated) chunk.other = !chunk.other;
     };
 
-    const i64 x_column = static_cast<i64>(block_first) * kUnit;
+    const int x_column = block_first * kUnit;  // x lies in shared memory: K is small
     const Staged<T> staged{xs, x_pitch, block_units, (block_units + kXParts - 1) / kXParts, arrived, x + token * x_stride, x_stride, x_column, copies, M_here,
-                           static_cast<int>(max(min(K - x_column, static_cast<i64>(block_units) * kUnit), static_cast<i64>(0)))};
+                           max(min(static_cast<int>(K) - x_column, block_units * kUnit), 0)};
+    // One warp copies x of few tokens; of more all have their turns, since to start a copy takes a warp a while.
+    const bool runs = kHasEngine && copies == kRuns;
+    constexpr bool kOneWarp = kTiles == 1;
+    const auto begin_runs = [&] {
+        if constexpr (kHasEngine) { if (runs) staged.begin(threadIdx.x); }
+    };
+    const auto copy_runs = [&] {
+        if constexpr (kHasEngine) {
+            if (!runs || (kOneWarp && warp != 0)) return;
+            if (kOneWarp) __syncwarp();
+            else __syncthreads();  // barriers have begun
+            if (kOneWarp || lane == 0) staged.template copy_runs<kTokens>(kOneWarp ? lane : warp, kOneWarp ? 32 : kThreads / 32);
+        }
+    };
+    if constexpr (!kOneWarp) begin_runs();
     // The next units to load: where they are, and how many.
     const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
     typename Own::Cursor next_group;
@@ -239,7 +251,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     // Of the next 4 chunks of a strip.
-    const bool aligned = !kFour || (((reinterpret_cast<u64>(weights.scale) | reinterpret_cast<u64>(second.scale)) | static_cast<u64>(weights.groups * Own::bytes)) & (Scales::bytes - 1)) == 0;
+    const bool aligned = [&] {
+        if constexpr (kFour) return Scales::aligned(weights) && Scales::aligned(second);
+        else return true;
+    }();
     const auto load_four = [&](Scales& to) {
         if (next_count <= 0) return;
         next_group.set(kGated && next.other ? second : weights, min(next.strip, weights.strips - 1), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
@@ -252,6 +267,22 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; ++d) load_groups(d, false);
         load_coming(groups);
     };
+    // The 4 KB of a warp that begin with its first units: what is not loaded comes to L2. That delays x, which is worth it where
+    // decoding takes least; elsewhere only one or two tokens, behind x.
+    constexpr int kUnitBytes = 128 * kBits, kRest = 4096 / kUnitBytes - kAhead;  // units
+    enum class Soon { No, First, BehindX };
+    constexpr Soon kSoon = kRows || kRest <= 0 || kBits <= 2 || kMinimum ? Soon::No
+                         : kGroupRing || Decode::table_bytes > 0 ? Soon::BehindX : Soon::First;
+    const auto prefetch_more = [&] {
+        // Anew, since where the first units are would take registers until here.
+        const i64 unit = min(anew(now.strip), weights.strips - 1) * static_cast<i64>(weights.units) + first + kAhead;
+        if (lane == 0 && count > kAhead + kRest) prefetch_run(reinterpret_cast<const u8*>(weights.codes) + unit * kUnitBytes, kRest * kUnitBytes);
+    };
+    const auto copy_second = [&] {
+        Chunk after = now;
+        step(after);
+        copy(kRingBytes, after);
+    };
     locate();
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
     // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
@@ -261,23 +292,20 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
-            Chunk after = now;
-            step(after);
             copy(0, now);
-            copy(kRingBytes, after);
+            if constexpr (!kRing) copy_second();
         }
-        constexpr int kUnitBytes = 128 * kBits, kSoon = 4096 / kUnitBytes;  // units
-        if constexpr (!kRows && kSoon > kAhead && Decode::table_bytes == 0) {
-            if (lane == 0 && next_count > kSoon) prefetch_run(next_codes + kAhead * kUnitBytes, (kSoon - kAhead) * kUnitBytes);
-        }
+        if constexpr (kSoon == Soon::First) prefetch_more();
     }
     if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
     const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
-    staged.begin(threadIdx.x);
+    if constexpr (kOneWarp) begin_runs();
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
+    copy_runs();
+    if constexpr (kRing) { if (count > 0) copy_second(); }  // x is wanted before them
     staged.copy(threadIdx.x, kThreads);
     Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
     if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
@@ -285,6 +313,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     filling.store(tables, threadIdx.x);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
+    if constexpr (kSoon == Soon::BehindX) { if (tokens <= 2) prefetch_more(); }
     staged.wait(first - block_first, first - block_first + count);
 
     // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers.
@@ -321,6 +350,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
     int four_lane = 0;    // that holds the scales of this chunk
+    constexpr bool kFourZeros = kFour && kFine == 1 && Own::zeros;  // operands need the group before its sums do
+    Own of_four;
     u32 near[2];
     const auto multiply = [&](int d, int unit) {
         u32 a[4 * kSpan][4];
@@ -345,7 +376,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d);
         }
         const auto group_of = [&](int s) -> const Number& {
-            if constexpr (kShared || kFour || kGroupRing) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
+            if constexpr (kFourZeros) return of_four;
+            else if constexpr (kShared || kFour || kGroupRing) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
 #pragma unroll
@@ -404,10 +436,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
                 if (whole || d < here) {
+                    if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
                     multiply(d, now.at + d);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
-                            if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
+                            if constexpr (kFourZeros) all_scaled(of_four);
+                            else if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
                             else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
                             else all_scaled(groups[d / kGroup]);
                         }
@@ -417,7 +451,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                     load_codes(d, whole);
                     load_groups(d, whole);
                 }
-                if constexpr (kMany) __syncwarp();
             }
         };
         // Without conditions the compiler mixes neighbouring units.

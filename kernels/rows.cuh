@@ -151,13 +151,12 @@ struct RowWords {
                 x[4 * v] = own.x; x[4 * v + 1] = own.y; x[4 * v + 2] = own.z; x[4 * v + 3] = own.w;
             }
             pairs_of_x<0>(x, b);
-            if constexpr (span == 2) pairs_of_x<8>(x, b);
         }
     }
-    template <int kFirst, int kCount>
+    template <int kPair, int kCount>
     __device__ static void pairs_of_x(const u32 (&x)[kCount], u32 (&b)[kCount]) {
-        b[kFirst] = pair_of_x<kFirst>(x); b[kFirst + 1] = pair_of_x<kFirst + 1>(x); b[kFirst + 2] = pair_of_x<kFirst + 2>(x); b[kFirst + 3] = pair_of_x<kFirst + 3>(x);
-        b[kFirst + 4] = pair_of_x<kFirst + 4>(x); b[kFirst + 5] = pair_of_x<kFirst + 5>(x); b[kFirst + 6] = pair_of_x<kFirst + 6>(x); b[kFirst + 7] = pair_of_x<kFirst + 7>(x);
+        b[kPair] = pair_of_x<kPair>(x);
+        if constexpr (kPair + 1 < kCount) pairs_of_x<kPair + 1>(x, b);
     }
     template <int kStep>
     __device__ static void read_step(u32 line, u32 (&b)[8]) {

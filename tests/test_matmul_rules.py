@@ -132,14 +132,25 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     units = -(-depth // 64)  # K: every block of a cluster has some, and all have all
     borders = [units * rank // shape.split for rank in range(shape.split + 1)]
     assert borders[0] == 0 and borders[-1] == units and sorted(set(borders)) == borders
-    # A tile has whole strips, and where there are several rounds as many as it can.
-    tile_rows = hopper._tile_rows(shape, columns, -(-rows // shape.tokens), processors)
+    # A tile has whole strips, and where there are several rounds as many as it can, or for few rows
+    # of x as many as leave no more rounds.
+    token_tiles, at_once = -(-rows // shape.tokens), max(processors // shape.split, 1)
+    tile_rows = hopper._tile_rows(shape, columns, token_tiles, processors)
     assert 0 < tile_rows <= shape.rows and tile_rows % 16 == 0
-    tiles = -(-rows // shape.tokens) * -(-columns // tile_rows)
-    assert tile_rows == shape.rows or tiles * shape.split <= processors
+    tiles, fewest = (token_tiles * -(-columns // each) for each in (tile_rows, shape.rows))
+    even = shape.tokens == 16 and -(-tiles // at_once) == -(-fewest // at_once)
+    assert tile_rows == shape.rows or tiles * shape.split <= processors or even
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
     if shape.paired:  # each cluster has one of the last tiles, or none
         assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
+
+
+def test_rounds_of_few_rows_of_x_are_even():
+    shape = replace(hopper._shape(replace(PROBLEM, rows=16)), tokens=16, row_groups=2, split=1)
+    for columns, rows in ((14336, 112), (28672, 112), (16896, 128), (50_688, 128), (16, 16)):
+        assert hopper._tile_rows(shape, columns, 1, 132) == rows
+    assert hopper._tile_rows(replace(shape, tokens=32), 28672, 1, 132) == 128
+    assert hopper._tile_rows(shape, 28672, 2, 132) == 128
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -238,6 +249,7 @@ def test_usual_problems():
         ("iq4_nl", 28672, 8192, "hopper"),
         ("nf4", 28672, 8192, "hopper"),
         ("int3", 28672, 8192, "stream"),
+        ("int3", 8192, 8192, "stream"),
         ("int3", 14336, 4096, "hopper"),
         ("int2", 8192, 8192, "stream"),
         ("int2", 4096, 4096, "hopper"),

@@ -177,10 +177,11 @@ EARLY = {
 }
 
 
-# What comes through shared memory: copies of a lane, of two chunks. Of codes by rows: 4 rows at a
-# time of 4 bits, 2 of 5, and one copy in a loop for what is not all there.
-CODES = {"nf4": 2 * (16 // 4 + 1), "nvfp4": 2 * (16 // 4 + 1), "k5": 2 * (16 // 2 + 1)}
-GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}  # of prepacked weights
+# What comes through shared memory: copies of a lane. Of codes by rows one chunk, since x is wanted
+# before the second: 4 rows at a time of 4 bits, 2 of 5, and one copy in a loop for what is not all
+# there. Of prepacked weights' groups two chunks.
+CODES = {"nf4": 16 // 4 + 1, "nvfp4": 16 // 4 + 1, "k5": 16 // 2 + 1}
+GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}
 
 
 def programs(name: str) -> list[Program]:

@@ -179,3 +179,14 @@ def test_two_blocks_share_x_where_it_is_large(rows, depth, split):
     for arch in (80, 90):
         shape = stream.divide(rows, 8192, depth, groups, stream.Memory(), arch, 132)
         assert shape is not None and shape.split == (split if arch == 90 else 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "numbers"),
+    [(8192, 8192, (8, 2, 1)), (14336, 4096, (14, 1, 1)), (28672, 8192, (6, 2, 5))],
+)
+def test_three_bits_have_more_warps_where_each_has_one_strip(columns, depth, numbers):
+    fmt = cq.get_format("int3")
+    problem = Problem(16, columns, depth, fmt, FRAGMENTS_LAYOUT, "float16", True, 90, 132)
+    shape = stream.shape_of(problem)
+    assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers

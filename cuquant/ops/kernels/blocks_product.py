@@ -9,7 +9,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
-from cuquant.ops.kernels.operands import Problem, Product, Weight
+from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight
 from cuquant.ops.kernels.q8_1 import ROWS, SHARED, WARP, Operand, operand
 
 TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
@@ -18,7 +18,6 @@ NARROW = (86, 87, 89)  # architectures with little shared memory, like those fro
 RING = 2  # groups that a warp has on their way
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
-LARGE_X = 96 << 10  # bytes of x that two blocks share
 MOST_STRIPS = 64  # of a thread block
 
 

@@ -244,16 +244,19 @@ def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
 
 
 def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
-    """Rows of a tile, whole strips: fewer than there may be where no block has two tiles."""
+    """Rows of a tile, whole strips: fewer than there may be where no block has two tiles, and for
+    few rows of x, which weights keep waiting, in any case, so that all rounds are full."""
     blocks = processors // (token_tiles * shape.split)
-    if shape.kind != ONE or blocks * shape.rows < columns:
+    rounds = -(-columns // (blocks * shape.rows)) if blocks else 0
+    few = shape.tokens == TOKENS[0] and token_tiles == 1
+    if shape.kind != ONE or not (rounds == 1 or (rounds > 1 and few)):
         return shape.rows
-    return -(-columns // (blocks * STRIP)) * STRIP
+    return -(-columns // (rounds * blocks * STRIP)) * STRIP
 
 
 # Where matmul_stream.cu is faster for 9 to 16 rows of x: strips of a weight of ggml's blocks, or
 # bytes of one of small integers, by bits, from so many for each multiprocessor on.
-STREAM_STRIPS, STREAM_BYTES = 6, {2: 100_000, 3: 500_000}
+STREAM_STRIPS, STREAM_BYTES = 6, {2: 100_000, 3: 180_000}
 
 
 def takes_few(p: Problem) -> bool:

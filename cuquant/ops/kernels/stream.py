@@ -11,7 +11,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.operands import Problem, Product, Weight
+from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
@@ -28,7 +28,6 @@ MOST_MORE = 8  # rounds than the fewest
 CHUNK = 4  # units
 STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
-LARGE_X = 96 << 10  # bytes of x that two blocks share
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
@@ -248,7 +247,13 @@ def division_of(problem: Problem) -> Division | None:
                 if more and more.shape.rounds < found.shape.rounds and more.shape.split == 1:
                     found = more
             return found
-    found, wide = divided(small), divided(large)
+    found = divided(small)
+    if found and pressure == 1 and fmt.bits == 3 and found.shape.tiles == 2:
+        # More warps, whose registers are scarce, if each then has one strip.
+        more = divided(small, pressure=0)
+        if more and more.shape.rounds == 1 < found.shape.rounds:
+            found = more
+    wide = divided(large)
     return wide if found and wide and wide.shape == found.shape else found
 
 
