@@ -108,7 +108,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
+#if __CUDA_ARCH__ >= 1000
+    constexpr bool kLater = kTight || kFine > 1 || kBits <= 2;  // there the compiler keeps more
+#else
     constexpr bool kLater = kTight || kFine > 1;
+#endif
     using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
