@@ -242,6 +242,33 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
             assert before, "weights come after the wait"
 
 
+# Whether a prepacked weight comes to L2 ahead, and where: copies of x wait in the same engine.
+SOON = {"int4": "in front of x", "nf4": "behind x", "nvfp4": "behind x", "q4_k": "no", "int2": "no"}
+
+
+@pytest.mark.parametrize("name", SOON)
+def test_what_comes_to_l2_ahead_and_when(name):
+    try:
+        jit.nvrtc()
+    except cq.BackendUnavailable as error:
+        pytest.skip(str(error))
+    found = [p for p in programs(name) if p.entry == "matmul_stream" and not p.arguments[-1]]
+    laid = [p for p in found if p.arguments[2] == 1 and p.arguments[9] == 0]  # one tile, in strips
+    assert laid
+    for program in laid:
+        sass = elf.disassembled(jit.compiled(program, 90).code)
+        if sass is None:
+            pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
+        code = [op.split(".")[0] for op in opcodes(sass)]
+        wanted = [op for op in code if op in ("UBLKPF", "UBLKCP")]
+        kinds = {
+            "in front of x": ["UBLKPF", "UBLKCP"],
+            "behind x": ["UBLKCP", "UBLKPF"],
+            "no": ["UBLKCP"],
+        }
+        assert wanted == kinds[SOON[name]], program.name
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 N, K = 2048, 4096
