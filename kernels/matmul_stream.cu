@@ -6,74 +6,9 @@
 #include "overlap.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
+#include "staged.cuh"
 
 namespace cuquant {
-
-// How x comes to shared memory: by elements, by vectors of 16 bytes, or in runs by the copy engine (sm_90 and newer).
-enum Copies { kElements = 0, kVectors = 1, kRuns = 2 };
-constexpr int kXParts = 4;  // a warp waits for those that it needs
-
-// x of a block in shared memory: `units` from column `column` on, token by token, `pitch` bytes apart.
-template <class T>
-struct Staged {
-    u8* to;
-    int pitch, units, part;  // part: units that a barrier counts
-    u64* arrived;
-    const T* x;
-    i64 row_stride, column;
-    int copies, M, inside;  // inside: columns that x has
-
-    __device__ int runs() const { return kHasEngine && copies == kRuns ? inside / 8 : 0; }  // vectors that the engine copies
-    __device__ int run_bytes(int p) const { return max(min((runs() - p * part * 8) * 16, part * 128), 0); }
-    // Before anything is copied.
-    __device__ void begin(int thread) const {
-        if (thread != 0) return;
-#pragma unroll
-        for (int p = 0; p < kXParts; ++p) barrier_init(arrived + p, 1);
-        barrier_fence();
-#pragma unroll
-        for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
-    }
-    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there.
-    template <int kTokens>
-    __device__ void copy_runs(int first, int step) const {
-#pragma unroll 1
-        for (int run = first; run < kXParts * kTokens; run += step) {
-            const int p = run / kTokens, m = run % kTokens, bytes = run_bytes(p);
-            if (m < M && bytes > 0) copy_run(to + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
-        }
-    }
-    // Everything else. Zeros beyond K.
-    __device__ void copy(int thread, int threads) const {
-        const int begin = runs(), vectors = units * 8 - begin;
-        if (vectors == 0) return;
-        int m = 0, vector = thread;
-        for (; m < M; vector += threads) {
-            while (vector >= vectors) { vector -= vectors; if (++m == M) return; }
-            const int own = begin + vector, here = max(min(inside - own * 8, 8), 0);
-            u8* place = to + m * pitch + own * 16;
-            const T* from = x + (here ? m * row_stride + column + own * 8 : 0);
-            if (copies == kVectors) {
-                copy16_async(place, from, here * 2);
-            } else {
-                u32 w[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    if (j < here) w[j / 2] |= static_cast<u32>(from[j].bits) << 16 * (j % 2);
-                *reinterpret_cast<uint4*>(place) = make_uint4(w[0], w[1], w[2], w[3]);
-            }
-        }
-    }
-    // Wait for what the engine copies of units first .. last - 1.
-    __device__ void wait(int first, int last) const {
-        if constexpr (kHasEngine) {
-            if (copies == kRuns)
-#pragma unroll
-                for (int p = 0; p < kXParts; ++p)
-                    if (p * part < last && (p + 1) * part > first) barrier_wait(arrived + p, 0);
-        }
-    }
-};
 
 // The four pairs of a step that the compiler knows, of fragments or of two rows.
 template <class Decode, class Rows, bool kZeros, bool kRows, int kStep = 0>
