@@ -15,18 +15,38 @@ struct Words {  // of one lane and unit
     u32 w[kBits];
 
     __device__ static constexpr i64 unit_words() { return 32 * kBits; }
+    // Where a lane's words of a unit are, for each size of a load.
+    struct Place {
+        const u8 *sixteen, *eight, *four;
+
+        __device__ void set(const u32* unit, int lane) {
+            const u8* at = reinterpret_cast<const u8*>(unit);
+            sixteen = at + lane * 16; eight = at + kBits / 4 * 512 + lane * 8; four = at + (kBits - 1) * 128 + lane * 4;
+        }
+        __device__ void move(int units) {
+            const i64 bytes = static_cast<i64>(units) * (128 * kBits);
+            sixteen += bytes; eight += bytes; four += bytes;
+        }
+    };
     __device__ void load(const u32* unit, int lane) {
+        Place from;
+        from.set(unit, lane);
+        load(from, 0);
+    }
+    // Of the unit that is so many behind.
+    __device__ void load(const Place& from, int behind) {
+        const int at = behind * 128 * kBits;
 #pragma unroll
         for (int v = 0; v < kBits / 4; ++v) {
-            const uint4 part = load16_once(unit + (v * 32 + lane) * 4);
+            const uint4 part = load16_once(from.sixteen + at + v * 512);
             w[4 * v] = part.x; w[4 * v + 1] = part.y; w[4 * v + 2] = part.z; w[4 * v + 3] = part.w;
         }
         constexpr int fours = kBits / 4 * 4;
         if constexpr (kBits & 2) {
-            const uint2 part = load8_once(unit + fours * 32 + lane * 2);
+            const uint2 part = load8_once(from.eight + at);
             w[fours] = part.x; w[fours + 1] = part.y;
         }
-        if constexpr (kBits & 1) w[kBits - 1] = load4_once(unit + (kBits - 1) * 32 + lane);
+        if constexpr (kBits & 1) w[kBits - 1] = load4_once(from.four + at);
     }
     // The same of a unit in shared memory.
     __device__ void load_shared(u32 unit, int lane) {

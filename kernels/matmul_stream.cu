@@ -43,11 +43,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-#if __CUDA_ARCH__ >= 1000
-    constexpr bool kLater = kTight || kFine > 1 || kBits <= 2;  // there the compiler keeps more
-#else
-    constexpr bool kLater = kTight || kFine > 1;
-#endif
+    constexpr bool kLater = kTight || kFine > 1 || kBits <= 2;
     using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
@@ -82,14 +78,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* xs = reinterpret_cast<u8*>(sums + kDepth * kTokens * pitch);
     constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
     const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
-    // The warp's strips, each of two weights if gated: strip, strip + kStrips, ... below last_strip.
-    const int block = static_cast<int>(blockIdx.x / kSplit), last_strip = (block + 1) * kStrips * rounds;
-    struct Chunk { int strip, at; bool other; } now = {block * kStrips * rounds + warp % kStrips, 0, false};  // `other`: of the second weight
+    // The warp's strips, each of two weights if gated: every kStrips-th, of which `turns` are left.
+    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
+    struct Chunk { int turns, at; bool other; } now = {max(min(rounds, (weights.strips - first_strip + kStrips - 1) / kStrips), 0), 0, false};  // `other`: of the second weight
+    const int behind_last = first_strip + now.turns * kStrips;
+    const auto strip_of = [&](const Chunk& chunk) { return behind_last - chunk.turns * kStrips; };
     const auto step = [&](Chunk& chunk) {
         chunk.at += kAhead;
         if (chunk.at < count) return;
         chunk.at = 0;
-        if (!kGated || chunk.other) chunk.strip += kStrips;
+        if (!kGated || chunk.other) --chunk.turns;
         if (kGated) chunk.other = !chunk.other;
     };
 
@@ -107,30 +105,45 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (!runs || (kOneWarp && warp != 0)) return;
             if (kOneWarp) __syncwarp();
             else __syncthreads();  // barriers have begun
-            if (kOneWarp || lane == 0) staged.template copy_runs<kTokens>(kOneWarp ? lane : warp, kOneWarp ? 32 : kThreads / 32);
+            if (kOneWarp || lane == 0) staged.template copy_runs<kTokens>(kOneWarp ? lane : warp, kOneWarp ? 32 : kThreads / 32, static_cast<int>(blockIdx.x) / 2);
         }
     };
     if constexpr (!kOneWarp) begin_runs();
     // The next units to load: where they are, and how many.
-    const u8 *next_codes, *next_second;  // by rows: of row g, and of row g + 8
+    typename Loaded::Place next_codes;
     typename Own::Cursor next_group;
     int next_count, next_unit, last_group = 0;
     Chunk next = now;
     const i64 row_bytes = weights.units * static_cast<i64>(8 * kBits);
+    const auto count_next = [&] {
+        next_unit = first + next.at;
+        next_count = next.turns > 0 ? count - next.at : 0;
+        if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
+    };
     const auto locate = [&] {
         const Prepacked& own = kGated && next.other ? second : weights;
-        const i64 here = min(next.strip, weights.strips - 1);
-        next_unit = first + next.at;
-        next_count = next.strip < last_strip ? count - next.at : 0;
+        count_next();
         if constexpr (kRows) {
-            const i64 at = next_unit * 8 * kBits + Rows::byte_of(t), row = here * kStrip + g;
-            next_codes = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
-            next_second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
+            const i64 at = next_unit * 8 * kBits + Rows::byte_of(t), row = strip_of(next) * static_cast<i64>(kStrip) + g;
+            next_codes.first = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
+            next_codes.second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
         } else {
-            next_codes = reinterpret_cast<const u8*>(own.codes + (here * weights.units + next_unit) * Words<kBits>::unit_words());
+            next_codes.set(own.codes + (strip_of(next) * static_cast<i64>(weights.units) + next_unit) * Words<kBits>::unit_words(), lane);
         }
-        if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
-        if constexpr (!kFour) next_group.set(own, here, kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        if constexpr (!kFour) next_group.set(own, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+    };
+    // What comes behind: in the strip of `now`, or where the warp's next one begins.
+    constexpr bool kAnew = kGroupRing && Decode::table_bytes > 0;  // slower by 5 %, which no other kind is
+    constexpr bool kJumps = kLie == kInStrips && !kGated && Own::stored != Stored::Double;
+    const auto follow = [&] {
+        if (kAnew || (!kJumps && next.at == 0)) return locate();
+        count_next();
+        next_codes.move(next.at == 0 ? kStrips * weights.units - now.at : kAhead);
+        if constexpr (!kFour) {
+            const auto before = [&](int at) { return kLong ? (first + at) / kGroup - first / kGroup : at * kFine / kGroup; };  // groups in the warp's part
+            const int inside = !kLong ? kGroups : kGroupUnits ? before(next.at) - before(now.at) : 0;
+            next_group.move(next.at == 0 ? kStrips * static_cast<int>(weights.groups) - before(now.at) : inside);
+        }
     };
     Loaded words[kAhead];
     // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
@@ -146,20 +159,19 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
     const Choice<kRing, ChunkCopies<kBits>, Later> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
-        if (chunk.strip < last_strip) {
+        if (chunk.turns > 0) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
             const int unit = first + chunk.at;
-            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, min(chunk.strip, weights.strips - 1), unit, lane);
+            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, strip_of(chunk), unit, lane);
             else if constexpr (kRing)
-                copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + chunk.strip * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - chunk.strip * kStrip, count - chunk.at, lane);
+                copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + strip_of(chunk) * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - strip_of(chunk) * kStrip, count - chunk.at, lane);
         }
         close_copies();
     };
     const auto load_codes = [&](int d, bool whole) {
         if constexpr (kRing) return;
         if (whole || d < next_count) {
-            if constexpr (kRows) words[d].load(next_codes + d * 8 * kBits, next_second + d * 8 * kBits);
-            else words[d].load(reinterpret_cast<const u32*>(next_codes) + d * Words<kBits>::unit_words(), lane);
+            words[d].load(next_codes, d);
         }
     };
     const auto load_groups = [&](int d, bool whole) {
@@ -196,7 +208,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     }();
     const auto load_four = [&](Scales& to) {
         if (next_count <= 0) return;
-        next_group.set(kGated && next.other ? second : weights, min(next.strip, weights.strips - 1), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
         to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
     };
     const auto load_first_groups = [&] {
@@ -206,16 +218,31 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; ++d) load_groups(d, false);
         load_coming(groups);
     };
-    // The 4 KB of a warp that begin with its first units: what is not loaded comes to L2. That delays x, which is worth it where
-    // decoding takes least; elsewhere only one or two tokens, behind x.
+    // What follows the first units comes to L2, where a warp has many. x is wanted before it, but then the copy engine, which
+    // brings x, is not free for it: 4 KB by lines, of 8 bits twice that where there is most; of codes that take longest, and for
+    // few tokens, less by the engine. Of 3 bits as much in front of x.
     constexpr int kUnitBytes = 128 * kBits, kRest = 4096 / kUnitBytes - kAhead;  // units
-    enum class Soon { No, First, BehindX };
-    constexpr Soon kSoon = kRows || kRest <= 0 || kBits <= 2 || kMinimum ? Soon::No
-                         : kGroupRing || Decode::table_bytes > 0 ? Soon::BehindX : Soon::First;
+    constexpr bool kLookedUp = kGroupRing || Decode::table_bytes > 0;
+    enum class Soon { No, Run, Lines, RunBehind };
+    constexpr Soon kSoon = kBits <= 2 || kMinimum || kRing ? Soon::No
+                         : kRows ? (kBits == 4 || kBits == 8 ? Soon::Lines : Soon::No)
+                         : kLookedUp ? (kRest > 0 ? Soon::RunBehind : Soon::No)
+                         : kBits == 3 ? (kRest > 0 ? Soon::Run : Soon::No) : Soon::Lines;
     const auto prefetch_more = [&] {
+        if (count <= kAhead + (kSoon == Soon::Lines ? kAhead : kRest) || now.turns <= 0) return;
         // Anew, since where the first units are would take registers until here.
-        const i64 unit = min(anew(now.strip), weights.strips - 1) * static_cast<i64>(weights.units) + first + kAhead;
-        if (lane == 0 && count > kAhead + kRest) prefetch_run(reinterpret_cast<const u8*>(weights.codes) + unit * kUnitBytes, kRest * kUnitBytes);
+        const i64 strip = anew(first_strip);
+        const u8* const codes = reinterpret_cast<const u8*>(weights.codes);
+        if constexpr (kSoon == Soon::Lines) {
+            const i64 row = strip * kStrip + lane % kStrip;  // by rows, two lines of each
+            const u8* const from = codes + (kRows ? row * row_bytes + (first + kAhead) * (8 * kBits) : (strip * weights.units + first + kAhead) * kUnitBytes);
+            const int left = kRows && row >= weights.rows ? 0 : (count - kAhead) * (kRows ? 8 * kBits : kUnitBytes), at = (kRows ? lane / kStrip : lane) * 128;
+            if (at < left) prefetch_line(from + at);
+            constexpr int kFurther = kRows ? 256 : 4096;
+            if (kBits == 8 && count > 4 * kAhead && at + kFurther < left) prefetch_line(from + at + kFurther);
+        } else if (lane == 0) {
+            prefetch_run(codes + (strip * weights.units + first + kAhead) * kUnitBytes, kRest * kUnitBytes);
+        }
     };
     const auto copy_second = [&] {
         Chunk after = now;
@@ -226,7 +253,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
     // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
     // wait that no branch is around.
-    if (count > 0) {
+    if (next_count > 0) {
 #pragma unroll
         for (int d = 0; d < kAhead; ++d) load_codes(d, false);
         if constexpr (kRingBytes) {
@@ -234,7 +261,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             copy(0, now);
             if constexpr (!kRing) copy_second();
         }
-        if constexpr (kSoon == Soon::First) prefetch_more();
+        if constexpr (kSoon == Soon::Run) prefetch_more();
     }
     if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
@@ -244,6 +271,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
     copy_runs();
+    if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
     if constexpr (kRing) { if (count > 0) copy_second(); }  // x is wanted before them
     staged.copy(threadIdx.x, kThreads);
     Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
@@ -252,7 +280,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     filling.store(tables, threadIdx.x);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
-    if constexpr (kSoon == Soon::BehindX) { if (tokens <= 2) prefetch_more(); }
+    if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
     staged.wait(first - block_first, first - block_first + count);
 
     // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers.
@@ -266,10 +294,17 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
+    const auto no_sums = [&] {
+#pragma unroll
+        for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[q][e] = x_sum[q][e] = 0.0f;
+    };
+    no_sums();
 #pragma unroll
     for (int q = 0; q < kTiles; ++q)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) total[q][e] = sum[q][e] = x_sum[q][e] = 0.0f;
+        for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
     using Number = Choice<kGroupRing, typename Copied::Number, Own>;
     const auto scaled = [&](int q, const Number& own) {
 #pragma unroll
@@ -352,11 +387,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     int own_sums = (depth * kTokens + 2 * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
-    while (now.strip < last_strip) {
+    while (now.turns > 0) {
         const int here = count - now.at, begin = first + now.at;
-        const bool ends = here <= kAhead;
         step(next);
-        locate();
+        const bool ends = next.at == 0;
+        follow();
         load_coming(coming);
         const bool four_ends = static_cast<u32>(next.at) / kAhead % 4 == 0;
         if constexpr (kFour) {
@@ -372,6 +407,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         const auto chunk = [&](bool whole, bool more) {  // more: units to load
+            if constexpr (kFine > 1 || !kLong) no_sums();  // as they are, but the compiler does not know
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
                 if (whole || d < here) {
@@ -415,6 +451,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if constexpr (kFour) { if (four_ends) four = coming_four; }
         if (ends) {
+            const int pitch = kStrips * kStrip * anew(rounds) * (kGated + 1) + 4;
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int q = 0; q < kTiles; ++q)

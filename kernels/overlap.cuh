@@ -12,7 +12,9 @@ namespace cuquant {
 __device__ inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Until the kernels before have ended, and what they wrote can be seen.
 __device__ inline void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// `bytes` that follow each other to the L2 cache, whole vectors of 16.
+// A line of 128 bytes to the L2 cache.
+__device__ inline void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from) : "memory"); }
+// `bytes` that follow each other, whole vectors of 16, by the copy engine.
 __device__ inline void prefetch_run(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
@@ -22,6 +24,7 @@ __device__ inline void prefetch_run(const void* from, int bytes) {
 __device__ inline void let_next_start() {}
 __device__ inline void wait_for_earlier() {}
 #ifndef CUQUANT_EMULATOR
+__device__ inline void prefetch_line(const void*) {}
 __device__ inline void prefetch_run(const void*, int) {}
 #endif
 

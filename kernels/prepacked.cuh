@@ -84,6 +84,12 @@ struct Group {
             scale = static_cast<const u8*>(w.scale) + at * bytes;
             if constexpr (zeros && kLie == kInStrips) zero = w.zero_point + at;
         }
+        __device__ void move(int groups) {
+            constexpr int apart = kLie == kInStrips ? kStrip : 1;
+            group += groups;
+            scale += static_cast<i64>(groups) * (apart * bytes);
+            if constexpr (zeros) zero += static_cast<i64>(groups) * apart;
+        }
     };
 
     // Where the groups of a strip begin, of rows g and g + 8.

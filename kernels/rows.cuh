@@ -33,9 +33,13 @@ struct RowWords {
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
     __device__ static constexpr int byte_of(int t) { return 2 * bits * span * t & ~3; }
-    __device__ void load(const u8* first, const u8* second) {
-        load_row(first, w);
-        load_row(second, w + loaded);
+    struct Place {  // of a unit
+        const u8 *first, *second;
+        __device__ void move(int units) { first += units * 8 * bits; second += units * 8 * bits; }
+    };
+    __device__ void load(const Place& from, int behind) {
+        load_row(from.first + behind * 8 * bits, w);
+        load_row(from.second + behind * 8 * bits, w + loaded);
     }
     __device__ static void load_row(const u8* from, u32* to) {
         if constexpr (bits == 8) { const uint4 v = load16_once(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }

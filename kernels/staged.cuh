@@ -31,12 +31,15 @@ struct Staged {
 #pragma unroll
         for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
     }
-    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there.
+    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there. Blocks
+    // begin with different ones by their number, or all would ask the same part of the L2 cache at the same time.
     template <int kTokens>
-    __device__ void copy_runs(int first, int step) const {
+    __device__ void copy_runs(int first, int step, int block) const {
 #pragma unroll 1
         for (int run = first; run < kXParts * kTokens; run += step) {
-            const int p = run / kTokens, m = run % kTokens, bytes = run_bytes(p);
+            constexpr bool kFew = kTokens == 8;
+            const int p = kFew ? (run / kTokens + block) % kXParts : run / kTokens;
+            const int m = (run + (kFew ? block / kXParts : block)) % kTokens, bytes = run_bytes(p);
             if (m < M && bytes > 0) copy_run(to + m * pitch + p * part * 128, x + m * row_stride + column + p * part * kUnit, bytes, arrived + p);
         }
     }

@@ -243,7 +243,15 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
 
 
 # Whether a prepacked weight comes to L2 ahead, and where: copies of x wait in the same engine.
-SOON = {"int4": "in front of x", "nf4": "behind x", "nvfp4": "behind x", "q4_k": "no", "int2": "no"}
+SOON = {
+    "int3": "in front of x",
+    "int4": "a line a lane",
+    "int8": "two lines a lane",
+    "nf4": "behind x",
+    "nvfp4": "behind x",
+    "q4_k": "no",
+    "int2": "no",
+}
 
 
 @pytest.mark.parametrize("name", SOON)
@@ -260,10 +268,12 @@ def test_what_comes_to_l2_ahead_and_when(name):
         if sass is None:
             pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
         code = [op.split(".")[0] for op in opcodes(sass)]
-        wanted = [op for op in code if op in ("UBLKPF", "UBLKCP")]
+        wanted = [op for op in code if op in ("UBLKPF", "UBLKCP", "CCTL")]
         kinds = {
             "in front of x": ["UBLKPF", "UBLKCP"],
             "behind x": ["UBLKCP", "UBLKPF"],
+            "a line a lane": ["UBLKCP", "CCTL"],
+            "two lines a lane": ["UBLKCP", "CCTL", "CCTL"],
             "no": ["UBLKCP"],
         }
         assert wanted == kinds[SOON[name]], program.name

@@ -63,6 +63,19 @@ DIVIDED = [
     ),
     (Case("nf4", "float16", 13, (70, 1100)), SPLIT[1]),
     (Case("nf4", "float16", 13, (70, 200)), SPLIT[1]),  # parts of K that have no unit
+    *(  # groups of two chunks, within which parts of K begin; strips that are not there
+        (Case(name, dtype, 4, (70, 1600), options=(("block_size", 512), *options)), shape)
+        for name, dtype, options in (
+            ("int4", "float16", ()),
+            ("uint3", "bfloat16", ()),
+            ("nf4", "float16", (("double_quant", True),)),
+            ("int8", "bfloat16", (("scale_dtype", "float32"),)),
+        )
+        for shape in ((4, 1, 2, 2, 1, 3), (4, 1, 4, 3, 1, 2), (4, 1, 1, 1, 2, 6))
+    ),
+    # 8 units ahead, in whole chunks and not.
+    (Case("int3", "float16", 3, (70, 1100)), (3, 1, 2, 1, 1, 3, 8)),
+    (Case("int3", "bfloat16", 8, (70, 1024)), (8, 1, 1, 2, 1, 5, 8)),
 ]
 # Weights that are not prepacked, but whose rows lie as this kernel can read them.
 ROWS_TAKEN = [name for name in OWN if prepacked.takes_rows(cq.get_format(name), 256)]
@@ -90,6 +103,12 @@ DIRECT = [
     *(Case(f"k{bits}", "float16", 9, (35, 320)) for bits in range(2, 9)),
     *(Case(f"uint{bits}", "bfloat16", 9, (35, 320)) for bits in range(2, 9)),
     Case("int4", "float16", 3, (35, 256), "misaligned"),
+]
+# So much of K for a warp that what follows comes to L2 by lines, of the last rows' strip too.
+DIRECT_DIVIDED = [
+    (Case("int4", "float16", 2, (35, 1280)), (2, 1, 1, 1, 1, 2)),
+    (Case("int8", "bfloat16", 4, (37, 2304)), (4, 1, 2, 1, 1, 1)),
+    (Case("nf4", "float16", 1, (17, 1280)), (1, 1, 1, 1, 2, 2)),
 ]
 # The same on sm_90, where codes go through shared memory: fewer units than a chunk has, chunks and
 # strips that end early; divided also warps without units, and more strips than a block's warps.
@@ -142,6 +161,8 @@ PARTS = [
         ("int3", "float16", 640),
         ("q4_k", "float16", 1280),
         ("nvfp4", "bfloat16", 1104),
+        ("int8", "float16", 2240),
+        ("int5", "bfloat16", 1280),
     )
     for rows, numbers in (
         (1, (1, 1, 1, 1, 1, 3)),
@@ -161,13 +182,13 @@ NO_PLACE = ("huge", "tiny", "all sizes")  # levels in 16 bits: infinite, or all 
 
 
 def divided(numbers: tuple[int, ...]) -> Any:
-    """The rule names these tokens, tiles, strips, depth, split and rounds."""
+    """The rule names these tokens, tiles, strips, depth, split and rounds, and units ahead."""
     rule = stream.divide
 
     def divide(*problem: Any, **options: Any) -> Shape:
         found = rule(*problem, **options)
         assert found is not None
-        return Shape(*numbers, ahead=found.ahead)
+        return Shape(*numbers[:6], *(numbers[6:] or (found.ahead,)))
 
     return mock.patch.object(stream, "divide", divide)
 
@@ -204,6 +225,9 @@ def built() -> None:
             run_case(run, case)
     for case in DIRECT:
         run(cq.linear, case.x, case.weight)
+    for case, numbers in DIRECT_DIVIDED:
+        with divided(numbers):
+            run(cq.linear, case.x, case.weight)
     for names in GATED:
         for rows in (3, 12):
             pair = map(cq.prepack, gated(*names))
@@ -268,6 +292,13 @@ def test_every_way_to_divide(case, numbers, run):
 @pytest.mark.parametrize("case", DIRECT, ids=str)
 def test_weights_that_are_not_prepacked(case, run):
     y = run(cq.linear, case.x, case.weight, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize(("case", "numbers"), DIRECT_DIVIDED, ids=str)
+def test_weights_that_are_not_prepacked_divided(case, numbers, run):
+    with divided(numbers):
+        y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 

@@ -190,3 +190,25 @@ def test_three_bits_have_more_warps_where_each_has_one_strip(columns, depth, num
     problem = Problem(16, columns, depth, fmt, FRAGMENTS_LAYOUT, "float16", True, 90, 132)
     shape = stream.shape_of(problem)
     assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "ahead"),
+    [
+        ("int3", 1, 28672, 8),
+        ("int3", 8, 28672, 8),
+        ("int3", 16, 28672, 4),  # two tiles leave no registers
+        ("int3", 1, 8192, 4),  # a warp has one strip
+        ("uint3", 1, 28672, 4),
+        ("k3", 1, 28672, 4),
+        ("int4", 1, 28672, 4),
+        ("int2", 1, 8192, 8),
+    ],
+)
+def test_how_many_units_of_small_codes_are_on_their_way(name, rows, columns, ahead):
+    fmt = cq.get_format(name)
+    problem = Problem(rows, columns, 8192, fmt, FRAGMENTS_LAYOUT, "float16", True, 90, 132)
+    shape = stream.shape_of(problem)
+    assert shape is not None and shape.ahead == ahead
+    if ahead == 8:  # no chunk is cut short
+        assert 128 % (shape.split * shape.depth * ahead) == 0

@@ -142,6 +142,8 @@ inline void copy_run(void* to, const void* from, int bytes, unsigned long long* 
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
 
+inline void prefetch_line(const void* from) { static_cast<void>(*static_cast<const volatile unsigned char*>(from)); }
+
 inline void prefetch_run(const void* from, int bytes) {
     if (bytes <= 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
         emulator::fail("misaligned prefetch_run of %d bytes from %p", bytes, from);

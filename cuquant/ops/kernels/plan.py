@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.formats import Format
+from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.jit import Launch, Program
@@ -40,6 +40,8 @@ PRODUCTS = (
     (512, (14336, 4096)),
     (16384, (4096, 4096)),
 )
+# Integers of few bits are divided in another way where there are many rows of the weight.
+FEW_BITS, FEW_BITS_PRODUCTS = 3, ((1, (28672, 8192)), (16, (28672, 8192)))
 # And those that matmul_blocks.cu divides in still other ways.
 BLOCK_PRODUCTS = ((8, (4096, 14336)), (16, (14336, 2048)))
 
@@ -213,6 +215,10 @@ def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
             yield rows, weight
             if arch == ARCH and (rows, shape) in GATED_PRODUCTS:
                 yield rows, weight, weight
+    few = isinstance(fmt.codec, Uniform) and fmt.bits <= FEW_BITS
+    for rows, shape in FEW_BITS_PRODUCTS if few else ():
+        for weight in _weights(fmt, shape):
+            yield rows, weight
     for rows, shape in BLOCK_PRODUCTS if fmt.is_blocks else ():
         yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
 

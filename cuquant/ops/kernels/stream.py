@@ -1,7 +1,7 @@
 """Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -146,13 +146,14 @@ def divide(
     pressure: int = 0,
     bits: int = 4,
     most: int = 0,
+    farther: int = 0,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
     One wave of blocks, or more where the sums of so many rows of the weight do not fit, with as
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
-    `most`: bytes of shared memory, but for all that a block may have.
+    `most`: bytes of shared memory, but for all that a block may have. `farther`: see _farther.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = _has_clusters(arch)
@@ -177,7 +178,10 @@ def divide(
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
                 usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
-                return _deeper(usual, found, bits)
+                shape = _deeper(usual, found, bits)
+                long = replace(shape, ahead=farther)
+                fits = farther and shared_bytes(long, groups, units, memory, gated) <= most
+                return long if fits and _is_long(shape, units, farther) else shape
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
 
@@ -191,6 +195,19 @@ def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
     most = usual.strips * usual.rounds
     others = [s for s in found if s.strips * s.rounds <= most]
     return max(others, key=lambda s: (s.strips * s.depth, s.depth))
+
+
+def _farther(fmt: Format, groups: Groups, layout: str) -> int:
+    """Units to load ahead, where warps have many, of integers of 3 bits: so that about as many
+    bytes are on their way as of 4 bits. Zero points leave no registers for them."""
+    plain = isinstance(fmt.codec, Uniform) and not fmt.offset and layout == FRAGMENTS_LAYOUT
+    return 8 if plain and fmt.bits == 3 and groups.fine == 1 and groups.units in (1, 2, 4) else 0
+
+
+def _is_long(shape: Shape, units: int, ahead: int) -> bool:
+    """Whether a warp has strip after strip, each of whole chunks of `ahead` units."""
+    whole = units % (shape.split * shape.depth * ahead) == 0
+    return shape.tiles == 1 and shape.rounds >= 4 and whole
 
 
 def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tuple[int, int]]:
@@ -215,6 +232,7 @@ def division_of(problem: Problem) -> Division | None:
     assert fmt is not None
     groups = Groups.of(fmt, p.depth)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
+    farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
     if codes:
@@ -229,7 +247,7 @@ def division_of(problem: Problem) -> Division | None:
     )
 
     def divided(memory: Memory, most: int = 0, pressure: int = pressure) -> Division | None:
-        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
