@@ -98,11 +98,15 @@ def test_import_is_light():
     assert found == "[]"
 
 
-def test_import_takes_less_than_300_ms():
+def test_import_takes_less_than_300_ms(tmp_path, monkeypatch):
+    # As installed: pip compiles a package's bytecode, so the first run here does it and is not timed.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = (
         "import time, numpy, ml_dtypes; t = time.process_time(); import cuquant;"
         "print(time.process_time() - t)"
     )
+    run(code)
     assert min(float(run(code)) for _ in range(3)) < 0.3
 
 
