@@ -1,7 +1,8 @@
 // Groups of 256 columns of rows of bytes on their way to shared memory: asynchronous copies of whole vectors, wherever
-// a row begins.
+// a row begins, or boxes of 16 rows by the copy engine.
 #pragma once
 #include "block_groups.cuh"
+#include "bulk.cuh"
 #include "dot.cuh"
 #include "overlap.cuh"
 
@@ -82,6 +83,22 @@ __device__ __noinline__ void copy_bytes(int stage, const u8* first, i64 row_byte
     }
 }
 
+// The scales of a row's group, and behind them its minimums, to tables of rows of floats: two lanes for each row.
+template <class Block, class R>
+__device__ void put_scales_of(const R& row, int table, int lane) {
+    using Place = Geometry<typename Block::Layout>;
+    constexpr int half = Place::subs / 2;
+    const bool upper = lane >= kRows;
+    const int to = table + 4 * (lane % kRows * Place::stride + (upper ? half : 0));
+    float numbers[half];
+    numbers_in<Block, false, half>(row, upper, numbers);
+    put(to, numbers);
+    if constexpr (Place::tables == 2) {
+        numbers_in<Block, true, half>(row, upper, numbers);
+        put(to + Place::table_bytes, numbers);
+    }
+}
+
 // A warp's 16 rows of weights: groups of them on their way to shared memory.
 template <class Block>
 struct Weights {
@@ -113,8 +130,7 @@ struct Weights {
     // Of level rows. As many lanes as a row has vectors copy it at once, so that each sector of 32 bytes is asked
     // for once; what is beyond 16 vectors comes in the end.
     __device__ void copy_level(int stage, const u8* start, int lane) const {
-        constexpr int step = Place::bytes & -Place::bytes;  // a power of two
-        constexpr int vectors = (Place::bytes + (step < 16 ? 16 - step : 0) + 15) / 16;
+        constexpr int vectors = Geometry<Layout, true>::vectors;  // rows start on 16 bytes
         constexpr int lanes = vectors < 16 ? vectors : 16, at_once = 32 / lanes;
         const int phase = static_cast<int>(reinterpret_cast<u64>(start) & 15), row = lane / lanes, column = 16 * (lane - row * lanes);
         const u32 bytes = static_cast<u32>(row_bytes);
@@ -138,19 +154,30 @@ struct Weights {
         const int phase = by_bytes ? 0 : (row * static_cast<int>(row_bytes % 16) + start) & 15;
         return {stage + row * Place::pitch + (phase & ~3), Place::in_place ? 0 : phase & 3};
     }
-    // A group's scales, and behind them its minimums, to tables of rows of floats.
     __device__ void put_scales(int table, int stage, int group, int lane) const {
-        constexpr int half = Place::subs / 2;
-        const Row<Place::in_place> row = at(stage, lane % kRows, group);
-        const bool upper = lane >= kRows;
-        const int to = table + 4 * (lane % kRows * Place::stride + (upper ? half : 0));
-        float numbers[half];
-        numbers_in<Block, false, half>(row, upper, numbers);
-        put(to, numbers);
-        if constexpr (Place::tables == 2) {
-            numbers_in<Block, true, half>(row, upper, numbers);
-            put(to + Place::table_bytes, numbers);
-        }
+        put_scales_of<Block>(at(stage, lane % kRows, group), table, lane);
+    }
+};
+
+// The same by the copy engine, a box at a time, which one lane asks for and a barrier counts. What lies outside is 0.
+template <class Block>
+struct Boxes {
+    using Place = Geometry<typename Block::Layout, true>;
+    const TensorMap* map;  // of 16-bit words
+    int first;             // row
+
+    __device__ void begin(const TensorMap& of, i64 row, i64, i64) { map = &of, first = static_cast<int>(row); }
+    __device__ void copy(int stage, int group, int lane, u64* arrived) const {
+        if (lane) return;
+        barrier_expect(arrived, Place::group_bytes);
+        copy_box(dynamic_shared + stage, map, arrived, group * Place::bytes / 16 * 8, first);  // a box starts on 16 bytes
+    }
+    __device__ Row<Place::in_place> at(int stage, int row, int group) const {
+        const int phase = group % 16 * (Place::bytes % 16) & 15;
+        return {stage + row * Place::pitch + (phase & ~3), Place::in_place ? 0 : phase & 3};
+    }
+    __device__ void put_scales(int table, int stage, int group, int lane) const {
+        put_scales_of<Block>(at(stage, lane % kRows, group), table, lane);
     }
 };
 

@@ -15,13 +15,15 @@ constexpr int kResident = 16;
 #endif
 
 // How the groups of a row of weights lie in shared memory. Vectors that start on 16 bytes are copied, so
-// a group begins up to 14 bytes after its first one; an odd number of them lets 8 rows use all banks.
-template <class Layout>
+// a group begins up to 14 bytes after its first one; rows that boxes of the copy engine hold start on 16 bytes
+// themselves. An odd number of vectors lets 8 rows use all banks.
+template <class Layout, bool kBoxes = false>
 struct Geometry {
     static constexpr int blocks = kGroup / Layout::elements, bytes = blocks * Layout::bytes;
     // Whether the groups of a row keep their place in a word; where not, shifts are made at run time.
     static constexpr bool in_place = bytes % 4 == 0;
-    static constexpr int vectors = (bytes + (in_place ? 12 : 14) + 15) / 16, pitch = 16 * (vectors | 1);
+    static constexpr int step = bytes % 16 ? bytes & -bytes : 16, behind = kBoxes ? 16 - step : in_place ? 12 : 14;
+    static constexpr int vectors = (bytes + behind + 15) / 16, pitch = 16 * (vectors | 1);
     static constexpr int group_bytes = kRows * pitch;  // of all rows
     static constexpr int subs = kGroup / Layout::sub_block, stride = subs + 4;  // a row of scales, padded
     static constexpr int tables = Layout::minimum_byte >= 0 ? 2 : 1, table_bytes = 4 * kRows * stride;

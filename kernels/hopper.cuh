@@ -1,4 +1,4 @@
-// Hopper's own: boxes of the copy engine, stores to another block, matrix products of a warpgroup.
+// Hopper's own: stores to another block, matrix products of a warpgroup.
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
 #include "cluster.cuh"
@@ -9,8 +9,6 @@
 #endif
 
 namespace cuquant {
-
-struct alignas(64) TensorMap { u64 words[16]; };  // a CUtensorMap
 
 // What products read in shared memory, rows of 128 bytes whose 16-byte parts the copy engine has swizzled: address / 16.
 // The upper word, which wgmma adds, says 1,024 bytes from 8 rows to the next 8. A step of 16 elements along K is 2 more.
@@ -49,16 +47,6 @@ struct Remote {
                      :: "r"(to + offset), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
     }
 };
-
-// ---- copies -------------------------------------------------------------------------------------
-
-__device__ inline void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
-
-// A box of a matrix, from `column` of row `row` on, to shared memory; what lies outside is 0.
-__device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
-}
 
 // ---- warps with different tasks -----------------------------------------------------------------
 

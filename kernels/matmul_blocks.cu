@@ -1,6 +1,7 @@
 // x [M, K] of 16-bit floats, M up to 8 kTiles, times ggml's blocks as they lie [N, K]: memory-bound. A block takes
 // some strips of 16 rows. Each of its warps has an equal share of their groups of 256 columns, which it copies to
-// a ring of its own, makes 16-bit floats of whole numbers, or finds those of two codes in a table, and multiplies by x
+// a ring of its own (the copy engine does, where there is one and rows start on 16 bytes: what asks for copies, and where
+// their bytes lie, took a fifth of the loop), makes 16-bit floats of whole numbers, or finds those of two codes in a table, and multiplies by x
 // on the tensor cores; the scales meet the float32 sums of their sub-blocks. x lies in shared memory, all of it or a
 // chunk of K at a time. The sums of warps, chunks and of the blocks of a cluster, which share K, are added up always in
 // the same order.
@@ -251,17 +252,18 @@ __device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, in
 
 // weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
 // `strips` strips of `all_strips`; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
-// silu(x w^T) * (x second^T). kWide: see FloatCodes.
-template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide>
+// silu(x w^T) * (x second^T). kWide: see FloatCodes. kBoxes: the copy engine brings weights, by their tensor maps.
+template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide, int kBoxes>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
-matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weights, const u8* __restrict__ second, const uint4 levels,
+matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> weights,
+              const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> second, const uint4 levels,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors) {
     using Own = FloatCodes<Block, T, kWide>;
-    using Place = Geometry<typename Block::Layout>;
+    using Place = Geometry<typename Block::Layout, kBoxes != 0>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
     using Partial = Sums<Block, T, kTiles, kWide>;
-    constexpr int kRingBytes = kRing * Place::group_bytes, kWarpBytes = kRingBytes + Partial::table_bytes;
+    constexpr int kRingBytes = kRing * Place::group_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
@@ -269,24 +271,25 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     const int chunks = own_groups <= chunk ? 1 : (own_groups + chunk - 1) / chunk;
     const int here = min(strips, all_strips - first_strip), all = kSets * here;
 
-    // The table of levels; x; a warp's own: its ring and the table of scales; sums of warps, and of all of them.
-    const int pitch = chunk * 2 * kGroup + Own::pad, rings = Own::table_bytes + tokens * pitch;
-    const int ring = rings + warp * kWarpBytes, scales = ring + kRingBytes;
-    const int pieces = rings + warps * kWarpBytes, sums = pieces + (warps + kSets * strips) * kPiece;
+    // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what counts boxes.
+    const int pitch = chunk * 2 * kGroup + Own::pad, ring = Own::table_bytes + warp * kRingBytes;
+    const int staged = Own::table_bytes + warps * kRingBytes, tables = staged + tokens * pitch, scales = tables + warp * Partial::table_bytes;
+    const int pieces = tables + warps * Partial::table_bytes, sums = pieces + (warps + kSets * strips) * kPiece;
     const int sum_pitch = kSets * strips * kRows + 4;
+    u64* const arrived = &shared_at<u64>(sums + tokens * sum_pitch * 4) + warp * kRing;
 
     const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
     const auto stage = [&](int number) {
         const int first = first_group + number * chunk, columns = min(chunk, own_groups - number * chunk) * kGroup;
         constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
-        how(Own::table_bytes, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
+        how(staged, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
         if constexpr (!Block::lookup) close_copies();
     };
     const auto wait_for_x = [] {
         if constexpr (!Block::lookup) wait_copies<0>();
     };
 
-    Weights<Own> rows;
+    Choice<kBoxes != 0, Boxes<Own>, Weights<Own>> rows;
     Cursor next;  // to copy, of chunk `coming`
     int coming = 0;
     const auto locate = [&] {
@@ -296,12 +299,23 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     };
     const auto copy = [&](int to) {
         if (next.left > 0) {
-            rows.copy(to, first_group + coming * chunk + next.group, lane);
+            const int group = first_group + coming * chunk + next.group;
+            if constexpr (kBoxes) rows.copy(to, group, lane, arrived + (to != ring));
+            else rows.copy(to, group, lane);
             if (next.step(min(chunk, own_groups - coming * chunk))) locate();
         }
-        close_copies();
+        if constexpr (!kBoxes) close_copies();
     };
 
+    if constexpr (kBoxes) {
+        static_assert(kRing == 2, "see copy");
+        if (lane == 0) {
+            barrier_init(arrived, 1), barrier_init(arrived + 1, 1);
+            barrier_fence();
+            if (warp == 0) prefetch_map(&weights);
+        }
+        __syncwarp();
+    }
     next.open(share_of(0), warp);
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
@@ -309,16 +323,17 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
     wait_for_earlier();
     stage(0);  // x is wanted before more weights
     copy(ring + Place::group_bytes);
-    if constexpr (!Block::lookup) wait_copies<1>();  // else only weights are on their way
+    if constexpr (!Block::lookup) wait_copies<kBoxes ? 0 : 1>();  // else only weights are on their way
     __syncthreads();
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
     u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) own_x[n] = start + Own::table_bytes + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
+    for (int n = 0; n < kTiles; ++n) own_x[n] = start + staged + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
     Partial own;
     own.clear();
     int stage_now = ring;
+    u32 phase = 0;
 #pragma unroll 1
     for (int number = 0; number < chunks; ++number) {
         const Share share = share_of(number);
@@ -327,8 +342,13 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const u8* __restrict__ weig
 #pragma unroll 1
         while (now.left > 0) {
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
-            wait_copies<kRing - 1>();
-            __syncwarp();  // all lanes' copies are there
+            if constexpr (kBoxes) {
+                barrier_wait(arrived + (stage_now != ring), phase);
+                phase ^= stage_now != ring;
+            } else {
+                wait_copies<kRing - 1>();
+                __syncwarp();  // all lanes' copies are there
+            }
             if constexpr (!Partial::direct) {
                 rows.put_scales(scales, stage_now, group, lane);
                 __syncwarp();

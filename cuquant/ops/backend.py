@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cuquant.jit import Launch
+from cuquant.ops.tensor_map import COLUMNS
 
 ALIGNMENT = 256  # of a workspace
 
@@ -100,7 +101,14 @@ class Backend(Protocol):
         ...
 
     def tensor_map(
-        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+        self,
+        pointer: int,
+        rows: int,
+        columns: int,
+        stride: int,
+        height: int,
+        dtype: str,
+        width: int = COLUMNS,
     ) -> bytes:
         """The tensor map of a matrix: see tensor_map.py."""
         ...

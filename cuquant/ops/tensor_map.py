@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine is told about a matrix, made by the CUDA driver."""
+"""Tensor maps: what the copy engine (sm_90 and newer) is told of a matrix, made by the driver."""
 
 import ctypes
 from functools import lru_cache
@@ -7,18 +7,25 @@ from cuquant import driver
 
 MAP_BYTES = 128
 COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles
-# cuTensorMapEncodeTiled's words for 16-bit floats, and for what the copies do.
-DATA_TYPES = {"float16": 6, "bfloat16": 9}
-SWIZZLE_128, PROMOTE_256 = 3, 3
+# cuTensorMapEncodeTiled's words for types of 16 bits, and for what the copies do.
+DATA_TYPES = {"uint16": 1, "float16": 6, "bfloat16": 9}
+STRAIGHT, SWIZZLE_128, PROMOTE_256 = 0, 3, 3
 
 
 @lru_cache(maxsize=1024)
 def tensor_map(
-    pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+    pointer: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    height: int,
+    dtype: str,
+    width: int = COLUMNS,
 ) -> bytes:
-    """The CUtensorMap of rows of 16-bit floats, copied by boxes of `height` x 64.
+    """The CUtensorMap of rows of a type of 16 bits, copied by boxes of `height` x `width`.
 
-    `stride` is from row to row, in bytes; it and `pointer` are multiples of 16.
+    Boxes of 64 columns are swizzled, others lie as they are. `stride` is from row to row, in bytes;
+    it, `pointer` and the bytes of `width` are multiples of 16.
 
     Raises
     ------
@@ -36,13 +43,13 @@ def tensor_map(
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(stride),
-        (ctypes.c_uint32 * 2)(COLUMNS, height),
+        (ctypes.c_uint32 * 2)(width, height),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
-        SWIZZLE_128,
+        SWIZZLE_128 if width == COLUMNS else STRAIGHT,
         PROMOTE_256,
         0,
     )
     if result:
-        raise RuntimeError(f"the CUDA driver refuses a tensor map of x: error {result}")
+        raise RuntimeError(f"the CUDA driver refuses a tensor map: error {result}")
     return ctypes.string_at(aligned, MAP_BYTES)

@@ -13,7 +13,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Gemm
 from cuquant.ops.cublas import Cublas
 from cuquant.ops.kernels.geometry import View
-from cuquant.ops.tensor_map import DATA_TYPES, MAP_BYTES
+from cuquant.ops.tensor_map import COLUMNS, DATA_TYPES, MAP_BYTES
 from emulator import compile as compilation
 from emulator.cublas import Library
 from emulator.memory import Memory
@@ -97,13 +97,22 @@ class _OnHost:
         yield array.ctypes.data
 
     def tensor_map(
-        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+        self,
+        pointer: int,
+        rows: int,
+        columns: int,
+        stride: int,
+        height: int,
+        dtype: str,
+        width: int = COLUMNS,
     ) -> bytes:
         """hopper.h's EmulatorMap, in the room of a CUtensorMap."""
-        taken = pointer % 16 == stride % 16 == 0 and 0 < stride < 1 << 40 and 0 < height <= 256
+        box = 0 < height <= 256 and 0 < width <= 256 and width % 8 == 0
+        taken = pointer % 16 == stride % 16 == 0 and 0 < stride < 1 << 40 and box
         if not taken or dtype not in DATA_TYPES or not (0 < rows < 1 << 32 and columns > 0):
-            raise KernelError(f"no tensor map of {(pointer, rows, columns, stride, height, dtype)}")
-        map = struct.pack("<Q5q", pointer, rows, columns, stride, height, MAP_MARK)
+            asked = (pointer, rows, columns, stride, height, dtype, width)
+            raise KernelError(f"no tensor map of {asked}")
+        map = struct.pack("<Q6q", pointer, rows, columns, stride, height, width, MAP_MARK)
         return map.ljust(MAP_BYTES, b"\0")
 
     def view(self, array: np.ndarray) -> View:

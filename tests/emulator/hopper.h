@@ -74,12 +74,12 @@ struct Remote {
 // What Emulator.tensor_map packs.
 struct EmulatorMap {
     const unsigned char* pointer;
-    long long rows, columns, stride, height;  // stride in bytes; height of a box
+    long long rows, columns, stride, height, width;  // stride in bytes; height and width of a box
     long long mark;
 };
 constexpr long long kEmulatorMap = 0x70616D20726F736E;
 
-// Where the copy engine puts the byte that belongs to an address, in rows of 128 bytes.
+// Where the copy engine puts the byte that belongs to an address, in boxes whose rows have 128 bytes.
 inline unsigned emulator_swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
 struct EmulatorBox {
@@ -96,14 +96,14 @@ struct EmulatorBox {
             return;
         }
         for (int i = 0; i < map.height; ++i)
-            for (int j = 0; j < 64; ++j) {
+            for (int j = 0; j < map.width; ++j) {
                 const bool inside = row + i >= 0 && row + i < map.rows && column + j >= 0 && column + j < map.columns;
-                const unsigned at = emulator_swizzled(to + i * 128 + j * 2);
+                const unsigned straight = static_cast<unsigned>(to + (i * map.width + j) * 2), at = map.width == 64 ? emulator_swizzled(straight) : straight;
                 unsigned char* const element = emulator_shared(at, 2, "copy_box");
                 if (inside) std::memcpy(element, map.pointer + (row + i) * map.stride + (column + j) * 2, 2);
                 else std::memset(element, 0, 2);
             }
-        emulator_arrived(emulator_barrier(barrier), 0, -static_cast<int>(map.height) * 128);
+        emulator_arrived(emulator_barrier(barrier), 0, -static_cast<int>(map.height * map.width) * 2);
     }
 };
 inline std::vector<EmulatorBox> emulator_boxes[2];  // by block
@@ -126,6 +126,7 @@ inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier
     std::memcpy(&box.map, map, sizeof box.map);
     if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
     if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
+    if (column % 8) emulator::fail("misaligned copy_box: column %d is no multiple of 8", column);
     if (blockIdx.x % 2) box.run();
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }

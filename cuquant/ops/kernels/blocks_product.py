@@ -16,6 +16,7 @@ TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thr
 FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
 NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
 RING = 2  # groups that a warp has on their way
+BARRIER_BYTES = 8  # for each of them, of what counts their bytes
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
@@ -88,6 +89,8 @@ class Shape:
         Groups of 256 columns of x that are in shared memory at a time.
     wide
         Whether the table of pairs of levels is the larger one.
+    boxes
+        Whether the copy engine brings weights.
     """
 
     split: int
@@ -95,6 +98,7 @@ class Shape:
     warps: int
     chunk: int
     wide: bool = False
+    boxes: bool = False
 
 
 def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
@@ -102,7 +106,8 @@ def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
     table, pad = (LEVELS_BYTES[shape.wide], 64) if made.lookup else (0, 32)
     x = rows * (shape.chunk * 2 * GROUP + pad)
-    warp = RING * ROWS * made.row_bytes + FloatCodes(made).table_bytes
+    row = made.box_bytes if shape.boxes else made.row_bytes
+    warp = RING * (ROWS * row + BARRIER_BYTES) + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
     return table + x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
 
@@ -122,6 +127,7 @@ def divide(
     arch: int,
     multiprocessors: int,
     gated: bool = False,
+    boxes: bool = False,
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth] of a ggml type.
 
@@ -139,12 +145,13 @@ def divide(
 
     def shapes(each: int) -> Iterator[Shape]:
         for warps in range(_most_warps(rows, arch), FEW_WARPS - 1, -2):
-            yield Shape(split, each, warps, most)
+            yield Shape(split, each, warps, most, boxes=boxes)
         for warps in range(FEW_WARPS, LEAST_WARPS - 1, -2):
-            room = limit - shared_bytes(made, rows, Shape(split, each, warps, 0), sets)
+            none = Shape(split, each, warps, 0, boxes=boxes)
+            room = limit - shared_bytes(made, rows, none, sets)
             chunk = min(room // (rows * 2 * GROUP), most)
             if chunk > 0:
-                yield Shape(split, each, warps, -(-most // -(-most // chunk)))
+                yield replace(none, chunk=-(-most // -(-most // chunk)))
 
     each = -(-strips // max(multiprocessors // split, 1))
     waves = -(-each // MOST_STRIPS)
@@ -174,31 +181,37 @@ class BlocksProduct:
         first, second = weights[0], weights[-1]
         name, gated = first.fmt.layout.name, len(weights) > 1
         sizes = (product.rows, product.columns, product.depth)
-        shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated)
+        layout, pointers = first.fmt.layout, [backend.pointer(w.parts["blocks"]) for w in weights]
+        row_bytes = product.depth // layout.elements * layout.nbytes
+        boxes = backend.arch >= 90 and not any(n % 16 for n in (row_bytes, *pointers))
+        shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
         launch = Launch(
-            _program(
-                name, product.x.dtype.name, -(-product.rows // TILE), shape.split, gated, shape.wide
-            ),
+            _program(name, product.x.dtype.name, -(-product.rows // TILE), shape, gated),
             (-(-strips // shape.strips) * shape.split, 1, 1),
             WARP * shape.warps,
             shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),
         )
-        blocks = [backend.pointer(weight.parts["blocks"]) for weight in (first, second)]
+        blocks: list[int | bytes] = [*pointers]
+        if shape.boxes:
+            matrix = (product.columns, row_bytes // 2, row_bytes, ROWS, "uint16")
+            width = operand(name).box_bytes // 2
+            blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
         stride, levels = product.x.row_stride, operand(name).levels
         division = (shape.strips, strips, shape.chunk, groups)
         rest = (*sizes, *division, int(product.x.is_aligned()))
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            backend.launch(launch, pointer, stride, *blocks, levels, epilogue, *rest)
+            backend.launch(launch, pointer, stride, blocks[0], blocks[-1], levels, epilogue, *rest)
 
         return run
 
 
 @lru_cache(maxsize=1024)
-def _program(name: str, dtype: str, tiles: int, split: int, gated: bool, wide: bool) -> Program:
+def _program(name: str, dtype: str, tiles: int, shape: Shape, gated: bool) -> Program:
     facts = float_codes(name).facts
-    arguments = (facts.type, words.ELEMENTS[dtype], tiles, split, int(gated), int(wide))
+    kinds = (int(gated), int(shape.wide), int(shape.boxes))
+    arguments = (facts.type, words.ELEMENTS[dtype], tiles, shape.split, *kinds)
     early = name != "q8_1"  # which quantize_q8_1.cu makes, and lets the next kernel start
     return Program(
         "matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early

@@ -22,7 +22,7 @@ from cuquant.ops.kernels.product import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, 
 from cuquant.ops.kernels.quantize import quantizer
 from cuquant.ops.kernels.route import route
 from cuquant.ops.kernels.task import Known, Task
-from cuquant.ops.tensor_map import MAP_BYTES
+from cuquant.ops.tensor_map import COLUMNS, MAP_BYTES
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132
@@ -87,7 +87,14 @@ class Plan:
         return np.ones(array.shape, np.float32)
 
     def tensor_map(
-        self, pointer: int, rows: int, columns: int, stride: int, height: int, dtype: str
+        self,
+        pointer: int,
+        rows: int,
+        columns: int,
+        stride: int,
+        height: int,
+        dtype: str,
+        width: int = COLUMNS,
     ) -> bytes:
         return bytes(MAP_BYTES)
 
@@ -219,8 +226,13 @@ def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
     for rows, shape in FEW_BITS_PRODUCTS if few else ():
         for weight in _weights(fmt, shape):
             yield rows, weight
-    for rows, shape in BLOCK_PRODUCTS if fmt.is_blocks else ():
+    for rows, shape in (*BLOCK_PRODUCTS, _crooked(fmt)) if fmt.is_blocks else ():
         yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
+
+
+def _crooked(fmt: Format) -> tuple[int, tuple[int, int]]:
+    """A product with ggml's blocks whose rows, of most types, do not start on 16 bytes."""
+    return 1, (4096, 9 * fmt.layout.elements)
 
 
 def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:

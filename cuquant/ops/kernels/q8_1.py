@@ -94,6 +94,12 @@ class Operand:
         return 16 * (vectors | 1)
 
     @property
+    def box_bytes(self) -> int:
+        """The same where the copy engine brings it, of rows that start on 16 bytes."""
+        nbytes = GROUP // self.layout.elements * self.layout.nbytes
+        return 16 * ((nbytes + 31 - math.gcd(nbytes, 16)) // 16 | 1)
+
+    @property
     def table_bytes(self) -> int:
         """Of the scales, and minimums, of a group."""
         tables = 2 if self.layout.has_min else 1
