@@ -2,7 +2,7 @@
 // a row begins, or boxes of 16 rows by the copy engine.
 #pragma once
 #include "block_groups.cuh"
-#include "bulk.cuh"
+#include "boxes.cuh"
 #include "dot.cuh"
 #include "overlap.cuh"
 

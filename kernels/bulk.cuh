@@ -12,8 +12,6 @@ constexpr bool kHasEngine = true;
 constexpr bool kHasEngine = false;
 #endif
 
-struct alignas(64) TensorMap { u64 words[16]; };  // a CUtensorMap
-
 #ifndef CUQUANT_EMULATOR
 
 __device__ inline void barrier_init(u64* barrier, int arrivals) {
@@ -40,14 +38,6 @@ __device__ inline void barrier_wait(u64* barrier, u32 parity) {
 __device__ inline void copy_run(void* to, const void* from, int bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
-__device__ inline void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
-
-// A box of a matrix, from `column` of row `row` on, to shared memory; what lies outside is 0.
-__device__ inline void copy_box(void* to, const TensorMap* map, u64* barrier, int column, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 :: "r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
 }
 
 #endif  // CUQUANT_EMULATOR

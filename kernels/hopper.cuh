@@ -1,6 +1,7 @@
 // Hopper's own: stores to another block, matrix products of a warpgroup.
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
+#include "boxes.cuh"
 #include "cluster.cuh"
 #include "named_barrier.cuh"
 

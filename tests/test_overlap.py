@@ -171,7 +171,7 @@ TOUCHES = re.compile(r"(LDG|STG|LD|ST|LDGSTS|UTMALDG|UBLKCP|RED|ATOMG?)\b")
 EARLY = {
     "matmul_stream": "LDG",
     "matmul_hopper": "LDG",  # levels of a codebook alone
-    "matmul_blocks": "LDGSTS",
+    "matmul_blocks": "LDGSTS",  # or boxes: UTMALDG
     "matmul_q8_1": "LDGSTS",
     "matmul_q8_1_tiles": "LDGSTS",
 }
@@ -217,13 +217,15 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         jit.nvrtc()
     except cq.BackendUnavailable as error:
         pytest.skip(str(error))
-    entries: dict[str | Program, Program] = {}  # of matmul_stream all: as rows lie, and prepacked
+    # Of matmul_stream all: as rows lie, and prepacked; of matmul_blocks with boxes, and without.
+    entries: dict[str | Program, Program] = {}
     for program in programs(name):
+        boxes = program.entry == "matmul_blocks" and program.arguments[-1]
         if program.overlaps:
-            key = program if program.entry == "matmul_stream" else program.entry
+            key = program if program.entry == "matmul_stream" else f"{program.entry} {boxes}"
             entries.setdefault(key, program)
     assert entries
-    for program in entries.values():
+    for key, program in entries.items():
         sass = elf.disassembled(jit.compiled(program, 90).code)
         if sass is None:
             pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
@@ -235,7 +237,8 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
             kinds = Counter(op.split(".")[0] for op in before)
             assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
             continue
-        assert {op.split(".")[0] for op in before} <= {EARLY.get(program.entry)}, program.name
+        early = "UTMALDG" if key == "matmul_blocks 1" else EARLY.get(program.entry)
+        assert {op.split(".")[0] for op in before} <= {early}, program.name
         if program.entry == "matmul_hopper":
             assert set(before) <= {"LDG.E"}
         elif program.entry in EARLY:

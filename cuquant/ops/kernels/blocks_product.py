@@ -1,7 +1,7 @@
 """Few rows of x in 16 bits times ggml's blocks as they lie: matmul_blocks.cu."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thr
 FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
 NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
 RING = 2  # groups that a warp has on their way
+BOX_ARCHS = range(90, 120)  # for sm_120 CUDA 12.9 makes boxes with stores to local memory
 BARRIER_BYTES = 8  # for each of them, of what counts their bytes
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
@@ -169,6 +170,11 @@ def takes(problem: Problem) -> bool:
     return p.format is not None and p.format.is_blocks and p.direct and p.rows <= MOST_ROWS
 
 
+def in_boxes(row_bytes: int, pointers: Sequence[int], arch: int) -> bool:
+    """Whether the copy engine brings weights: it takes rows that start on 16 bytes."""
+    return arch in BOX_ARCHS and not any(n % 16 for n in (row_bytes, *pointers))
+
+
 @dataclass(frozen=True)
 class BlocksProduct:
     """The orchestrator of matmul_blocks.cu."""
@@ -183,7 +189,7 @@ class BlocksProduct:
         sizes = (product.rows, product.columns, product.depth)
         layout, pointers = first.fmt.layout, [backend.pointer(w.parts["blocks"]) for w in weights]
         row_bytes = product.depth // layout.elements * layout.nbytes
-        boxes = backend.arch >= 90 and not any(n % 16 for n in (row_bytes, *pointers))
+        boxes = in_boxes(row_bytes, pointers, backend.arch)
         shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
         launch = Launch(
