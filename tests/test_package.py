@@ -99,7 +99,7 @@ def test_import_is_light():
 
 
 def test_import_takes_less_than_300_ms(tmp_path, monkeypatch):
-    # As installed: pip compiles a package's bytecode, so the first run here does it and is not timed.
+    # As installed: pip compiles bytecode, so the first run here does it and is not timed.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = (

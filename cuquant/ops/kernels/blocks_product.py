@@ -184,7 +184,7 @@ class BlocksProduct:
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
-        first, second = weights[0], weights[-1]
+        first = weights[0]
         name, gated = first.fmt.layout.name, len(weights) > 1
         sizes = (product.rows, product.columns, product.depth)
         layout, pointers = first.fmt.layout, [backend.pointer(w.parts["blocks"]) for w in weights]
