@@ -1,7 +1,9 @@
 """matmul_blocks.cu, ggml's blocks as they lie, against float64: on the CPU under the emulator."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +19,12 @@ from test_q8_1_kernels import random_blocks
 import cuquant as cq
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.ops.kernels import blocks_product
-from cuquant.ops.kernels.blocks_product import Shape, divide
+from cuquant.ops.kernels.blocks_product import Shape, divide, in_boxes
 from cuquant.ops.kernels.q8_1 import SHARED, operand
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32
-ARCH = 80  # the first one
+ARCH, BOX_ARCH = 80, 90  # the first one, and the first with boxes
 NAMES = [name for name in BLOCK_LAYOUTS if cq.get_format(name).is_blocks]
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
@@ -47,6 +49,26 @@ DIVIDED = [
     *((Case("iq4_nl", "float16", 13, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
     *((Case("iq4_xs", "bfloat16", 5, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
 ]
+
+
+def even_depth(name: str) -> int:
+    """The shortest K whose rows of blocks are whole vectors."""
+    layout = BLOCK_LAYOUTS[name]
+    return layout.elements * (16 // math.gcd(layout.nbytes, 16))
+
+
+# Some end within a group of 256 columns, and within 16 rows.
+BOXES = [
+    Case(name, TYPES[(i + j) % 2], ROWS[(i + j) % 5], (n, times * even_depth(name)))
+    for i, name in enumerate(NAMES)
+    for j, (n, times) in enumerate([(35, 1), (16, 3), (33, 2)])
+]
+BOXES_DIVIDED = [
+    *((Case("q4_0", "float16", 13, (70, 1280)), shape) for shape in SHAPES),
+    *((Case("q6_k", "float16", 13, (70, 6144)), shape) for shape in (SHAPES[4], SHAPES[6])),
+    (Case("q4_1", "bfloat16", 5, (70, 1408)), SHAPES[7]),
+    (Case("iq4_xs", "bfloat16", 5, (70, 1536)), (*SHAPES[6], True)),
+]
 LIES = [
     Case("q4_k", "float16", 5, (35, 512), layout)
     for layout in ("rows", "crooked rows", "misaligned", "upside down", "repeated rows")
@@ -56,8 +78,12 @@ GATED = [("q4_0", "float16"), ("q4_k", "bfloat16"), ("iq4_nl", "float16")]
 
 @contextmanager
 def divided(numbers: tuple[int, ...]) -> Iterator[None]:
-    """The rule gives these numbers."""
-    with mock.patch.object(blocks_product, "divide", lambda *_: Shape(*numbers)):
+    """The rule gives these numbers, and boxes where it would."""
+
+    def given(*arguments: Any) -> Shape:
+        return replace(Shape(*numbers), boxes=arguments[-1])
+
+    with mock.patch.object(blocks_product, "divide", given):
         yield
 
 
@@ -92,30 +118,43 @@ def run_misaligned(run: Products) -> tuple[np.ndarray, cq.QuantArray, np.ndarray
 @pytest.fixture(scope="module")
 def built() -> None:
     """The programs of all cases, compiled together."""
-    recorder = Recorder(arch=ARCH)
+    recorder, boxes = Recorder(arch=ARCH), Recorder(arch=BOX_ARCH)
     run = Products(recorder)
     for name in NAMES:
         for dtype in TYPES:
             for rows in (1, 16):
                 run_case(run, Case(name, dtype, rows, (16, 256)))
-    for case, numbers in DIVIDED:
-        with divided(numbers):
-            run_case(run, case)
-    for name, dtype in GATED:
-        for rows in (3, 12):
-            run(cq.swiglu, normal((rows, 512), dtype), *gated(name))
-        with divided((2, 3, 5, 1)):
-            run(cq.swiglu, normal((3, 512), dtype), *gated(name))
-    assert {program.file for program in recorder.programs} == {"matmul_blocks.cu"}
+    for case in BOXES:
+        run_case(Products(boxes), case)
+    for recorded, cases in ((recorder, DIVIDED), (boxes, BOXES_DIVIDED)):
+        run = Products(recorded)
+        for case, numbers in cases:
+            with divided(numbers):
+                run_case(run, case)
+        for name, dtype in GATED:
+            for rows in (3, 12):
+                run(cq.swiglu, normal((rows, 512), dtype), *gated(name))
+            with divided((2, 3, 5, 1)):
+                run(cq.swiglu, normal((3, 512), dtype), *gated(name))
+    programs = [*recorder.programs, *boxes.programs]
+    assert {program.file for program in programs} == {"matmul_blocks.cu"}
+    assert not any(program.arguments[-1] for program in recorder.programs)
+    assert all(program.arguments[-1] for program in boxes.programs)
+    run = Products(recorder)
     for up in (weight("q4_1", (70, 512)), weight("nf4", (70, 512))):
         run(cq.swiglu, normal((3, 512), "float16"), gated("q4_0")[0], up)
     run_misaligned(run)
-    Emulator().build(recorder.programs)
+    Emulator().build([*recorder.programs, *boxes.programs])
 
 
 @pytest.fixture
 def run(built) -> Products:
     return Products(Emulator(arch=ARCH))
+
+
+@pytest.fixture
+def run_boxes(built) -> Products:
+    return Products(Emulator(arch=BOX_ARCH))
 
 
 # ---- linear -------------------------------------------------------------------------------------
@@ -138,6 +177,34 @@ def test_every_way_to_divide(case, numbers, run):
     with divided(numbers):
         y = run_case(run, case, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize("case", BOXES, ids=str)
+def test_products_by_boxes(case, run_boxes):
+    y = run_case(run_boxes, case, out_dtype="float32")
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "numbers"), BOXES_DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+)
+def test_boxes_give_the_same_bits_as_copies(case, numbers, run_boxes):
+    """For the same division: blocks of a cluster, chunks of K, more strips than rows."""
+    with divided(numbers):
+        y = run_case(run_boxes, case, out_dtype="float32")
+        with mock.patch.object(blocks_product, "in_boxes", lambda *_: False):
+            assert bits_equal(y, run_case(run_boxes, case, out_dtype="float32"))
+    assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+def test_boxes_of_every_order_of_threads(built):
+    case, numbers = BOXES_DIVIDED[6]
+    runs = []
+    for order in ORDERS:
+        with divided(numbers):
+            run = Products(Emulator(order=order, arch=BOX_ARCH))
+            runs.append(run_case(run, case, out_dtype="float32"))
+    assert all(bits_equal(run, runs[0]) for run in runs)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -272,10 +339,12 @@ def swiglu_bound(x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray, rounding
     return true, bound + ULP[np.dtype(x.dtype).name] * (np.abs(true) + bound) + 2.0**-25
 
 
+@pytest.mark.parametrize("arch", [ARCH, BOX_ARCH])
 @pytest.mark.parametrize("numbers", [None, (2, 3, 5, 1)], ids=str)
 @pytest.mark.parametrize("rows", [3, 12])
 @pytest.mark.parametrize(("name", "dtype"), GATED)
-def test_swiglu(name, dtype, rows, numbers, run):
+def test_swiglu(name, dtype, rows, numbers, arch, built):
+    run = Products(Emulator(arch=arch))
     gate, up = gated(name)
     x = normal((rows if numbers is None else 3, 512), dtype)
     if numbers is None:
@@ -304,8 +373,9 @@ def test_a_block_fits_and_all_strips_are_taken(name, arch):
     limit = SHARED.get(arch, SHARED[86])
     for rows in (1, 8, 9, 16):
         for columns, depth in ((1, 256), (4096, 14336), (14336, 4096), (152064, 8192), (64, 65536)):
-            for sets in (1, 2):
-                shape = divide(name, rows, columns, depth, arch, 132, sets == 2)
+            for sets, boxes in ((1, False), (2, False), (1, True), (2, True)):
+                shape = divide(name, rows, columns, depth, arch, 132, sets == 2, boxes)
+                assert shape.boxes == boxes
                 assert blocks_product.shared_bytes(operand(name), rows, shape, sets) <= limit
                 groups = -(-depth // 256)
                 assert 1 <= shape.chunk <= -(-groups // shape.split) and shape.split <= groups
@@ -336,6 +406,21 @@ def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps, wide):
     """The larger table takes none."""
     shape = divide("iq4_nl", rows, 4096, 14336, 90, 132)
     assert (shape.warps, shape.wide) == (warps, wide)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "pointers", "arch", "wanted"),
+    [
+        (144, (256, 512), 90, True),
+        (144, (256,), 100, True),
+        (144, (256,), 80, False),  # no copy engine
+        (144, (256,), 120, False),
+        (136, (256,), 90, False),  # rows that start within a vector
+        (144, (256, 520), 90, False),
+    ],
+)
+def test_which_weights_come_by_boxes(row_bytes, pointers, arch, wanted):
+    assert in_boxes(row_bytes, pointers, arch) == wanted
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ REPORTED = {
         "FewAtBarrier": r"(?s)deadlock.*named_barrier in matrix.cu",
         "OtherBarrier": r"named barrier 1 of \d+ threads, where others say \d+",
         "NoMap": r"this is no tensor map",
+        "BoxPlace": r"misaligned copy_box: column 4 is no multiple of 8",
         "RunPlace": r"misaligned copy_run of 16 bytes",
         "RunAhead": r"misaligned prefetch_run of 16 bytes",
         "StoredPlace": r"misaligned store_matrices_transposed",
@@ -162,6 +163,12 @@ def test_after_an_error_the_next_launch_is_clean():
 def test_maps_are_checked(change):
     with pytest.raises(KernelError, match="no tensor map"):
         Emulator().tensor_map(*change, "float16")
+
+
+@pytest.mark.parametrize("width", [0, 4, 264])
+def test_the_width_of_boxes_is_checked(width):
+    with pytest.raises(KernelError, match="no tensor map"):
+        Emulator().tensor_map(0, 7, 48, 96, 8, "uint16", width)
 
 
 # ---- pairs of 16-bit floats ---------------------------------------------------------------------

@@ -27,6 +27,7 @@ enum class Bug {
     FewAtBarrier,       // a named barrier that a warp does not meet
     OtherBarrier,       // one that warps give different numbers of threads
     NoMap,              // bytes that are no tensor map
+    BoxPlace,           // a box from 8 bytes further
     RunPlace,           // a run from 4 bytes further
     RunAhead,           // the same, where it is only brought nearer
     StoredPlace,        // a stored matrix from 2 bytes further
@@ -84,7 +85,7 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
             const u8* const run = reinterpret_cast<const u8*>(a) + 4;
             if constexpr (kBug == Bug::RunPlace) copy_run(results, run, 16, full);
             if constexpr (kBug == Bug::RunAhead) prefetch_run(run, 16);
-            if constexpr (kBug != Bug::NoCopy) copy_box(dynamic_shared, kBug == Bug::NoMap ? &wrong : &map, full, 0, 0);
+            if constexpr (kBug != Bug::NoCopy) copy_box(dynamic_shared, kBug == Bug::NoMap ? &wrong : &map, full, kBug == Bug::BoxPlace ? 4 : 0, 0);
         }
         return;
     }
