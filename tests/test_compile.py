@@ -2,15 +2,22 @@
 
 A kernel that spills registers, or whose wgmma instructions the compiler serialized, is a defect.
 The test suite compiles all kernels for sm_90, those of which there are many of a sample of formats,
-and a sample for the other architectures; `python tests/test_compile.py --all` compiles everything,
-and what is unchanged is found in the cache (CUQUANT_CACHE_DIR).
+and a sample for the other architectures; `python tests/test_compile.py --all` compiles everything
+but what compile_record.json says was compiled without a failure: a hash for each source and
+architecture, of its kernels' texts, options and compiler. `--record` adds to it, `--anew` does not
+look at it. What is unchanged is found in the cache (CUQUANT_CACHE_DIR) too.
 """
 
 import argparse
+import hashlib
+import json
 import os
 import re
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +26,7 @@ import cuquant as cq
 from cuquant import elf, jit
 from cuquant.jit import Program
 
+RECORD = Path(__file__).with_name("compile_record.json")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 MAIN_ARCH = 90
 SAMPLE = 12  # kernels for each of the other architectures
@@ -213,6 +221,57 @@ def test_the_sass_is_read(planted, arch):
     assert sass_faults(bad or "", "LDG") == ["no 16-byte LDG", "LDL in it", "STL in it"]
 
 
+# ---- the record ---------------------------------------------------------------------------------
+
+Record = dict[str, dict[str, str]]  # of a source, of an architecture: `digest`
+
+
+def digest(programs: Sequence[Program], arch: int) -> str:
+    """Of all that decides what the compiler makes of them."""
+    names = sorted(jit.cache_name(program, jit.source(program), arch) for program in programs)
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:40]
+
+
+def unproven(found: Sequence[Program], arch: int, record: Record) -> dict[str, list[Program]]:
+    """By source: the kernels of which the record does not say that they were compiled."""
+    sources: defaultdict[str, list[Program]] = defaultdict(list)
+    for program in found:
+        sources[program.file].append(program)
+    return {
+        file: programs
+        for file, programs in sources.items()
+        if record.get(file, {}).get(str(arch)) != digest(programs, arch)
+    }
+
+
+def check(found: Sequence[Program], arch: int, record: Record) -> tuple[int, list[Failure]]:
+    """How many kernels were looked at, and what is wrong; what is right goes into the record."""
+    count, bad = 0, []
+    for file, programs in unproven(found, arch, record).items():
+        count += len(programs)
+        wrong = all_failures([(program, arch) for program in programs])
+        bad += wrong
+        if not wrong:
+            record.setdefault(file, {})[str(arch)] = digest(programs, arch)
+    return count, bad
+
+
+def test_what_was_compiled_is_not_looked_at_again(planted, tmp_path):
+    clean = [Program("planted.cu", "clean", (n,)) for n in (4, 5)]
+    spilled = Program("planted.cu", "spilled", (41,))
+    record: Record = {}
+    assert check(clean, 90, record) == (2, [])
+    assert check(clean, 90, record) == (0, [])
+    assert check(clean, 80, record) == (2, [])
+    assert set(record["planted.cu"]) == {"80", "90"}
+    before = json.dumps(record)
+    count, bad = check([*clean, spilled], 90, record)  # another kernel of that source
+    assert count == 3 and [failure.name for failure in bad] == [spilled.name]
+    assert json.dumps(record) == before
+    (tmp_path / "planted.cu").write_text(CLEAN + "// changed\n")
+    assert check(clean, 90, record) == (2, [])
+
+
 # ---- python tests/test_compile.py ---------------------------------------------------------------
 
 
@@ -220,22 +279,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="compile the kernels for many architectures")
     parser.add_argument("--all", action="store_true", help="every kernel for every architecture")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS))
+    parser.add_argument("--record", action="store_true", help="write what was compiled")
+    parser.add_argument("--anew", action="store_true", help="also what the record has")
     options = parser.parse_args()
     if not options.all:
         parser.error("nothing to do without --all")
-    start, count = time.perf_counter(), 0
+    start, total, looked_at = time.perf_counter(), 0, 0
+    record: Record = json.loads(RECORD.read_text()) if RECORD.exists() and not options.anew else {}
     bad: list[Failure] = []
     for arch in options.arch:
         found = all_programs(arch)
-        count += len(found)
-        bad += all_failures([(program, arch) for program in found])
+        count, wrong = check(found, arch, record)
+        total, looked_at, bad = total + len(found), looked_at + count, bad + wrong
+        seconds = time.perf_counter() - start
         print(
-            f"sm_{arch}: {len(found)} kernels after {time.perf_counter() - start:.0f} s", flush=True
+            f"sm_{arch}: {len(found)} kernels, {count} compiled after {seconds:.0f} s", flush=True
         )
+        for gone in set(record) - {program.file for program in found}:
+            record[gone].pop(str(arch), None)
+        if options.record:
+            there = {file: archs for file, archs in record.items() if archs}
+            RECORD.write_text(json.dumps(there, indent=1, sort_keys=True) + "\n")
     for failure in bad:
         print(failure)
-    print(f"{count} kernels for {len(options.arch)} architectures: {len(bad)} failures")
-    return 1 if bad or not count else 0
+    known = total - looked_at
+    print(
+        f"{total} kernels for {len(options.arch)} architectures, {known} of them as recorded: "
+        f"{len(bad)} failures"
+    )
+    return 1 if bad or not total else 0
 
 
 if __name__ == "__main__":
