@@ -87,6 +87,13 @@ def divided(numbers: tuple[int, ...]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """Boxes also where they do not pay."""
+    with mock.patch.object(blocks_product, "FEW_ROWS", 16):
+        yield
+
+
 def run_case(run: Products, case: Case, **options: Any) -> np.ndarray:
     return run(cq.linear, case.x, case.weight, **options)
 
@@ -125,7 +132,8 @@ def built() -> None:
             for rows in (1, 16):
                 run_case(run, Case(name, dtype, rows, (16, 256)))
     for case in BOXES:
-        run_case(Products(boxes), case)
+        with everywhere():
+            run_case(Products(boxes), case)
     for recorded, cases in ((recorder, DIVIDED), (boxes, BOXES_DIVIDED)):
         run = Products(recorded)
         for case, numbers in cases:
@@ -181,7 +189,8 @@ def test_every_way_to_divide(case, numbers, run):
 
 @pytest.mark.parametrize("case", BOXES, ids=str)
 def test_products_by_boxes(case, run_boxes):
-    y = run_case(run_boxes, case, out_dtype="float32")
+    with everywhere():
+        y = run_case(run_boxes, case, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
@@ -409,18 +418,21 @@ def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps, wide):
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "pointers", "arch", "wanted"),
+    ("name", "rows", "depth", "pointers", "arch", "wanted"),
     [
-        (144, (256, 512), 90, True),
-        (144, (256,), 100, True),
-        (144, (256,), 80, False),  # no copy engine
-        (144, (256,), 120, False),
-        (136, (256,), 90, False),  # rows that start within a vector
-        (144, (256, 520), 90, False),
+        ("q4_0", 16, 256, (256, 512), 90, True),
+        ("q4_0", 1, 256, (256,), 100, True),
+        ("q4_0", 1, 256, (256,), 80, False),  # no copy engine
+        ("q4_0", 1, 256, (256,), 120, False),
+        ("q4_0", 1, 288, (256,), 90, False),  # rows that start within a vector
+        ("q4_0", 1, 256, (256, 520), 90, False),
+        ("q6_k", 8, 2048, (256,), 90, True),  # 240 bytes instead of 210
+        ("q3_k", 2, 2048, (256,), 90, True),
+        ("q3_k", 3, 2048, (256,), 90, False),  # 144 instead of 110
     ],
 )
-def test_which_weights_come_by_boxes(row_bytes, pointers, arch, wanted):
-    assert in_boxes(row_bytes, pointers, arch) == wanted
+def test_which_weights_come_by_boxes(name, rows, depth, pointers, arch, wanted):
+    assert in_boxes(name, rows, depth, pointers, arch) == wanted
 
 
 @pytest.mark.parametrize(

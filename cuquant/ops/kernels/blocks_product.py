@@ -21,6 +21,7 @@ BARRIER_BYTES = 8  # for each of them, of what counts their bytes
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
+FEW_ROWS = 2  # of x, which leave time for bytes that nobody wants
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,16 @@ def takes(problem: Problem) -> bool:
     return p.format is not None and p.format.is_blocks and p.direct and p.rows <= MOST_ROWS
 
 
-def in_boxes(row_bytes: int, pointers: Sequence[int], arch: int) -> bool:
-    """Whether the copy engine brings weights: it takes rows that start on 16 bytes."""
-    return arch in BOX_ARCHS and not any(n % 16 for n in (row_bytes, *pointers))
+def in_boxes(name: str, rows: int, depth: int, pointers: Sequence[int], arch: int) -> bool:
+    """Whether the copy engine brings weights: it takes rows that start on 16 bytes.
+
+    Boxes do too, so that those of small blocks have up to a third of other groups' bytes; this
+    pays where little else is done.
+    """
+    layout, box = operand(name).layout, operand(name).box_bytes
+    group, row = (n // layout.elements * layout.nbytes for n in (GROUP, depth))
+    pays = rows <= FEW_ROWS or 4 * box <= 5 * group
+    return pays and arch in BOX_ARCHS and not any(n % 16 for n in (row, *pointers))
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,8 @@ class BlocksProduct:
         first = weights[0]
         name, gated = first.fmt.layout.name, len(weights) > 1
         sizes = (product.rows, product.columns, product.depth)
-        layout, pointers = first.fmt.layout, [backend.pointer(w.parts["blocks"]) for w in weights]
-        row_bytes = product.depth // layout.elements * layout.nbytes
-        boxes = in_boxes(row_bytes, pointers, backend.arch)
+        pointers = [backend.pointer(w.parts["blocks"]) for w in weights]
+        boxes = in_boxes(name, product.rows, product.depth, pointers, backend.arch)
         shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
         launch = Launch(
@@ -200,6 +207,8 @@ class BlocksProduct:
         )
         blocks: list[int | bytes] = [*pointers]
         if shape.boxes:
+            layout = first.fmt.layout
+            row_bytes = product.depth // layout.elements * layout.nbytes
             matrix = (product.columns, row_bytes // 2, row_bytes, ROWS, "uint16")
             width = operand(name).box_bytes // 2
             blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
