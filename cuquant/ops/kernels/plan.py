@@ -43,7 +43,7 @@ PRODUCTS = (
 # Integers of few bits are divided in another way where there are many rows of the weight.
 FEW_BITS, FEW_BITS_PRODUCTS = 3, ((1, (28672, 8192)), (16, (28672, 8192)))
 # And those that matmul_blocks.cu divides in still other ways.
-BLOCK_PRODUCTS = ((8, (4096, 14336)), (16, (14336, 2048)))
+BLOCK_PRODUCTS = ((1, (14336, 2048)), (8, (4096, 14336)), (16, (14336, 2048)))
 
 
 # Those of gated units, for the GPUs with kernels of their own; and experts.
@@ -226,13 +226,10 @@ def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
     for rows, shape in FEW_BITS_PRODUCTS if few else ():
         for weight in _weights(fmt, shape):
             yield rows, weight
-    for rows, shape in (*BLOCK_PRODUCTS, _crooked(fmt)) if fmt.is_blocks else ():
-        yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
-
-
-def _crooked(fmt: Format) -> tuple[int, tuple[int, int]]:
-    """A product with ggml's blocks whose rows, of most types, do not start on 16 bytes."""
-    return 1, (4096, 9 * fmt.layout.elements)
+    for rows, (columns, depth) in BLOCK_PRODUCTS if fmt.is_blocks else ():
+        # With one block more the rows of most types do not start on 16 bytes.
+        for shape in ((columns, depth), (columns, depth + fmt.layout.elements)):
+            yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
 
 
 def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:
