@@ -109,22 +109,21 @@ struct Weights {
     int rows;    // that are there
     int easy;    // groups
     bool level;  // whether all rows are there and start on 16 bytes, and all groups are easy
-    bool by_bytes;
 
+    __device__ bool by_bytes() const { return Place::in_place && Layout::bytes % 4 != 0 && row_bytes % 4 != 0; }
     // `row`: the first one, of m; a multiple of 16.
     __device__ void begin(const u8* weights, i64 row, i64 m, i64 columns) {
         row_bytes = columns / Layout::elements * Layout::bytes;
         first = weights + row * row_bytes;
         rows = static_cast<int>(max(static_cast<i64>(0), min(static_cast<i64>(kRows), m - row)));
-        by_bytes = Place::in_place && row_bytes % 4 != 0;
-        easy = by_bytes ? 0 : easy_groups(columns, row_bytes);
+        easy = by_bytes() ? 0 : easy_groups(columns, row_bytes);
         level = rows == kRows && columns % kGroup == 0 && row_bytes % 16 == 0 && row_bytes < 1 << 27;
     }
     __device__ void copy(int stage, int group, int lane) const {
         const i64 at = static_cast<i64>(group) * Place::bytes;
         if (level) copy_level(stage, first + at, lane);
         else if (group < easy) copy_easy<Place::bytes, Place::vectors, Place::pitch>(stage, first + at, row_bytes, rows, lane);
-        else if (by_bytes) copy_bytes<Place::pitch, Place::bytes>(stage, first + at, row_bytes, row_bytes - at, rows, lane);
+        else if (by_bytes()) copy_bytes<Place::pitch, Place::bytes>(stage, first + at, row_bytes, row_bytes - at, rows, lane);
         else copy_last<32, Place::vectors, Place::pitch>(stage, first + at, row_bytes, row_bytes - at, rows, lane);
     }
     // Of level rows. As many lanes as a row has vectors copy it at once, so that each sector of 32 bytes is asked
@@ -151,7 +150,7 @@ struct Weights {
     // Where a row of a group begins: row bytes modulo 16 decide.
     __device__ Row<Place::in_place> at(int stage, int row, int group) const {
         const int start = group % 16 * (Place::bytes % 16);
-        const int phase = by_bytes ? 0 : (row * static_cast<int>(row_bytes % 16) + start) & 15;
+        const int phase = by_bytes() ? 0 : (row * static_cast<int>(row_bytes % 16) + start) & 15;
         return {stage + row * Place::pitch + (phase & ~3), Place::in_place ? 0 : phase & 3};
     }
     __device__ void put_scales(int table, int stage, int group, int lane) const {

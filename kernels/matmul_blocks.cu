@@ -99,7 +99,9 @@ struct Sums {
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
     static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
-    static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables;
+    // Steps whose scales are read together; half as many where addresses of levels take the registers.
+    static constexpr int few = kTiles > 1 && Block::lookup && !direct && !kWide ? 2 : 1;
+    static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables / few;
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
 
     __device__ void clear() {
