@@ -51,68 +51,108 @@ struct Sorted {
 
 // Which fours of a tile's sums a thread stores, one after the other. To divide takes a while: a kernel may do it early.
 struct Turn {
-    int fours, next_line, next_four;  // of a line, and from one to the next
+    static constexpr int kPlaces = 20;  // of a reciprocal: exact for up to 1024 threads
+    int fours, next_line, next_four;    // of a line, and from one to the next
     int line, four;
 
-    __device__ Turn(int rows, int thread, int threads) : fours(rows / 4) {
-        next_line = threads / fours; next_four = threads - next_line * fours;
-        line = thread / fours; four = thread - line * fours;
+    __device__ Turn(int rows, int thread, int threads) : Turn(rows, thread, threads, reciprocal(rows)) {}
+    __device__ Turn(int rows, int thread, int threads, u32 reciprocal) : fours(rows / 4) {
+        next_line = threads * reciprocal >> kPlaces; next_four = threads - next_line * fours;
+        line = thread * reciprocal >> kPlaces; four = thread - line * fours;
     }
-    // The compiler divides here.
-    __device__ void keep() {
-#ifndef CUQUANT_EMULATOR
-        asm volatile("" : "+r"(line), "+r"(four));
-#endif
-    }
+    __device__ static u32 reciprocal(int rows) { return (1u << kPlaces) / static_cast<u32>(rows / 4) + 1; }
     __device__ void step() {
         line += next_line; four += next_four;
         if (four >= fours) { four -= fours; ++line; }
     }
 };
 
-// Add up the partial sums of a tile in shared memory and store what they finish to: kDepth of them in each of
-// the cluster's kSplit blocks, one at a distance of `apart` floats from the next, [tokens][pitch]. Block
-// `rank` does every kSplit-th token, each thread four rows of the weight at once. kGated: each `set` rows are
-// followed by those of the second weight, and the result is silu(first) * second.
+// Four rows of a token: the partial sums of a tile in shared memory, kDepth of them in each of the cluster's kSplit blocks,
+// one at a distance of `apart` floats from the next.
+template <int kSplit, int kDepth>
+__device__ float4 added(const float* from, int apart, int rank) {
+    constexpr int kTogether = 4;  // that do not wait for each other
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether][kSplit];
+#pragma unroll
+    for (int first = 0; first < kDepth; first += kTogether) {
+#pragma unroll
+        for (int d = first; d < kDepth && d < first + kTogether; ++d)
+#pragma unroll
+            for (int r = 0; r < kSplit; ++r) {
+                const float* own = from + d * apart;
+                part[d - first][r] = kSplit > 1 && r != rank ? load_remote(own, r) : *reinterpret_cast<const float4*>(own);
+            }
+#pragma unroll
+        for (int d = first; d < kDepth && d < first + kTogether; ++d)
+#pragma unroll
+            for (int r = 0; r < kSplit; ++r) add_4(total, part[d - first][r]);
+    }
+    return total;
+}
+
+// The same of what is stored: kGated: each `set` rows are followed by those of the second weight, and the result is
+// silu(first) * second.
+template <int kSplit, int kDepth, bool kGated>
+__device__ float4 result_of(const float* line, int first, int set, int apart, int rank) {
+    const float* from = line + (kGated ? first / set * set + first : first);
+    float4 total = added<kSplit, kDepth>(from, apart, rank);
+    if constexpr (kGated) {
+        activate_4<kSilu>(total);
+        const float4 other = added<kSplit, kDepth>(from + set, apart, rank);
+        total = make_float4(total.x * other.x, total.y * other.y, total.z * other.z, total.w * other.w);
+    }
+    return total;
+}
+
+// Add up partial sums, [tokens][pitch], and store what they finish to. Block `rank` does every kSplit-th token, each thread
+// four rows of the weight at once.
 template <int kSplit, int kDepth, bool kGated, class Place = Straight>
 __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int apart, int tokens, int set,
                            i64 token, i64 row, i64 M, i64 N, Turn turn, int rank, Place place = {}) {
     const int lines = (static_cast<int>(min(M - token, static_cast<i64>(tokens))) - rank + kSplit - 1) / kSplit;
-    const auto added = [&](const float* from) {
-        constexpr int kTogether = 4;  // that do not wait for each other
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether][kSplit];
-#pragma unroll
-        for (int first = 0; first < kDepth; first += kTogether) {
-#pragma unroll
-            for (int d = first; d < kDepth && d < first + kTogether; ++d)
-#pragma unroll
-                for (int r = 0; r < kSplit; ++r) {
-                    const float* own = from + d * apart;
-                    part[d - first][r] = kSplit > 1 && r != rank ? load_remote(own, r) : *reinterpret_cast<const float4*>(own);
-                }
-#pragma unroll
-            for (int d = first; d < kDepth && d < first + kTogether; ++d)
-#pragma unroll
-                for (int r = 0; r < kSplit; ++r) add_4(total, part[d - first][r]);
-        }
-        return total;
-    };
     const bool whole = has_fours(epilogue, N), plain = whole && is_plain(epilogue);
     for (; turn.line < lines; turn.step()) {
         const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
-        const float* from = sums + own_token * pitch + (kGated ? first / set * set + first : first);
-        float4 total = added(from);
-        if constexpr (kGated) {
-            activate_4<kSilu>(total);
-            const float4 other = added(from + set);
-            total = make_float4(total.x * other.x, total.y * other.y, total.z * other.z, total.w * other.w);
-        }
+        const float4 total = result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank);
         const i64 n = row + first;
         if (n < N) {
             const i64 m = place(token + own_token);
             if (plain) store_4(epilogue, total, m, n);
             else finish_4(epilogue, total, m, n, N, whole);
         }
+    }
+}
+
+// What the end of a kernel needs to know, which one thread finds out at the beginning, where nobody waits for it: parameters
+// that are read for the first time, products of 64 bits and a division, one after the other, take as long as x.
+struct alignas(16) Ending {
+    u8* out;             // the block's first result
+    i64 stride;          // bytes from token to token
+    int lines, columns;  // tokens, and rows of the weight, that are there
+    u32 reciprocal;      // see Turn
+    int type;            // of results that are stored as they are, four at a time; else -1
+
+    __device__ void set(const Epilogue& e, i64 token, i64 row, i64 M, i64 N, int tokens, int rows) {
+        const int bytes = e.out_type == kFloat ? 4 : 2;
+        out = static_cast<u8*>(e.out) + (token * e.out_stride + row) * bytes;
+        stride = e.out_stride * bytes;
+        lines = static_cast<int>(min(M - token, static_cast<i64>(tokens)));
+        columns = static_cast<int>(min(N - row, static_cast<i64>(rows)));
+        reciprocal = Turn::reciprocal(rows);
+        type = has_fours(e, N) && is_plain(e) ? e.out_type : -1;
+    }
+};
+
+// store_sums where the results are `whole`.
+template <int kSplit, int kDepth, bool kGated>
+__device__ void store_whole(const Ending& end, const float* sums, int pitch, int apart, int set, Turn turn, int rank) {
+    for (; turn.line * kSplit + rank < end.lines; turn.step()) {
+        const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
+        const float4 y = result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank);
+        u8* const to = end.out + own_token * end.stride;
+        if (first >= end.columns) continue;
+        if (end.type == kFloat) reinterpret_cast<float4*>(to)[first / 4] = y;
+        else reinterpret_cast<uint2*>(to)[first / 4] = pairs_of(y, end.type);
     }
 }
 

@@ -79,15 +79,19 @@ __device__ inline bool has_fours(const Epilogue& e, i64 N) {
 // Whether sums are stored as they are.
 __device__ inline bool is_plain(const Epilogue& e) { return e.activation == kNone && !e.bias && !e.residual; }
 
+// Four results of a type of 16 bits.
+__device__ inline uint2 pairs_of(const float4& y, int type) {
+    const bool half = type == kHalf;
+    return make_uint2(half ? halves_of(y.x, y.y) : pair_of<Bfloat16>(y.x, y.y), half ? halves_of(y.z, y.w) : pair_of<Bfloat16>(y.z, y.w));
+}
+
 // Four neighbouring columns of row m from n on, if has_fours.
 __device__ inline void store_4(const Epilogue& e, const float4& y, i64 m, i64 n) {
     const i64 at = m * e.out_stride + n;
     if (e.out_type == kFloat) {
         *reinterpret_cast<float4*>(static_cast<float*>(e.out) + at) = y;
     } else {
-        const bool half = e.out_type == kHalf;
-        *reinterpret_cast<uint2*>(static_cast<u16*>(e.out) + at) =
-            make_uint2(half ? halves_of(y.x, y.y) : pair_of<Bfloat16>(y.x, y.y), half ? halves_of(y.z, y.w) : pair_of<Bfloat16>(y.z, y.w));
+        *reinterpret_cast<uint2*>(static_cast<u16*>(e.out) + at) = pairs_of(y, e.out_type);
     }
 }
 

@@ -21,8 +21,8 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
     }
 }
 
-struct Later {  // of a Turn, or of what there is not
-    template <class... Arguments> __device__ Later(Arguments...) {}
+struct Nothing {  // of what there is not
+    template <class... Arguments> __device__ Nothing(Arguments...) {}
 };
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
@@ -43,7 +43,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-    constexpr bool kLater = kTight || kFine > 1 || kBits <= 2;
     using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
     static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
@@ -74,7 +73,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* tables = shared;
     u8* ring = tables + Decode::table_bytes;
     u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
-    float* sums = reinterpret_cast<float*>(arrived + kXParts);  // what the end needs is at places that are known
+    Ending& ending = *reinterpret_cast<Ending*>(arrived + kXParts);
+    float* sums = reinterpret_cast<float*>(&ending + 1);  // what the end needs is at places that are known
     u8* xs = reinterpret_cast<u8*>(sums + kDepth * kTokens * pitch);
     constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
     const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
@@ -157,7 +157,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<kRing, ChunkCopies<kBits>, Later> copies_of_rows(row_bytes, lane);
+    const Choice<kRing, ChunkCopies<kBits>, Nothing> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.turns > 0) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
@@ -265,19 +265,22 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     }
     if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
-    const auto load_levels = [&] { filling.load(weights.values, threadIdx.x, kRows && Format::Packing::order == Order::High); };
+    // The warp that copies x has its entries last, of small tables none: the others need not wait for what it waits for.
+    constexpr bool kEarly = kOneWarp && !kTight && Decode::table_bytes > 0;
+    const int filler = kEarly ? (threadIdx.x + kThreads - 32) % kThreads : threadIdx.x;
+    const auto load_levels = [&] { filling.load(weights.values, filler, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
     if constexpr (kOneWarp) begin_runs();
+    if (threadIdx.x == kThreads - 1) ending.set(epilogue, token, static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, tokens, rows);
+    if constexpr (kEarly) { if (warp != 0) filling.store(tables, filler); }
     wait_for_earlier();
     if constexpr (kRows) load_first_groups();
     copy_runs();
     if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
     if constexpr (kRing) { if (count > 0) copy_second(); }  // x is wanted before them
     staged.copy(threadIdx.x, kThreads);
-    Choice<kLater, Later, Turn> early(rows, threadIdx.x, kThreads);  // while x and weights are under way
-    if constexpr (!kLater && Decode::table_bytes == 0) early.keep();
     if constexpr (kTight) load_levels();
-    filling.store(tables, threadIdx.x);
+    if (!kEarly || warp == 0) filling.store(tables, filler);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
     if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
@@ -468,15 +471,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
     // What the beginning knew would take registers in the loop.
-    const int own_rows = kStrips * kStrip * anew(rounds), own_pitch = own_rows * (kGated + 1) + 4, most_tokens = anew(tokens);
-    const i64 own_token = static_cast<i64>(blockIdx.y) * most_tokens;
-    const Turn turn = [&] {
-        if constexpr (kLater) return Turn(own_rows, threadIdx.x, kThreads);
-        else return early;
-    }();
-    store_sums<kSplit, kDepth, kGated>(epilogue, sums, own_pitch, kTokens * own_pitch, static_cast<int>(min(M - own_token, static_cast<i64>(most_tokens))),
-                                       kStrips * kStrip, own_token, static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn,
-                                       kSplit > 1 ? static_cast<int>(cluster_rank()) : 0);
+    const int own_rows = kStrips * kStrip * anew(rounds), own_pitch = own_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const Ending end = ending;
+    const Turn turn(own_rows, threadIdx.x, kThreads, end.reciprocal);
+    if (__builtin_expect(end.type >= 0, 1)) {
+        store_whole<kSplit, kDepth, kGated>(end, sums, own_pitch, kTokens * own_pitch, kStrips * kStrip, turn, own_rank);
+    } else {
+        store_sums<kSplit, kDepth, kGated>(epilogue, sums, own_pitch, kTokens * own_pitch, end.lines, kStrips * kStrip, static_cast<i64>(blockIdx.y) * anew(tokens),
+                                           static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn, own_rank);
+    }
     if constexpr (kSplit > 1) cluster_meet();
 }
 

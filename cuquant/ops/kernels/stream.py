@@ -15,7 +15,7 @@ from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
-BARRIER_BYTES = 32
+BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 # Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is for several groups in a
 # unit BLOCKS where a lane loads them, and FINE or more where they go through shared memory.
@@ -130,7 +130,8 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
-    return memory.table + rings + x + shape.depth * shape.tiles * TILE * pitch * 4 + BARRIER_BYTES
+    sums = shape.depth * shape.tiles * TILE * pitch * 4
+    return memory.table + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
 
 
 @lru_cache(maxsize=4096)
