@@ -273,6 +273,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const int chunks = own_groups <= chunk ? 1 : (own_groups + chunk - 1) / chunk;
     const int here = min(strips, all_strips - first_strip), all = kSets * here;
 
+    if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
+
     // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what counts boxes.
     const int pitch = chunk * 2 * kGroup + Own::pad, ring = Own::table_bytes + warp * kRingBytes;
     const int staged = Own::table_bytes + warps * kRingBytes, tables = staged + tokens * pitch, scales = tables + warp * Partial::table_bytes;

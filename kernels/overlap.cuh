@@ -30,4 +30,15 @@ __device__ inline void prefetch_run(const void*, int) {}
 
 #endif
 
+// Rows of x to the L2 cache, which all blocks read: each block of `blocks` has its part of the lines. Whoever writes them
+// writes to that cache: this may come before the wait.
+template <class T>
+__device__ void prefetch_rows(const T* rows, i64 stride, int columns, int count, int block, int blocks, int lane) {
+    const int lines = (columns * static_cast<int>(sizeof(T)) + 127) / 128;
+    for (int line = block + blocks * lane; line < lines * count; line += blocks * 32) {
+        const int row = line / lines;
+        prefetch_line(reinterpret_cast<const u8*>(rows + row * stride) + (line - row * lines) * 128);
+    }
+}
+
 }  // namespace cuquant
