@@ -141,6 +141,13 @@ struct alignas(16) Ending {
         reciprocal = Turn::reciprocal(rows);
         type = has_fours(e, N) && is_plain(e) ? e.out_type : -1;
     }
+    // Four results of a token, where `type` says that they are stored so.
+    __device__ void store(int token, int first, const float4& y) const {
+        if (first >= columns) return;
+        u8* const to = out + token * stride;
+        if (type == kFloat) reinterpret_cast<float4*>(to)[first / 4] = y;
+        else reinterpret_cast<uint2*>(to)[first / 4] = pairs_of(y, type);
+    }
 };
 
 // store_sums where the results are `whole`.
@@ -148,11 +155,7 @@ template <int kSplit, int kDepth, bool kGated>
 __device__ void store_whole(const Ending& end, const float* sums, int pitch, int apart, int set, Turn turn, int rank) {
     for (; turn.line * kSplit + rank < end.lines; turn.step()) {
         const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
-        const float4 y = result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank);
-        u8* const to = end.out + own_token * end.stride;
-        if (first >= end.columns) continue;
-        if (end.type == kFloat) reinterpret_cast<float4*>(to)[first / 4] = y;
-        else reinterpret_cast<uint2*>(to)[first / 4] = pairs_of(y, end.type);
+        end.store(own_token, first, result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank));
     }
 }
 

@@ -275,12 +275,14 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
 
     if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
 
-    // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what counts boxes.
+    // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what the end needs; what
+    // counts boxes.
     const int pitch = chunk * 2 * kGroup + Own::pad, ring = Own::table_bytes + warp * kRingBytes;
     const int staged = Own::table_bytes + warps * kRingBytes, tables = staged + tokens * pitch, scales = tables + warp * Partial::table_bytes;
     const int pieces = tables + warps * Partial::table_bytes, sums = pieces + (warps + kSets * strips) * kPiece;
     const int sum_pitch = kSets * strips * kRows + 4;
-    u64* const arrived = &shared_at<u64>(sums + tokens * sum_pitch * 4) + warp * kRing;
+    const int at_end = sums + tokens * sum_pitch * 4, owners = at_end + static_cast<int>(sizeof(Ending));
+    u64* const arrived = &shared_at<u64>(owners + kSets * strips * 8) + warp * kRing;
 
     const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
     const auto stage = [&](int number) {
@@ -323,6 +325,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     next.open(share_of(0), warp);
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
+    if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
+    if (thread < all) {  // the first and the last warp of a strip, of the first chunk
+        const Share share = share_of(0);
+        shared_at<uint2>(owners + 8 * thread) = make_uint2(share.owner(thread * share.groups), share.owner((thread + 1) * share.groups - 1));
+    }
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);  // x is wanted before more weights
@@ -368,25 +375,28 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         }
         __syncthreads();  // all pieces are there, and nobody reads x
         if (number + 1 < chunks) stage(number + 1);
-        const int fours = all * kRows / 4;
-        for (int i = thread; i < tokens * fours; i += threads) {
-            const int token = static_cast<int>(static_cast<u32>(i) / static_cast<u32>(fours)), four = i - token * fours, strip = four / 4;
-            const int item = strip * share.groups;
+        const bool first = number == 0, last = number + 1 == chunks;
+        const Ending& end = shared_at<Ending>(at_end);
+        const bool finish = kSplit == 1 && !kGated && last && end.type >= 0;  // the whole sums are stored as they are
+        for (Turn turn(all * kRows, thread, threads, kGated ? Turn::reciprocal(all * kRows) : end.reciprocal); turn.line < tokens; turn.step()) {
+            const int token = turn.line, four = turn.four, strip = four / 4, item = strip * share.groups;
             float4& sum = shared_at<float4>(sums + 4 * (token * sum_pitch + 4 * four));
-            float4 total = number ? sum : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            const int last = share.owner(item + share.groups - 1);
-            for (int w = share.owner(item); w <= last; ++w) {
-                const float4 part = shared_at<float4>(pieces + (w + strip) * kPiece + 4 * (token * kLine + four % 4 * 4));
-                total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-            }
-            sum = total;
+            float4 total = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : sum;
+            const uint2 warps_of = first ? shared_at<uint2>(owners + 8 * strip) : make_uint2(share.owner(item), share.owner(item + share.groups - 1));
+            for (u32 w = warps_of.x; w <= warps_of.y; ++w) add_4(total, shared_at<float4>(pieces + (w + strip) * kPiece + 4 * (token * kLine + four % 4 * 4)));
+            if (finish) end.store(token, 4 * four, total);
+            else sum = total;
         }
+        if (finish) return;
         if (number + 1 < chunks) wait_for_x();
         if (kSplit == 1 || number + 1 < chunks) __syncthreads();  // so are the sums, and more of x
     }
 
     if constexpr (kSplit > 1) cluster_sync();
-    store_sums<kSplit, 1, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 0, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, Turn(here * kRows, thread, threads), rank);
+    const Ending end = shared_at<Ending>(at_end);
+    const Turn turn(here * kRows, thread, threads, end.reciprocal);
+    if (end.type >= 0) store_whole<kSplit, 1, kGated != 0>(end, &shared_at<float>(sums), sum_pitch, 0, here * kRows, turn, rank);
+    else store_sums<kSplit, 1, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 0, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, turn, rank);
     if constexpr (kSplit > 1) cluster_meet();
 }
 

@@ -18,6 +18,7 @@ NARROW = (86, 87, 89)  # architectures with little shared memory, like those fro
 RING = 2  # groups that a warp has on their way
 BOX_ARCHS = range(90, 120)  # for sm_120 CUDA 12.9 makes boxes with stores to local memory
 BARRIER_BYTES = 8  # for each of them, of what counts their bytes
+ENDING_BYTES, OWNERS_BYTES = 32, 8  # what the end needs to know: of a block, and of a strip
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
@@ -111,7 +112,8 @@ def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     row = made.box_bytes if shape.boxes else made.row_bytes
     warp = RING * (ROWS * row + BARRIER_BYTES) + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
-    return table + x + shape.warps * warp + pieces + rows * (strips * ROWS + 4) * 4
+    sums = rows * (strips * ROWS + 4) * 4 + ENDING_BYTES + OWNERS_BYTES * strips
+    return table + x + shape.warps * warp + pieces + sums
 
 
 def _most_warps(rows: int, arch: int) -> int:
