@@ -347,9 +347,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     u32 phase = 0;
 #pragma unroll 1
     for (int number = 0; number < chunks; ++number) {
-        const Share share = share_of(number);
+        const int groups_here = min(chunk, own_groups - number * chunk);
         Cursor now;
-        now.open(share, warp);
+        now.open(share_of(number), warp);
 #pragma unroll 1
         while (now.left > 0) {
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
@@ -368,13 +368,14 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);
             stage_now = 2 * ring + Place::group_bytes - stage_now;
-            if (now.step(share.groups)) {
+            if (now.step(groups_here)) {
                 own.put(pieces + (warp + strip) * kPiece, lane);
                 own.clear();
             }
         }
         __syncthreads();  // all pieces are there, and nobody reads x
         if (number + 1 < chunks) stage(number + 1);
+        const Share share = share_of(number);
         const bool first = number == 0, last = number + 1 == chunks;
         const Ending& end = shared_at<Ending>(at_end);
         const bool finish = kSplit == 1 && !kGated && last && end.type >= 0;  // the whole sums are stored as they are
