@@ -53,10 +53,10 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 // stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
-// unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile. `tile_rows`
-// of the weight, whole strips, are a tile's.
+// unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
+// kBeside: see kApart. `tile_rows` of the weight, whole strips, are a tile's.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide, bool kTable, bool kPaired>
+          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside>
 __global__ void CUQUANT_CLUSTER(kPaired ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_rows, int whole) {
@@ -74,7 +74,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr int kBlocks = kPaired ? 2 : kSplit;                  // that may share a tile
     using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kBlocks>;
     constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
-    constexpr bool kApart = kAlone || kRouted;                     // sums have a place beside x
+    constexpr bool kApart = kAlone || kRouted || kBeside;          // sums have a place beside x
     static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
                                      : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
     constexpr int kPitch = Parts::kPitch;

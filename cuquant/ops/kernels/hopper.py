@@ -49,6 +49,8 @@ class Shape:
         ONE weight, the two of a GATED unit, or EXPERTS.
     paired
         Whether the last tiles, that are too few for all multiprocessors, are shared by two blocks.
+    beside
+        Whether parts of sums, of warpgroups that share K, have a place beside x.
     """
 
     tokens: int
@@ -62,6 +64,7 @@ class Shape:
     kind: int = ONE
     wide: bool = False
     paired: bool = False
+    beside: bool = False
 
     @property
     def rows(self) -> int:
@@ -81,7 +84,7 @@ class Shape:
     @property
     def persistent(self) -> bool:
         """Whether blocks take one tile after the other: sums have a place beside x."""
-        return self.alone or self.kind == EXPERTS
+        return self.alone or self.kind == EXPERTS or self.beside
 
 
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
@@ -218,15 +221,16 @@ def divide(
     best: tuple[float, Shape] | None = None
     for shape in _shapes(rows, bits, heavy, bool(tables[0]), kind):
         wide = tables[1] > tables[0] and shape.tokens <= 128
-        found = staged(replace(shape, wide=wide), bits, tables[wide])
-        if found is None or not (found.persistent or _has_place(found, bits)):
-            continue
-        shape = found
         token_tiles = -(-rows // shape.tokens)
         tile_rows = _tile_rows(shape, columns, token_tiles, multiprocessors)
         tiles = -(-columns // tile_rows) * token_tiles
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
+        beside = _is_beside(shape, tiles, multiprocessors)
+        found = staged(replace(shape, wide=wide, beside=beside), bits, tables[wide])
+        if found is None or not (found.persistent or _has_place(found, bits)):
+            continue
+        shape = found
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
         cost = _cost(shape, rows, tile_rows, tiles, units, bits, decoding, multiprocessors)
@@ -241,6 +245,13 @@ def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
     left = tiles % processors
     fits = shape.alone and shape.kind == ONE and units > 1
     return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
+
+
+def _is_beside(shape: Shape, tiles: int, processors: int) -> bool:
+    """Whether blocks take several tiles of few rows of x: what comes next is then on its way while
+    sums meet."""
+    several = tiles > processors and shape.tokens <= TOKENS[1]
+    return several and shape.kind == ONE and shape.split == 1 and shape.depth_groups > 1
 
 
 def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
@@ -412,6 +423,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         int(wide),
         int(shape.wide),
         int(shape.paired),
+        int(shape.beside),
     )
     return Program(
         "matmul_hopper.cu",
