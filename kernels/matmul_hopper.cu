@@ -78,7 +78,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
                                      : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
     constexpr int kPitch = Parts::kPitch;
-    constexpr int kMost = kGroups == 4 ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
+    constexpr int kMost = kGroups == 4 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's

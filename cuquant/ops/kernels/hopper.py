@@ -16,9 +16,10 @@ from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, pitch
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
-DRAIN = {2: 64, 3: 64, 4: 32}  # rows of x that are stored at a time, by warpgroups of a block
+DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
 DRAIN_PITCH = 68
 STAGES = 24  # in shared memory, at most
+LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 SPANS = {16: (2,), 32: (2,), 64: (2,), 128: (2, 1), 256: (1,)}  # units of a stage, by rows of x
 TOKENS = (16, 32, 64, 128, 256)
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
@@ -87,13 +88,19 @@ class Shape:
         return self.alone or self.kind == EXPERTS or self.beside
 
 
+def _drain(shape: Shape) -> int:
+    """Rows of x that are stored at a time: few where other things need the place."""
+    large = shape.wide and shape.tokens == TOKENS[-1]
+    return DRAIN_SMALL if large or shape.row_groups == 4 else DRAIN
+
+
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     """Dynamic shared memory of a block."""
     width = shape.row_groups * GROUP_ROWS
     stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
     drain = 0
     if shape.alone:
-        drain = shape.row_groups * min(shape.tokens, DRAIN[shape.row_groups]) * DRAIN_PITCH * 4
+        drain = shape.row_groups * min(shape.tokens, _drain(shape)) * DRAIN_PITCH * 4
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
     received = 16 if shape.split > 1 or shape.paired else 0
@@ -220,14 +227,17 @@ def divide(
     decoding = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
     best: tuple[float, Shape] | None = None
     for shape in _shapes(rows, bits, heavy, bool(tables[0]), kind):
-        wide = tables[1] > tables[0] and shape.tokens <= 128
         token_tiles = -(-rows // shape.tokens)
         tile_rows = _tile_rows(shape, columns, token_tiles, multiprocessors)
         tiles = -(-columns // tile_rows) * token_tiles
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
         beside = _is_beside(shape, tiles, multiprocessors)
-        found = staged(replace(shape, wide=wide, beside=beside), bits, tables[wide])
+        found = None
+        for wide in (True, False) if tables[1] > tables[0] else (False,):
+            found = staged(replace(shape, wide=wide, beside=beside), bits, tables[wide])
+            if found and (shape.tokens < TOKENS[-1] or found.stages >= LEAST_STAGES):
+                break
         if found is None or not (found.persistent or _has_place(found, bits)):
             continue
         shape = found
