@@ -25,22 +25,35 @@ __device__ inline void cluster_sync() { asm volatile("barrier.cluster.arrive.rel
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Read what lies at the same place of another block's shared memory.
-__device__ inline float4 load_remote(const void* p, u32 rank) {
-    float4 v;
-    asm volatile("{.reg .u32 a; mapa.shared::cluster.u32 a, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
-    return v;
-}
+// The same place of the shared memory of block `rank` of the cluster, all of which must have begun.
+struct InBlock {
+    u32 at;
+
+    __device__ InBlock(u32 rank, const float* p) { asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank)); }
+    // So many floats behind.
+    __device__ void store(int behind, float v) const { asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(at + behind * 4), "f"(v) : "memory"); }
+    __device__ void store(int behind, const float4& v) const {
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(at + behind * 4), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    }
+};
 #else
 __device__ inline u32 cluster_rank() { return 0; }
 __device__ inline void cluster_sync() {}
 __device__ inline void cluster_arrive() {}
 __device__ inline void cluster_wait() {}
-__device__ inline float4 load_remote(const void* p, u32) { return *static_cast<const float4*>(p); }
 #endif
 
-__device__ inline void cluster_meet() { cluster_arrive(); cluster_wait(); }
+// A place of this block's own.
+struct InThis {
+    float* at;
+
+    __device__ InThis(u32, float* p) : at(p) {}
+    __device__ void store(int behind, float v) const { at[behind] = v; }
+    __device__ void store(int behind, const float4& v) const { *reinterpret_cast<float4*>(at + behind) = v; }
+};
+#if !defined(CUQUANT_EMULATOR) && __CUDA_ARCH__ < 900
+using InBlock = InThis;
+#endif
 
 // Which row of the output row m of a product is: itself, or where it was before rows were sorted.
 struct Straight { __device__ i64 operator()(i64 m) const { return m; } };
@@ -67,56 +80,48 @@ struct Turn {
     }
 };
 
-// Four rows of a token: the partial sums of a tile in shared memory, kDepth of them in each of the cluster's kSplit blocks,
-// one at a distance of `apart` floats from the next.
-template <int kSplit, int kDepth>
-__device__ float4 added(const float* from, int apart, int rank) {
-    constexpr int kTogether = 4;  // that do not wait for each other
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether][kSplit];
+// Four rows of a token: its kParts partial sums in shared memory, one at a distance of `apart` floats from the next.
+template <int kParts>
+__device__ float4 added(const float* from, int apart) {
+    constexpr int kTogether = 8;  // that do not wait for each other
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f), part[kTogether];
 #pragma unroll
-    for (int first = 0; first < kDepth; first += kTogether) {
+    for (int first = 0; first < kParts; first += kTogether) {
 #pragma unroll
-        for (int d = first; d < kDepth && d < first + kTogether; ++d)
+        for (int d = first; d < kParts && d < first + kTogether; ++d) part[d - first] = *reinterpret_cast<const float4*>(from + d * apart);
 #pragma unroll
-            for (int r = 0; r < kSplit; ++r) {
-                const float* own = from + d * apart;
-                part[d - first][r] = kSplit > 1 && r != rank ? load_remote(own, r) : *reinterpret_cast<const float4*>(own);
-            }
-#pragma unroll
-        for (int d = first; d < kDepth && d < first + kTogether; ++d)
-#pragma unroll
-            for (int r = 0; r < kSplit; ++r) add_4(total, part[d - first][r]);
+        for (int d = first; d < kParts && d < first + kTogether; ++d) add_4(total, part[d - first]);
     }
     return total;
 }
 
 // The same of what is stored: kGated: each `set` rows are followed by those of the second weight, and the result is
 // silu(first) * second.
-template <int kSplit, int kDepth, bool kGated>
-__device__ float4 result_of(const float* line, int first, int set, int apart, int rank) {
+template <int kParts, bool kGated>
+__device__ float4 result_of(const float* line, int first, int set, int apart) {
     const float* from = line + (kGated ? first / set * set + first : first);
-    float4 total = added<kSplit, kDepth>(from, apart, rank);
+    float4 total = added<kParts>(from, apart);
     if constexpr (kGated) {
         activate_4<kSilu>(total);
-        const float4 other = added<kSplit, kDepth>(from + set, apart, rank);
+        const float4 other = added<kParts>(from + set, apart);
         total = make_float4(total.x * other.x, total.y * other.y, total.z * other.z, total.w * other.w);
     }
     return total;
 }
 
-// Add up partial sums, [tokens][pitch], and store what they finish to. Block `rank` does every kSplit-th token, each thread
-// four rows of the weight at once.
-template <int kSplit, int kDepth, bool kGated, class Place = Straight>
+// Add up partial sums, [lines][pitch], and store what they finish to. The blocks of a cluster have every kSplit-th token, this
+// one those from token `rank` on; a thread does four rows of the weight at once.
+template <int kSplit, int kParts, bool kGated, class Place = Straight>
 __device__ void store_sums(const Epilogue& epilogue, const float* sums, int pitch, int apart, int tokens, int set,
                            i64 token, i64 row, i64 M, i64 N, Turn turn, int rank, Place place = {}) {
     const int lines = (static_cast<int>(min(M - token, static_cast<i64>(tokens))) - rank + kSplit - 1) / kSplit;
     const bool whole = has_fours(epilogue, N), plain = whole && is_plain(epilogue);
     for (; turn.line < lines; turn.step()) {
-        const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
-        const float4 total = result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank);
+        const int first = turn.four * 4;
+        const float4 total = result_of<kParts, kGated>(sums + turn.line * pitch, first, set, apart);
         const i64 n = row + first;
         if (n < N) {
-            const i64 m = place(token + own_token);
+            const i64 m = place(token + turn.line * kSplit + rank);
             if (plain) store_4(epilogue, total, m, n);
             else finish_4(epilogue, total, m, n, N, whole);
         }
@@ -150,13 +155,11 @@ struct alignas(16) Ending {
     }
 };
 
-// store_sums where the results are `whole`.
-template <int kSplit, int kDepth, bool kGated>
+// store_sums where results are stored as they are, four at a time.
+template <int kSplit, int kParts, bool kGated>
 __device__ void store_whole(const Ending& end, const float* sums, int pitch, int apart, int set, Turn turn, int rank) {
-    for (; turn.line * kSplit + rank < end.lines; turn.step()) {
-        const int own_token = turn.line * kSplit + rank, first = turn.four * 4;
-        end.store(own_token, first, result_of<kSplit, kDepth, kGated>(sums + own_token * pitch, first, set, apart, rank));
-    }
+    for (; turn.line * kSplit + rank < end.lines; turn.step())
+        end.store(turn.line * kSplit + rank, turn.four * 4, result_of<kParts, kGated>(sums + turn.line * pitch, turn.four * 4, set, apart));
 }
 
 }  // namespace cuquant

@@ -264,6 +264,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     using Place = Geometry<typename Block::Layout, kBoxes != 0>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
+    if constexpr (kSplit > 1) cluster_arrive();
     using Partial = Sums<Block, T, kTiles, kWide>;
     constexpr int kRingBytes = kRing * Place::group_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
@@ -281,7 +282,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const int staged = Own::table_bytes + warps * kRingBytes, tables = staged + tokens * pitch, scales = tables + warp * Partial::table_bytes;
     const int pieces = tables + warps * Partial::table_bytes, sums = pieces + (warps + kSets * strips) * kPiece;
     const int sum_pitch = kSets * strips * kRows + 4;
-    const int at_end = sums + tokens * sum_pitch * 4, owners = at_end + static_cast<int>(sizeof(Ending));
+    // Of a cluster's blocks each has every other token; parts of K of their sums: [block][lines][pitch].
+    const int lines = (tokens + kSplit - 1) / kSplit, parts = sums + tokens * sum_pitch * 4, part_floats = lines * sum_pitch;
+    const int at_end = parts + (kSplit > 1 ? kSplit * part_floats * 4 : 0), owners = at_end + static_cast<int>(sizeof(Ending));
     u64* const arrived = &shared_at<u64>(owners + kSets * strips * 8) + warp * kRing;
 
     const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
@@ -336,6 +339,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     copy(ring + Place::group_bytes);
     if constexpr (!Block::lookup) wait_copies<kBoxes ? 0 : 1>();  // else only weights are on their way
     __syncthreads();
+    if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
     u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
@@ -386,6 +390,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             const uint2 warps_of = first ? shared_at<uint2>(owners + 8 * strip) : make_uint2(share.owner(item), share.owner(item + share.groups - 1));
             for (u32 w = warps_of.x; w <= warps_of.y; ++w) add_4(total, shared_at<float4>(pieces + (w + strip) * kPiece + 4 * (token * kLine + four % 4 * 4)));
             if (finish) end.store(token, 4 * four, total);
+            else if (kSplit > 1 && last) InBlock(token % kSplit, &shared_at<float>(parts)).store(rank * part_floats + token / kSplit * sum_pitch + 4 * four, total);
             else sum = total;
         }
         if (finish) return;
@@ -396,9 +401,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     if constexpr (kSplit > 1) cluster_sync();
     const Ending end = shared_at<Ending>(at_end);
     const Turn turn(here * kRows, thread, threads, end.reciprocal);
-    if (end.type >= 0) store_whole<kSplit, 1, kGated != 0>(end, &shared_at<float>(sums), sum_pitch, 0, here * kRows, turn, rank);
-    else store_sums<kSplit, 1, kGated != 0>(epilogue, &shared_at<float>(sums), sum_pitch, 0, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, turn, rank);
-    if constexpr (kSplit > 1) cluster_meet();
+    const float* const whole = &shared_at<float>(kSplit > 1 ? parts : sums);
+    if (end.type >= 0) store_whole<kSplit, kSplit, kGated != 0>(end, whole, sum_pitch, part_floats, here * kRows, turn, rank);
+    else store_sums<kSplit, kSplit, kGated != 0>(epilogue, whole, sum_pitch, part_floats, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, turn, rank);
 }
 
 }  // namespace cuquant

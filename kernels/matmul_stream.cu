@@ -58,6 +58,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
     let_next_start();
+    if constexpr (kSplit > 1) cluster_arrive();
     extern __shared__ __align__(128) u8 shared[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;  // the compiler sees that all lanes have one warp
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -283,6 +284,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if (!kEarly || warp == 0) filling.store(tables, filler);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
+    if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
     if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
     staged.wait(first - block_first, first - block_first + count);
 
@@ -388,7 +390,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
     };
-    int own_sums = (depth * kTokens + 2 * t) * pitch + warp % kStrips * kStrip + g;
+    // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
+    static_assert(kSplit <= 2, "a lane has sums of an even and an odd token");
+    constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
+    int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
     while (now.turns > 0) {
         const int here = count - now.at, begin = first + now.at;
@@ -457,12 +462,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             const int pitch = kStrips * kStrip * anew(rounds) * (kGated + 1) + 4;
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
-            for (int q = 0; q < kTiles; ++q)
+            for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
+                const Choice<(kSplit > 1), InBlock, InThis> to(r, sums + own_sums + (kSplit > 1 ? 0 : r * pitch));
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    sums[own_sums + (8 * q + e % 2) * pitch + e / 2 * 8] = total[q][e] * factor;
-                    total[q][e] = 0.0f;
-                }
+                for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        to.store(8 / kSplit * q * pitch + half * 8, total[q][2 * half + r] * factor);
+                        total[q][2 * half + r] = 0.0f;
+                    }
+            }
             own_sums += kStrips * kStrip;
         }
         now = next;
@@ -475,12 +484,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const Ending end = ending;
     const Turn turn(own_rows, threadIdx.x, kThreads, end.reciprocal);
     if (__builtin_expect(end.type >= 0, 1)) {
-        store_whole<kSplit, kDepth, kGated>(end, sums, own_pitch, kTokens * own_pitch, kStrips * kStrip, turn, own_rank);
+        store_whole<kSplit, kParts, kGated>(end, sums, own_pitch, kLines * own_pitch, kStrips * kStrip, turn, own_rank);
     } else {
-        store_sums<kSplit, kDepth, kGated>(epilogue, sums, own_pitch, kTokens * own_pitch, end.lines, kStrips * kStrip, static_cast<i64>(blockIdx.y) * anew(tokens),
+        store_sums<kSplit, kParts, kGated>(epilogue, sums, own_pitch, kLines * own_pitch, end.lines, kStrips * kStrip, static_cast<i64>(blockIdx.y) * anew(tokens),
                                            static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn, own_rank);
     }
-    if constexpr (kSplit > 1) cluster_meet();
 }
 
 }  // namespace cuquant

@@ -163,11 +163,16 @@ inline unsigned char* emulator_remote(const void* p, std::size_t bytes, unsigned
     if (at + bytes > shared.size()) emulator::fail("%s: byte %zu is beyond shared memory", what, at);
     return &shared[at];
 }
-inline float4 load_remote(const void* p, unsigned rank) {
-    if (rank == cluster_rank()) return *static_cast<const float4*>(p);
-    float4 value;
-    std::memcpy(&value, emulator_remote(p, sizeof value, rank, "load_remote"), sizeof value);
-    return value;
-}
+struct InBlock {
+    unsigned rank;
+    float* at;
+
+    InBlock(unsigned rank, float* p) : rank(rank), at(p) {}
+    template <class Value>
+    void store(int behind, const Value& v) const {
+        if (reinterpret_cast<std::uintptr_t>(at + behind) % sizeof v) emulator::fail("misaligned InBlock::store");
+        std::memcpy(rank == cluster_rank() ? reinterpret_cast<unsigned char*>(at + behind) : emulator_remote(at + behind, sizeof v, rank, "InBlock::store"), &v, sizeof v);
+    }
+};
 
 }  // namespace cuquant

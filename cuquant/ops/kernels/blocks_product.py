@@ -112,7 +112,8 @@ def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     row = made.box_bytes if shape.boxes else made.row_bytes
     warp = RING * (ROWS * row + BARRIER_BYTES) + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
-    sums = rows * (strips * ROWS + 4) * 4 + ENDING_BYTES + OWNERS_BYTES * strips
+    lines = rows if shape.split == 1 else rows + shape.split * -(-rows // shape.split)
+    sums = lines * (strips * ROWS + 4) * 4 + ENDING_BYTES + OWNERS_BYTES * strips
     return table + x + shape.warps * warp + pieces + sums
 
 

@@ -32,8 +32,8 @@ enum class Bug {
     RunAhead,           // the same, where it is only brought nearer
     StoredPlace,        // a stored matrix from 2 bytes further
     // of `cluster_sum`
-    NoArrival,          // the other block's number is read before it is there
-    NoLastWait,         // a block goes while the other one reads
+    NoArrival,          // the other block may not have begun
+    NoLastWait,         // a block goes while the other one stores there
     // of `cluster_gift`
     NoMeeting,          // the other block may not have begun
     NoGiftBarrier,      // nothing counts what comes
@@ -112,13 +112,13 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
 // y[block] = the numbers of both blocks of a cluster, times the block's rank + 1.
 template <Bug kBug>
 __global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) {
-    __shared__ __align__(16) float number[4];
-    if (threadIdx.x < 4) number[threadIdx.x] = x[blockIdx.x];
-    if constexpr (kBug != Bug::NoArrival) cluster_sync();
-    float sum = 0;
-    for (int rank = 0; rank < 2; ++rank) sum += load_remote(number, rank).y;
-    if (threadIdx.x == 0) y[blockIdx.x] = sum * (cluster_rank() + 1);
-    if constexpr (kBug != Bug::NoLastWait) cluster_sync();
+    __shared__ __align__(16) float numbers[2];
+    cluster_arrive();
+    if constexpr (kBug != Bug::NoArrival) cluster_wait();
+    if (threadIdx.x < 2) InBlock(threadIdx.x, numbers + cluster_rank()).store(0, x[blockIdx.x]);
+    cluster_arrive();
+    if constexpr (kBug != Bug::NoLastWait) cluster_wait();
+    if (threadIdx.x == 0) y[blockIdx.x] = (numbers[0] + numbers[1]) * (cluster_rank() + 1);
 }
 
 // y[block] = four times the number of the other block of the cluster, which that block stores here.
