@@ -62,9 +62,9 @@ struct Sorted {
     __device__ i64 operator()(i64 m) const { return order[m]; }
 };
 
-// Which fours of a tile's sums a thread stores, one after the other. To divide takes a while: a kernel may do it early.
+// Which fours of a tile's sums a thread stores, one after the other. To divide takes a while: a kernel may find the reciprocal early.
 struct Turn {
-    static constexpr int kPlaces = 20;  // of a reciprocal: exact for up to 1024 threads
+    static constexpr int kPlaces = 21;  // of a reciprocal: exact for up to 1024 threads
     int fours, next_line, next_four;    // of a line, and from one to the next
     int line, four;
 

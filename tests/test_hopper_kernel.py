@@ -73,6 +73,10 @@ SHAPES = [
     # 3 tiles of 2 blocks, which share the last one.
     (32, 3, 1, 1, 5, 1, 2, 4, hopper.ONE, False, True),
     (32, 4, 1, 1, 3, 2, 2, 4, hopper.ONE, False, True),
+    # Blocks that take several tiles, whose parts of sums lie beside x; and a large table of levels.
+    (16, 2, 2, 1, 4, 2, 2, 2, hopper.ONE, False, False, True),
+    (32, 1, 3, 1, 6, 2, 2, 4, hopper.ONE, True, False, True),
+    (256, 2, 1, 1, 2, 1, 2, 4, hopper.ONE, True),
 ]
 DIVIDED = [
     *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in SHAPES),

@@ -142,6 +142,9 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     even = few and -(-tiles // at_once) == -(-fewest // at_once)
     assert tile_rows == shape.rows or tiles * shape.split <= processors or even
     assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
+    if shape.beside:
+        assert kind == hopper.ONE and shape.split == 1 < shape.depth_groups
+        assert tiles > processors and shape.tokens <= 32
     if shape.paired:  # each cluster has one of the last tiles, or none
         assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
 
@@ -152,6 +155,25 @@ def test_rounds_of_few_rows_of_x_are_even():
         assert hopper._tile_rows(shape, columns, 1, 132) == rows
     assert hopper._tile_rows(replace(shape, tokens=32), 28672, 1, 132) == 128
     assert hopper._tile_rows(shape, 28672, 2, 132) == 128
+
+
+def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():
+    nf4 = replace(PROBLEM, rows=16, format=LAID["nf4"], columns=28672, depth=8192)
+    wide = hopper._shape(nf4)
+    assert wide.beside and wide.persistent and not wide.alone
+    one_each = hopper._shape(replace(nf4, columns=8192))
+    assert one_each.depth_groups > 1 and not one_each.beside and not one_each.persistent
+    assert not hopper._shape(replace(nf4, rows=300)).beside
+
+
+def test_the_large_table_of_levels_leaves_enough_stages():
+    """Of a codebook of 4 bits 64 KB, where integers have none."""
+    for rows in (256, 4096):
+        for name, wide in (("nf4", True), ("mxfp4", True), ("int4", False), ("dynamic8", False)):
+            shape = hopper._shape(replace(PROBLEM, rows=rows, format=LAID[name], columns=14336))
+            assert shape.tokens == 256 and shape.wide == wide
+            assert not wide or shape.stages >= hopper.LEAST_STAGES
+            assert hopper._drain(shape) == (32 if wide else 64)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -1,5 +1,6 @@
 """matmul_stream.cu against float64, on the CPU under the emulator."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from oracle import bits_equal
 from products import ULP, UNIT, Products, exact, is_close, normal, values, weight
 
 import cuquant as cq
+from cuquant.jit import Launch, Program
 from cuquant.ops.kernels import hopper, prepacked, stream
 from cuquant.ops.kernels.stream import Shape
 from cuquant.reference import ACTIVATIONS
@@ -434,3 +436,18 @@ def test_swiglu_of_two_codebooks(run):
     x = normal((3, 64), "float16")
     y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
     assert np.allclose(values(y), cq.swiglu(x, gate, up), rtol=2e-3, atol=2e-3)
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [32, 160, 512, 1024])
+@pytest.mark.parametrize("fours", [1, 2, 3, 7, 28, 56, 129, 511, 513, 1023, 1024, 1025, 9600])
+def test_threads_divide_by_a_reciprocal_exactly(fours, threads):
+    """Each has the four of a line that its number says, and then one `threads` further."""
+    emulator = Emulator(folders=[Path(__file__).parent / "emulator" / "planted"])
+    places = emulator.empty((threads, 2, 2), np.dtype(np.int32))
+    launch = Launch(Program("turns.cu", "turns"), (1, 1, 1), threads)
+    emulator.launch(launch, 4 * fours, emulator.pointer(places))
+    first = np.arange(threads)[:, None] + [0, threads]
+    assert np.array_equal(places, np.stack(np.divmod(first, fours), axis=2))
