@@ -98,6 +98,9 @@ struct Sums {
     // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
     static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
+    // Whether there is a way out, which nobody takes: for sm_120 the compiler puts sums off, and spills what they wait for, but
+    // not past one.
+    static constexpr bool leaves = kResident == 8 && has_minimum && Place::subs == 2 * kSteps;
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     // Steps whose scales are read together; half as many where addresses of levels take the registers.
     static constexpr int few = kTiles > 1 && Block::lookup && !direct && !kWide ? 2 : 1;
@@ -119,6 +122,7 @@ struct Sums {
 #pragma unroll
         for (int q = 0; q < kSteps; q += ahead) {
             if (meets) __syncwarp();
+            if (leaves && q == kSteps / 2 && columns < 0) return;
             float scale[2][ahead * per_step], minimum[2][ahead * per_step];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -329,10 +333,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
-    if (thread < all) {  // the first and the last warp of a strip, of the first chunk
-        const Share share = share_of(0);
-        shared_at<uint2>(owners + 8 * thread) = make_uint2(share.owner(thread * share.groups), share.owner((thread + 1) * share.groups - 1));
-    }
+    const auto put_owners = [&](const Share& share) {  // the first and the last warp of each strip
+        if (thread < all) shared_at<uint2>(owners + 8 * thread) = make_uint2(share.owner(thread * share.groups), share.owner((thread + 1) * share.groups - 1));
+    };
+    put_owners(share_of(0));
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);  // x is wanted before more weights
@@ -351,9 +355,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     u32 phase = 0;
 #pragma unroll 1
     for (int number = 0; number < chunks; ++number) {
-        const int groups_here = min(chunk, own_groups - number * chunk);
+        const Share share = share_of(number);
+        if (number) put_owners(share);
         Cursor now;
-        now.open(share_of(number), warp);
+        now.open(share, warp);
 #pragma unroll 1
         while (now.left > 0) {
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
@@ -372,22 +377,21 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);
             stage_now = 2 * ring + Place::group_bytes - stage_now;
-            if (now.step(groups_here)) {
+            if (now.step(share.groups)) {
                 own.put(pieces + (warp + strip) * kPiece, lane);
                 own.clear();
             }
         }
         __syncthreads();  // all pieces are there, and nobody reads x
         if (number + 1 < chunks) stage(number + 1);
-        const Share share = share_of(number);
-        const bool first = number == 0, last = number + 1 == chunks;
+        const bool last = number + 1 == chunks;
         const Ending& end = shared_at<Ending>(at_end);
         const bool finish = kSplit == 1 && !kGated && last && end.type >= 0;  // the whole sums are stored as they are
         for (Turn turn(all * kRows, thread, threads, kGated ? Turn::reciprocal(all * kRows) : end.reciprocal); turn.line < tokens; turn.step()) {
-            const int token = turn.line, four = turn.four, strip = four / 4, item = strip * share.groups;
+            const int token = turn.line, four = turn.four, strip = four / 4;
             float4& sum = shared_at<float4>(sums + 4 * (token * sum_pitch + 4 * four));
-            float4 total = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : sum;
-            const uint2 warps_of = first ? shared_at<uint2>(owners + 8 * strip) : make_uint2(share.owner(item), share.owner(item + share.groups - 1));
+            float4 total = number ? sum : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const uint2 warps_of = shared_at<uint2>(owners + 8 * strip);
             for (u32 w = warps_of.x; w <= warps_of.y; ++w) add_4(total, shared_at<float4>(pieces + (w + strip) * kPiece + 4 * (token * kLine + four % 4 * 4)));
             if (finish) end.store(token, 4 * four, total);
             else if (kSplit > 1 && last) InBlock(token % kSplit, &shared_at<float>(parts)).store(rank * part_floats + token / kSplit * sum_pitch + 4 * four, total);

@@ -261,6 +261,9 @@ def test_usual_problems():
     assert choose(replace(direct, direct=False)) == "plain_rows"
     assert choose(replace(direct, format=LAID["k3"])) == "stream"
     assert choose(replace(direct, depth=4000)) == "plain_rows"
+    blocks = replace(direct, format=cq.get_format("q4_0"))
+    assert choose(blocks) == choose(replace(blocks, depth=1 << 29)) == "blocks"
+    assert choose(replace(blocks, depth=1 << 30)) == "plain_rows"  # rows of 2 GiB
 
 
 @pytest.mark.parametrize(

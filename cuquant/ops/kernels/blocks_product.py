@@ -23,6 +23,7 @@ LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
 FEW_ROWS = 2  # of x, which leave time for bytes that nobody wants
+MOST_DEPTH = 1 << 30  # the bytes of a row are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def divide(
 def takes(problem: Problem) -> bool:
     """Whether matmul_blocks.cu multiplies; the rest of the rule is `choose`'s."""
     p = problem
-    return p.format is not None and p.format.is_blocks and p.direct and p.rows <= MOST_ROWS
+    small = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
+    return p.format is not None and p.format.is_blocks and p.direct and small
 
 
 def in_boxes(name: str, rows: int, depth: int, pointers: Sequence[int], arch: int) -> bool:
