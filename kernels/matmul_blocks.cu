@@ -403,9 +403,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     }
 
     if constexpr (kSplit > 1) cluster_sync();
-    const Ending end = shared_at<Ending>(at_end);
+    // Where the sums lie is found out anew: it would take registers in the loop.
+    const int late_sums = staged + anew(tokens) * pitch + warps * Partial::table_bytes + (warps + kSets * strips) * kPiece, late_parts = late_sums + tokens * sum_pitch * 4;
+    const Ending end = shared_at<Ending>(late_parts + (kSplit > 1 ? kSplit * part_floats * 4 : 0));
     const Turn turn(here * kRows, thread, threads, end.reciprocal);
-    const float* const whole = &shared_at<float>(kSplit > 1 ? parts : sums);
+    const float* const whole = &shared_at<float>(kSplit > 1 ? late_parts : late_sums);
     if (end.type >= 0) store_whole<kSplit, kSplit, kGated != 0>(end, whole, sum_pitch, part_floats, here * kRows, turn, rank);
     else store_sums<kSplit, kSplit, kGated != 0>(epilogue, whole, sum_pitch, part_floats, tokens, here * kRows, 0, static_cast<i64>(first_strip) * kRows, M, N, turn, rank);
 }
