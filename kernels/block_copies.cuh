@@ -99,13 +99,13 @@ __device__ void put_scales_of(const R& row, int table, int lane) {
     }
 }
 
-// A warp's 16 rows of weights: groups of them on their way to shared memory.
-template <class Block>
+// A warp's 16 rows of weights: groups of them on their way to shared memory. Bytes: of a number that a row's bytes fit into.
+template <class Block, class Bytes = i64>
 struct Weights {
     using Layout = typename Block::Layout;
     using Place = Geometry<Layout>;
     const u8* first;  // of the first row
-    u32 row_bytes;
+    Bytes row_bytes;
     int rows;    // that are there
     int easy;    // groups
     bool level;  // whether all rows are there and start on 16 bytes, and all groups are easy
@@ -113,7 +113,7 @@ struct Weights {
     __device__ bool by_bytes() const { return Place::in_place && Layout::bytes % 4 != 0 && row_bytes % 4 != 0; }
     // `row`: the first one, of m; a multiple of 16.
     __device__ void begin(const u8* weights, i64 row, i64 m, i64 columns) {
-        row_bytes = static_cast<u32>(columns / Layout::elements * Layout::bytes);
+        row_bytes = static_cast<Bytes>(columns / Layout::elements * Layout::bytes);
         first = weights + row * row_bytes;
         rows = static_cast<int>(max(static_cast<i64>(0), min(static_cast<i64>(kRows), m - row)));
         easy = by_bytes() ? 0 : easy_groups(columns, row_bytes);
@@ -132,18 +132,19 @@ struct Weights {
         constexpr int vectors = Geometry<Layout, true>::vectors;  // rows start on 16 bytes
         constexpr int lanes = vectors < 16 ? vectors : 16, at_once = 32 / lanes;
         const int phase = static_cast<int>(reinterpret_cast<u64>(start) & 15), row = lane / lanes, column = 16 * (lane - row * lanes);
+        const u32 bytes = static_cast<u32>(row_bytes);
         const u8* const aligned = start - phase;
-        const u8* const from = aligned + (row * row_bytes + column);
+        const u8* const from = aligned + (row * bytes + column);
         u8* const to = dynamic_shared + stage + row * Place::pitch + column;
         const bool here = row < at_once && ((Place::bytes + 15) / 16 == vectors || column < phase + Place::bytes);
 #pragma unroll
         for (int first_row = 0; first_row < kRows; first_row += at_once)
             if (here && (first_row + at_once <= kRows || row < kRows - first_row))
-                copy_ahead(to + first_row * Place::pitch, from + static_cast<u64>(first_row) * row_bytes);
+                copy_ahead(to + first_row * Place::pitch, from + static_cast<u64>(first_row) * bytes);
         if constexpr (vectors > 16) {
             static_assert(vectors <= 18, "two lanes for each row");
             const int last_row = lane % kRows, last_column = 256 + 16 * (lane / kRows);
-            if (last_column < 16 * vectors) copy_ahead(dynamic_shared + stage + last_row * Place::pitch + last_column, aligned + (last_row * row_bytes + last_column));
+            if (last_column < 16 * vectors) copy_ahead(dynamic_shared + stage + last_row * Place::pitch + last_column, aligned + (last_row * bytes + last_column));
         }
     }
     // Where a row of a group begins: row bytes modulo 16 decide.

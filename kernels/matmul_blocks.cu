@@ -302,7 +302,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         if constexpr (!Block::lookup) wait_copies<0>();
     };
 
-    Choice<kBoxes != 0, Boxes<Own>, Weights<Own>> rows;
+    Choice<kBoxes != 0, Boxes<Own>, Weights<Own, u32>> rows;
     Cursor next;  // to copy, of chunk `coming`
     int coming = 0;
     const auto locate = [&] {
@@ -403,7 +403,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     }
 
     if constexpr (kSplit > 1) cluster_sync();
-    // Where the sums lie is found out anew: it would take registers in the loop.
+    // Where the sums lie, as above, is found out anew: it would take registers in the loop.
     const int late_sums = staged + anew(tokens) * pitch + warps * Partial::table_bytes + (warps + kSets * strips) * kPiece, late_parts = late_sums + tokens * sum_pitch * 4;
     const Ending end = shared_at<Ending>(late_parts + (kSplit > 1 ? kSplit * part_floats * 4 : 0));
     const Turn turn(here * kRows, thread, threads, end.reciprocal);
