@@ -267,7 +267,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
     // The warp that copies x has its entries last, of small tables none: the others need not wait for what it waits for.
-    constexpr bool kEarly = kOneWarp && !kTight && Decode::table_bytes > 0;
+    constexpr bool kEarly = kOneWarp && kThreads > 32 && !kTight && Decode::table_bytes > 0;
     const int filler = kEarly ? (threadIdx.x + kThreads - 32) % kThreads : threadIdx.x;
     const auto load_levels = [&] { filling.load(weights.values, filler, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
