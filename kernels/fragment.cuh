@@ -147,11 +147,21 @@ struct Magic {
     static constexpr int at = direct ? kBits * (kPair % Pairs::fields) : 0;
     // Neighbours share a shift by 8 where that brings the field into reach.
     static constexpr bool by_8 = at + kBits > reach && at >= 8 && at - 8 + kBits <= (reach < 8 ? reach : 8);
-    static constexpr int shift = at + kBits <= reach ? 0 : by_8 ? 8 : at;
-    static constexpr int place = at - shift;
+    // Of 3 and 5 bits, float16, those of a word share the shift that also brings its uppermost bits, which belong to the
+    // last pair, where they belong: word i has that pair's bit i.
+    static constexpr bool shared = reach == 10 && is_same<Pairs, FragmentPairs<kBits>> && FragmentPairs<kBits>::odd;
+    __device__ static constexpr int shared_shift(int word) { return 15 - (reach - kBits) - word; }
+    static constexpr int shift = at + kBits <= reach ? 0 : shared ? shared_shift(kPair / Pairs::fields) : by_8 ? 8 : at;
+    static constexpr int place = shared && !direct ? reach - kBits : at - shift;
 
     __device__ static u32 raised(const u32* w) {
-        if constexpr (kBits == 8) return __byte_perm(w[kPair / 2], bits, kPair % 2 ? 0x7351 : 0x7250);
+        if constexpr (shared && !direct) {
+            u32 codes = bits;
+#pragma unroll
+            for (int i = 0; i < kBits; ++i) codes = and_or(w[i] >> shared_shift(i), 0x10001u << (place + i), codes);
+            return codes;
+        }
+        else if constexpr (kBits == 8) return __byte_perm(w[kPair / 2], bits, kPair % 2 ? 0x7351 : 0x7250);
         else if constexpr (!direct) return raw_codes<Pairs, kBits, kPair>(w) | bits;
         else return and_or(w[kPair / Pairs::fields] >> shift, (((1u << kBits) - 1) << place) * 0x10001u, bits);
     }
@@ -195,7 +205,7 @@ __device__ u32 integers(const u32* w, u32 nothing) {
         return integers<T, Pairs, kBits, kPair>(w, constant_pair<T>(-kOffset));
     } else {
         using M = Magic<T, Pairs, kBits, kPair>;
-        return fma_pair<T>(M::raised(w), is_same<Pairs, ApartString> ? M::factor + nothing : M::factor, M::zero(kOffset));
+        return fma_pair<T>(M::raised(w), M::factor + nothing, M::zero(kOffset));
     }
 }
 

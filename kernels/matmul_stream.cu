@@ -136,14 +136,20 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // What comes behind: in the strip of `now`, or where the warp's next one begins.
     constexpr bool kAnew = kGroupRing && Decode::table_bytes > 0;  // slower by 5 %, which no other kind is
     constexpr bool kJumps = kLie == kInStrips && !kGated && Own::stored != Stored::Double;
+    const auto before = [&](int at) { return kLong ? (first + at) / kGroup - first / kGroup : at * kFine / kGroup; };  // groups in the warp's part
+    // From its last chunk to the first one of the next strip: units and groups. They are known before the loop where registers are.
+    constexpr bool kKnown = kTiles == 1 && kFine == 1;
+    const int last_chunk = max(count - 1, 0) / kAhead * kAhead;
+    const auto unit_jump = [&](int from) { return kStrips * weights.units - from; };
+    const auto group_jump = [&](int from) { return kStrips * static_cast<int>(weights.groups) - before(from); };
+    const int units_to_strip = unit_jump(last_chunk), groups_to_strip = group_jump(last_chunk);
     const auto follow = [&] {
         if (kAnew || (!kJumps && next.at == 0)) return locate();
         count_next();
-        next_codes.move(next.at == 0 ? kStrips * weights.units - now.at : kAhead);
+        next_codes.move(next.at == 0 ? (kKnown ? units_to_strip : unit_jump(now.at)) : kAhead);
         if constexpr (!kFour) {
-            const auto before = [&](int at) { return kLong ? (first + at) / kGroup - first / kGroup : at * kFine / kGroup; };  // groups in the warp's part
             const int inside = !kLong ? kGroups : kGroupUnits ? before(next.at) - before(now.at) : 0;
-            next_group.move(next.at == 0 ? kStrips * static_cast<int>(weights.groups) - before(now.at) : inside);
+            next_group.move(next.at == 0 ? (kKnown ? groups_to_strip : group_jump(now.at)) : inside);
         }
     };
     Loaded words[kAhead];
@@ -288,8 +294,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
     staged.wait(first - block_first, first - block_first + count);
 
-    // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers.
-    const u32 table = kSpan == 2 && Decode::table_bytes == 0 ? __shfl_sync(~0u, static_cast<u32>(copies) >> 8, 0) : Decode::lane_table(lane);
+    // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers,
+    // but for kinds that need these themselves.
+    constexpr bool kKeep = Decode::table_bytes == 0 && (kSpan == 2 || (kFine == 1 && (kBits > 2 || kTiles == 1)));
+    const u32 table = kKeep ? __shfl_sync(~0u, static_cast<u32>(copies) >> 8, 0) : Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     int reading = 0;
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none

@@ -206,9 +206,11 @@ def _farther(fmt: Format, groups: Groups, layout: str) -> int:
 
 
 def _is_long(shape: Shape, units: int, ahead: int) -> bool:
-    """Whether a warp has strip after strip, each of whole chunks of `ahead` units."""
-    whole = units % (shape.split * shape.depth * ahead) == 0
-    return shape.tiles == 1 and shape.rounds >= 4 and whole
+    """Whether a warp has four chunks of `ahead` units or more, all of them whole; where two blocks
+    share x, as many strips."""
+    parts = shape.split * shape.depth * ahead
+    chunks = shape.rounds * (units // parts if shape.split == 1 else 1)
+    return shape.tiles == 1 and units % parts == 0 and chunks >= 4
 
 
 def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tuple[int, int]]:
