@@ -267,29 +267,6 @@ def test_usual_problems():
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "columns", "depth", "ahead"),
-    [
-        ("int3", 1, 8192, 8192, 8),  # four chunks of a strip
-        ("int3", 1, 28672, 8192, 8),  # strip after strip
-        ("int3", 1, 4096, 4096, 4),  # one chunk of 8 would be all
-        ("int3", 1, 8192, 8256, 4),  # not whole
-        ("int3", 8, 8192, 8192, 4),  # two blocks share x, one strip
-        ("int3", 16, 8192, 8192, 4),
-        ("uint3", 1, 8192, 8192, 4),
-        ("int4", 1, 8192, 8192, 4),
-        ("int2", 1, 8192, 8192, 8),
-    ],
-)
-def test_3_bits_are_loaded_farther_ahead_where_warps_have_many_units(
-    name, rows, columns, depth, ahead
-):
-    shape = stream.shape_of(
-        replace(PROBLEM, rows=rows, columns=columns, depth=depth, format=LAID[name])
-    )
-    assert shape is not None and shape.ahead == ahead
-
-
-@pytest.mark.parametrize(
     ("name", "columns", "depth", "wanted"),
     [
         ("q4_0", 14336, 4096, "stream"),

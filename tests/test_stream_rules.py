@@ -193,21 +193,24 @@ def test_three_bits_have_more_warps_where_each_has_one_strip(columns, depth, num
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "columns", "ahead"),
+    ("name", "rows", "columns", "depth", "ahead"),
     [
-        ("int3", 1, 28672, 8),
-        ("int3", 8, 28672, 8),
-        ("int3", 16, 28672, 4),  # two tiles leave no registers
-        ("int3", 1, 8192, 4),  # a warp has one strip
-        ("uint3", 1, 28672, 4),
-        ("k3", 1, 28672, 4),
-        ("int4", 1, 28672, 4),
-        ("int2", 1, 8192, 8),
+        ("int3", 1, 28672, 8192, 8),  # strip after strip
+        ("int3", 8, 28672, 8192, 8),
+        ("int3", 16, 28672, 8192, 4),  # two tiles leave no registers
+        ("int3", 1, 8192, 8192, 8),  # one strip of four chunks
+        ("int3", 8, 8192, 8192, 4),  # the same, of which two blocks have a half each
+        ("int3", 1, 4096, 4096, 4),  # one chunk of 8 units would be all
+        ("int3", 1, 8192, 8256, 4),  # the last chunk would be cut short
+        ("uint3", 1, 28672, 8192, 4),
+        ("k3", 1, 28672, 8192, 4),
+        ("int4", 1, 28672, 8192, 4),
+        ("int2", 1, 8192, 8192, 8),
     ],
 )
-def test_how_many_units_of_small_codes_are_on_their_way(name, rows, columns, ahead):
+def test_how_many_units_of_small_codes_are_on_their_way(name, rows, columns, depth, ahead):
     fmt = cq.get_format(name)
-    problem = Problem(rows, columns, 8192, fmt, FRAGMENTS_LAYOUT, "float16", True, 90, 132)
+    problem = Problem(rows, columns, depth, fmt, FRAGMENTS_LAYOUT, "float16", True, 90, 132)
     shape = stream.shape_of(problem)
     assert shape is not None and shape.ahead == ahead
     if ahead == 8:  # no chunk is cut short
