@@ -31,9 +31,9 @@ Record = dict[str, Any]
 
 
 def tree(root: Path = ROOT) -> str:
-    """sha256 of what `git ls-files -s` says about the kernels and what launches them."""
-    text = tracked(root)
-    return hashlib.sha256((listing(root) if text is None else text).encode()).hexdigest()
+    """sha256 of what `git ls-files -s` says about the kernels and what launches them, once what
+    lies there is committed: git's own list may be of other files than those that run."""
+    return hashlib.sha256(listing(root).encode()).hexdigest()
 
 
 def tracked(root: Path) -> str | None:
@@ -48,7 +48,7 @@ def tracked(root: Path) -> str | None:
 
 
 def listing(root: Path) -> str:
-    """The same from the files, of which none is executable, as they lie."""
+    """The same from the files as they lie, of which none is executable."""
     lines = []
     for path in sorted(_files(root), key=lambda p: p.relative_to(root).as_posix().encode()):
         data = path.read_bytes()

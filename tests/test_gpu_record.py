@@ -95,6 +95,10 @@ def test_the_tree_without_git_is_the_one_with_git(tmp_path):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
     assert gpu_record.tracked(tmp_path) == alone
     assert len(alone.splitlines()) == 5
+    tree = gpu_record.tree(tmp_path)
+    (tmp_path / "kernels/a.cu").write_text("another kernel, which git has not been told of")
+    assert gpu_record.tracked(tmp_path) == alone
+    assert gpu_record.tree(tmp_path) != tree
 
 
 def test_no_watched_file_is_executable():
