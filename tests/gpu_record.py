@@ -36,19 +36,8 @@ def tree(root: Path = ROOT) -> str:
     return hashlib.sha256(listing(root).encode()).hexdigest()
 
 
-def tracked(root: Path) -> str | None:
-    """git's own list; None where there is no checkout."""
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "ls-files", "-s", *WATCHED]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def listing(root: Path) -> str:
-    """The same from the files as they lie, of which none is executable."""
+    """What git says once these files are committed, of which none is executable."""
     lines = []
     for path in sorted(_files(root), key=lambda p: p.relative_to(root).as_posix().encode()):
         data = path.read_bytes()

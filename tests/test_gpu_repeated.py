@@ -106,16 +106,15 @@ def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
 
 @pytest.mark.gpu
 def test_a_repeated_call_costs_the_host_at_most_20_us(gpu):
-    """The best of many short runs, on a queue that is never full: other processes may want the
-    processor too."""
+    """The best of many runs of 100, on a queue that is never full."""
     q, x = weight("int4", (64, 256)).to("cuda"), gpu.asarray(normal((1, 256), "float16"))
     out = gpu.zeros((1, 64), gpu.float16)
     cq.linear(x, q, out=out)
-    best, calls = np.inf, 25
-    for _ in range(400):
+    best = np.inf
+    for _ in range(30):
         gpu.cuda.runtime.deviceSynchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(100):
             cq.linear(x, q, out=out)
-        best = min(best, (time.perf_counter() - start) / calls)
+        best = min(best, (time.perf_counter() - start) / 100)
     assert best < 20e-6
