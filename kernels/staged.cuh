@@ -31,12 +31,12 @@ struct Staged {
 #pragma unroll
         for (int p = 0; p < kXParts; ++p) barrier_expect(arrived + p, M * run_bytes(p));
     }
-    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there. Blocks
-    // begin with different ones by their number, or all would ask the same part of the L2 cache at the same time.
+    // What the engine copies, parts one after the other: run `first` of all tokens' and every `step`-th from there, before
+    // `last`. Blocks begin with different ones by their number, or all would ask the same part of the L2 cache at the same time.
     template <int kTokens>
-    __device__ void copy_runs(int first, int step, int block) const {
+    __device__ void copy_runs(int first, int step, int last, int block) const {
 #pragma unroll 1
-        for (int run = first; run < kXParts * kTokens; run += step) {
+        for (int run = first; run < last; run += step) {
             constexpr bool kFew = kTokens == 8;
             const int p = kFew ? (run / kTokens + block) % kXParts : run / kTokens;
             const int m = (run + (kFew ? block / kXParts : block)) % kTokens, bytes = run_bytes(p);
