@@ -95,6 +95,21 @@ def test_operands_are_rotated_past_the_cache(gpu, monkeypatch):
     assert len(memory) == count
 
 
+def test_warm_weights_are_the_same_in_each_call(gpu, monkeypatch):
+    seen = []
+
+    def noted(x, w, *, out):
+        seen.append((id(x), id(w), id(out)))
+        return cq.linear(x, w, out=out)
+
+    monkeypatch.setattr(matmul, "linear", noted)
+    gpu.machine = MACHINE
+    (found,) = matmul.run(gpu, settings(["int4"], batches=(3,), cold=False))
+    assert found.right and found.timing.calls == timing.copies(MACHINE.l2_bytes, found.nbytes)
+    xs, weights, ys = map(set, zip(*seen, strict=True))
+    assert len(weights) == 1 and len(xs) == len(ys) == found.timing.calls
+
+
 @pytest.mark.parametrize("where", [(0, 0), (2, 69), (1, 35)])
 def test_a_wrong_number_is_seen(where, gpu, monkeypatch):
     def wrong(x, w, *, out):
@@ -293,6 +308,14 @@ def test_without_cublas_the_floor_is_that_of_the_bytes(gpu, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "the floor is that of the bytes alone: libcublas.so.12" in result.output
     assert "not prepacked" in result.output and "faster\n" not in result.output
+
+
+def test_warm_weights_are_said_and_have_no_peers(gpu):
+    result = command(*SMALL, "--warm", "--peers", "none")
+    assert result.exit_code == 0 and "in the L2 cache where they fit" in result.output
+    assert "in the L2 cache" not in command(*SMALL, "--peers", "none").output
+    result = command(*SMALL, "--warm")
+    assert result.exit_code == 2 and "--peers none" in result.output
 
 
 def test_what_was_measured_stays_when_the_run_is_ended(gpu, tmp_path, monkeypatch):

@@ -53,6 +53,9 @@ class Settings:
         Whether weights are laid out by `cuquant.prepack`, or are QuantArrays as they are.
     repeats
         Rounds of each timing.
+    cold
+        Whether each call has another copy of the weight, so that none is in the L2 cache; else all
+        have the same one, which stays there where it fits.
     """
 
     formats: dict[str, Format]
@@ -61,6 +64,7 @@ class Settings:
     batches: tuple[int, ...] = BATCHES
     prepack: bool = True
     repeats: int = 2 * MIN_REPEATS
+    cold: bool = True
 
 
 def product_bytes(fmt: Format, shape: tuple[int, int], batch: int, itemsize: int) -> int:
@@ -139,7 +143,7 @@ class Bench:
         self.shape = len(values), x.shape[1]
         self.dtype, self.x = str(x.dtype), gpu.upload(x)
         q = quantize(gpu.upload(values), fmt)
-        count = copies(gpu.machine.l2_bytes, q.nbytes)
+        count = copies(gpu.machine.l2_bytes, q.nbytes) if settings.cold else 1
         weight = prepack(q) if settings.prepack else q
         self.weights = [weight, *(_copy(gpu, weight) for _ in range(count - 1))]
         self.peers = [(peer, self._prepared(peer, q)) for peer in peers]
@@ -151,7 +155,8 @@ class Bench:
     def measure(self, batch: int) -> ProductMeasurement:
         shape = self.shape
         nbytes = product_bytes(self.fmt, shape, batch, float_dtype(self.dtype).itemsize)
-        weights = self.weights[: copies(self.gpu.machine.l2_bytes, nbytes)]
+        count = copies(self.gpu.machine.l2_bytes, nbytes)
+        weights = self.weights[:count] if self.settings.cold else self.weights * count
         xs = [self.gpu.copy(self.x[:batch]) for _ in weights]
         y = self.gpu.upload(np.empty((batch, shape[0]), float_dtype(self.dtype)))
         ys = [y, *(self.gpu.copy(y) for _ in weights[1:])]

@@ -131,6 +131,14 @@ def matmul(
             help="Of cublas, bitsandbytes, tinygemm, humming, gemlite; all if not given.",
         ),
     ] = None,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold/--warm",
+            help="Whether each call has other weights, or the same ones, which stay in the L2 cache "
+            "where they fit; then --peers none.",
+        ),
+    ] = True,
 ) -> None:
     """Time linear beside other libraries, and check what was timed; exit code 1 if it is wrong."""
     from cuquant.bench import matmul as cases
@@ -156,12 +164,17 @@ def matmul(
         tuple(map(_batch, split_names(batch or []))) or cases.BATCHES,
         prepack,
         repeats,
+        cold,
     )
     chosen = [] if peers == ["none"] else split_names(peers or []) or list(PEERS)
     check_peers(chosen)
+    if chosen and not cold:
+        raise typer.BadParameter("peers have cold weights: --peers none", param_hint="--warm")
     gpu = CupyGpu()
     beside, notes = find_product_peers(chosen)
     notes.append("weights: prepacked" if prepack else "weights: QuantArrays, not prepacked")
+    if not cold:
+        notes.append("weights: the same ones in each call, in the L2 cache where they fit")
     with console(stderr=True).status("measuring memory and cuBLAS") as status:
         ceilings, gemm = roofline.measure_ceilings(gpu, repeats), {}
         try:
