@@ -135,7 +135,7 @@ def matmul(
         bool,
         typer.Option(
             "--cold/--warm",
-            help="Whether each call has other weights, or the same ones, which stay in the L2 cache "
+            help="Let each call have other weights, or the same ones, which stay in the L2 cache "
             "where they fit; then --peers none.",
         ),
     ] = True,
