@@ -95,38 +95,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int x_column = block_first * kUnit;  // x lies in shared memory: K is small
     const Staged<T> staged{xs, x_pitch, block_units, max((block_units + kXParts - 1) / kXParts, 1), arrived, x + token * x_stride, x_stride, x_column, copies, M_here,
                            max(min(static_cast<int>(K) - x_column, block_units * kUnit), 0)};
-    // One warp copies x of few tokens; of more all have their turns, since who asks for a copy waits while the engine is busy.
-    // Where a warp needs much of x it begins to multiply what there is, and asks for late parts only then.
-    const bool runs = kHasEngine && copies == kRuns;
-    constexpr bool kOneWarp = kTiles == 1, kByParts = kDepth <= 2 && (kTiles > 1 || kSplit > 1);
-    constexpr int kFirstParts = kByParts && !kOneWarp ? 2 : kXParts;
-    const auto copy_parts = [&](int begin, int end) {
-        if (kOneWarp || lane == 0)
-            staged.template copy_runs<kTokens>(begin * kTokens + (kOneWarp ? lane : warp), kOneWarp ? 32 : kThreads / 32, end * kTokens, static_cast<int>(blockIdx.x) / 2);
-    };
-    const auto begin_runs = [&] {
-        if constexpr (kHasEngine) { if (runs) staged.begin(threadIdx.x); }
-    };
-    const auto copy_runs = [&] {
-        if constexpr (kHasEngine) {
-            if (!runs || (kOneWarp && warp != 0)) return;
-            if (kOneWarp) __syncwarp();
-            else __syncthreads();  // barriers have begun
-            copy_parts(0, kFirstParts);
-        }
-    };
-    if constexpr (!kOneWarp) begin_runs();
-    int parts = 0, units_there = 0;  // of x that the warp has waited for
-    const auto wait_until = [&](int units) {  // of the block's
-        if constexpr (kHasEngine) {
-            while (units_there < units) {
-                if (runs && parts + kFirstParts < kXParts) copy_parts(parts + kFirstParts, parts + kFirstParts + 1);
-                if (runs) barrier_wait(arrived + parts, 0);
-                ++parts;
-                units_there += staged.part;
-            }
-        }
-    };
+    // Where a warp needs much of x it multiplies what there is before all is, and of many tokens asks for late parts only then.
+    constexpr bool kByParts = kDepth <= 2 && (kTiles > 1 || kSplit > 1);
+    Arrival<T, kTokens, kThreads / 32, (kByParts && kTiles > 1)> arrival{staged, warp, lane, static_cast<int>(blockIdx.x) / 2};
+    constexpr bool kOneWarp = arrival.one_warp;
+    if constexpr (!kOneWarp) arrival.begin();
     // The next units to load: where they are, and how many.
     typename Loaded::Place next_codes;
     typename Own::Cursor next_group;
@@ -294,11 +267,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int filler = kEarly ? (threadIdx.x + kThreads - 32) % kThreads : threadIdx.x;
     const auto load_levels = [&] { filling.load(weights.values, filler, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
-    if constexpr (kOneWarp) begin_runs();
+    if constexpr (kOneWarp) arrival.begin();
     if (threadIdx.x == kThreads - 1) ending.set(epilogue, token, static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, tokens, rows);
     if constexpr (kEarly) { if (warp != 0) filling.store(tables, filler); }
     wait_for_earlier();
-    copy_runs();
+    arrival.ask_first();
     if constexpr (kRows) load_first_groups();
     if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
     staged.copy(threadIdx.x, kThreads);
@@ -311,13 +284,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
     if constexpr (!kByParts) {
         staged.wait(first - block_first, first - block_first + count);
-    } else if constexpr (kFirstParts == kXParts) {
-        while (units_there + staged.part <= first - block_first) {  // what comes before its own units a warp need not wait for
-            ++parts;
-            units_there += staged.part;
-        }
+    } else if constexpr (kOneWarp) {
+        arrival.skip(first - block_first);
     } else {
-        if (now.turns <= 0) wait_until(block_units);  // others need what it copies
+        if (now.turns <= 0) arrival.wait_until(block_units);  // others need what it asks for
     }
 
     // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers,
@@ -434,7 +404,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         step(next);
         const bool ends = next.at == 0;
         follow();
-        if constexpr (kByParts) wait_until(kFirstParts < kXParts && ends ? block_units : min(begin + kAhead, first + count) - block_first);
+        if constexpr (kByParts) arrival.wait_until(!kOneWarp && ends ? block_units : min(begin + kAhead, first + count) - block_first);
         load_coming(coming);
         const bool four_ends = static_cast<u32>(next.at) / kAhead % 4 == 0;
         if constexpr (kFour) {

@@ -75,4 +75,52 @@ struct Staged {
     }
 };
 
+// A warp of kWarps and what the engine copies. One warp asks for runs of few tokens; of more all have their turns, since who
+// asks waits while the engine is busy. kLate: two parts are asked for first, and another one whenever the warp is about to wait.
+template <class T, int kTokens, int kWarps, bool kLate>
+struct Arrival {
+    static constexpr bool one_warp = kTokens == 8;
+    static constexpr int first_parts = kLate ? 2 : kXParts;
+    const Staged<T>& x;
+    int warp, lane, block;
+    int parts = 0, units = 0;  // that the warp has waited for
+
+    __device__ bool runs() const { return kHasEngine && x.copies == kRuns; }
+    __device__ void begin() const {
+        if constexpr (kHasEngine) { if (runs()) x.begin(threadIdx.x); }
+    }
+    __device__ void ask(int from, int to) const {
+        if (one_warp || lane == 0)
+            x.template copy_runs<kTokens>(from * kTokens + (one_warp ? lane : warp), one_warp ? 32 : kWarps, to * kTokens, block);
+    }
+    // After `begin`.
+    __device__ void ask_first() const {
+        if constexpr (kHasEngine) {
+            if (!runs() || (one_warp && warp != 0)) return;
+            if (one_warp) __syncwarp();
+            else __syncthreads();
+            ask(0, first_parts);
+        }
+    }
+    // It need not wait for the first `count` units.
+    __device__ void skip(int count) {
+        static_assert(!kLate, "others wait for what this warp asks for");
+        while (units + x.part <= count) {
+            ++parts;
+            units += x.part;
+        }
+    }
+    // For the first `count` units.
+    __device__ void wait_until(int count) {
+        if constexpr (kHasEngine) {
+            while (units < count) {
+                if (runs() && parts + first_parts < kXParts) ask(parts + first_parts, parts + first_parts + 1);
+                if (runs()) barrier_wait(x.arrived + parts, 0);
+                ++parts;
+                units += x.part;
+            }
+        }
+    }
+};
+
 }  // namespace cuquant
