@@ -230,7 +230,7 @@ __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, 
 // time, and kAhead of these on their way.
 template <class T>
 __device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
-    constexpr int kAhead = 6;
+    constexpr int kAhead = 4;
     int m = 0, eight = thread;
     do {
         uint4 low[kAhead], high[kAhead];
