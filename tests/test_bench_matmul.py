@@ -313,6 +313,7 @@ def test_without_cublas_the_floor_is_that_of_the_bytes(gpu, monkeypatch):
 def test_warm_weights_are_said_and_have_no_peers(gpu):
     result = command(*SMALL, "--warm", "--peers", "none")
     assert result.exit_code == 0 and "in the L2 cache where they fit" in result.output
+    assert "below the floor" in " ".join(result.output.split())
     assert "in the L2 cache" not in command(*SMALL, "--peers", "none").output
     result = command(*SMALL, "--warm")
     assert result.exit_code == 2 and "--peers none" in result.output

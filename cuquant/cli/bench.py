@@ -174,7 +174,10 @@ def matmul(
     beside, notes = find_product_peers(chosen)
     notes.append("weights: prepacked" if prepack else "weights: QuantArrays, not prepacked")
     if not cold:
-        notes.append("weights: the same ones in each call, in the L2 cache where they fit")
+        notes.append(
+            "weights: the same ones in each call, in the L2 cache where they fit; "
+            "a time may be below the floor, which is that of memory"
+        )
     with console(stderr=True).status("measuring memory and cuBLAS") as status:
         ceilings, gemm = roofline.measure_ceilings(gpu, repeats), {}
         try:
