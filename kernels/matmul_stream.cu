@@ -28,11 +28,11 @@ struct Nothing {  // of what there is not
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: codes go through shared memory, see
 // ChunkCopies. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
-// `rounds` times kStrips strips. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
+// `taken` strips, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int rounds, int tokens, int copies) {
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
     constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
@@ -68,7 +68,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
     const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
     const int depth = warp / kStrips, first = border(rank * kDepth + depth), count = border(rank * kDepth + depth + 1) - first;
-    const int rows = kStrips * rounds * kStrip, pitch = rows * (kGated + 1) + 4;
+    const int rows = taken * kStrip, pitch = rows * (kGated + 1) + 4;
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = min(static_cast<int>(M) - static_cast<int>(blockIdx.y) * tokens, tokens);
     u8* tables = shared;
@@ -80,8 +80,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
     const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
     // The warp's strips, each of two weights if gated: every kStrips-th, of which `turns` are left.
-    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * kStrips * rounds + warp % kStrips;
-    struct Chunk { int turns, at; bool other; } now = {max(min(rounds, (weights.strips - first_strip + kStrips - 1) / kStrips), 0), 0, false};  // `other`: of the second weight
+    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * taken + warp % kStrips, all_strips = min(weights.strips - first_strip, taken - warp % kStrips);
+    struct Chunk { int turns, at; bool other; } now = {max((all_strips + kStrips - 1) / kStrips, 0), 0, false};  // `other`: of the second weight
     const int behind_last = first_strip + now.turns * kStrips;
     const auto strip_of = [&](const Chunk& chunk) { return behind_last - chunk.turns * kStrips; };
     const auto step = [&](Chunk& chunk) {
@@ -464,7 +464,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if constexpr (kFour) { if (four_ends) four = coming_four; }
         if (ends) {
-            const int pitch = kStrips * kStrip * anew(rounds) * (kGated + 1) + 4;
+            const int pitch = kStrip * anew(taken) * (kGated + 1) + 4;
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
@@ -485,7 +485,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
     // What the beginning knew would take registers in the loop.
-    const int own_rows = kStrips * kStrip * anew(rounds), own_pitch = own_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int own_rows = kStrip * anew(taken), own_pitch = own_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const Ending end = ending;
     const Turn turn(own_rows, threadIdx.x, kThreads, end.reciprocal);
     if (__builtin_expect(end.type >= 0, 1)) {

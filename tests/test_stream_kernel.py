@@ -39,19 +39,24 @@ ROWS = [
     for rows in range(1, 34)
 ]
 
-# Of x [13, K] and a weight of 70 rows: tokens, tiles, strips, depth, split, rounds.
+# Of x [13, K] and a weight of 70 rows: tokens, tiles, strips, depth, split, strips taken.
 SHAPES = [
-    (13, 2, 5, 1, 1, 1),
-    (4, 1, 2, 2, 1, 3),
+    (13, 2, 5, 1, 1, 5),
+    (4, 1, 2, 2, 1, 6),
     (13, 2, 1, 4, 1, 5),
     (5, 1, 1, 8, 1, 2),
-    (8, 1, 3, 3, 1, 1),
-    (13, 4, 2, 5, 1, 2),
-    (1, 1, 4, 1, 1, 4),
+    (8, 1, 3, 3, 1, 3),
+    (13, 4, 2, 5, 1, 4),
+    (1, 1, 4, 1, 1, 16),
 ]
-SPLIT = [(13, 2, 3, 2, 2, 1), (5, 1, 1, 4, 2, 3)]  # with clusters of two blocks
+UNEVEN = [
+    (13, 2, 3, 2, 1, 5),
+    (13, 2, 4, 1, 2, 5),
+    (13, 4, 2, 2, 1, 3),
+]  # last rounds of fewer strips
+SPLIT = [(13, 2, 3, 2, 2, 3), (5, 1, 1, 4, 2, 3)]  # with clusters of two blocks
 DIVIDED = [
-    *((Case("nf4", "float16", 13, (70, 1100)), shape) for shape in SHAPES),
+    *((Case("nf4", "float16", 13, (70, 1100)), shape) for shape in SHAPES + UNEVEN),
     *(
         (Case(name, dtype, 13, (70, depth), options=options), shape)
         for name, dtype, depth, options in (
@@ -61,7 +66,7 @@ DIVIDED = [
             ("int4", "bfloat16", 1100, (("block_size", 320),)),
             ("int8", "float16", 1100, (("block_size", (8, 128)),)),
         )
-        for shape in (SHAPES[1], SPLIT[0])
+        for shape in (SHAPES[1], SPLIT[0], UNEVEN[1])
     ),
     (Case("nf4", "float16", 13, (70, 1100)), SPLIT[1]),
     (Case("nf4", "float16", 13, (70, 200)), SPLIT[1]),  # parts of K that have no unit
@@ -73,10 +78,10 @@ DIVIDED = [
             ("nf4", "float16", (("double_quant", True),)),
             ("int8", "bfloat16", (("scale_dtype", "float32"),)),
         )
-        for shape in ((4, 1, 2, 2, 1, 3), (4, 1, 4, 3, 1, 2), (4, 1, 1, 1, 2, 6))
+        for shape in ((4, 1, 2, 2, 1, 6), (4, 1, 4, 3, 1, 8), (4, 1, 1, 1, 2, 6))
     ),
     # 8 units ahead, in whole chunks and not.
-    (Case("int3", "float16", 3, (70, 1100)), (3, 1, 2, 1, 1, 3, 8)),
+    (Case("int3", "float16", 3, (70, 1100)), (3, 1, 2, 1, 1, 6, 8)),
     (Case("int3", "bfloat16", 8, (70, 1024)), (8, 1, 1, 2, 1, 5, 8)),
 ]
 # Weights that are not prepacked, but whose rows lie as this kernel can read them.
@@ -109,7 +114,7 @@ DIRECT = [
 # So much of K for a warp that what follows comes to L2 by lines, of the last rows' strip too.
 DIRECT_DIVIDED = [
     (Case("int4", "float16", 2, (35, 1280)), (2, 1, 1, 1, 1, 2)),
-    (Case("int8", "bfloat16", 4, (37, 2304)), (4, 1, 2, 1, 1, 1)),
+    (Case("int8", "bfloat16", 4, (37, 2304)), (4, 1, 2, 1, 1, 2)),
     (Case("nf4", "float16", 1, (17, 1280)), (1, 1, 1, 1, 2, 2)),
 ]
 # The same on sm_90, where codes go through shared memory: fewer units than a chunk has, chunks and
@@ -168,9 +173,9 @@ PARTS = [
     )
     for rows, numbers in (
         (1, (1, 1, 1, 1, 1, 3)),
-        (2, (2, 1, 2, 5, 1, 2)),
+        (2, (2, 1, 2, 5, 1, 4)),
         (8, (8, 1, 1, 4, 2, 3)),
-        (8, (5, 1, 3, 2, 1, 1)),
+        (8, (5, 1, 3, 2, 1, 3)),
     )
 ]
 GATED = [
@@ -184,7 +189,7 @@ NO_PLACE = ("huge", "tiny", "all sizes")  # levels in 16 bits: infinite, or all 
 
 
 def divided(numbers: tuple[int, ...]) -> Any:
-    """The rule names these tokens, tiles, strips, depth, split and rounds, and units ahead."""
+    """The rule names these tokens, tiles, strips, depth, split, strips taken, and units ahead."""
     rule = stream.divide
 
     def divide(*problem: Any, **options: Any) -> Shape:

@@ -63,13 +63,13 @@ def test_streams_fit_and_cover_everything_once(
     if not long:
         assert all(border % units_of_group == 0 for border in borders[:-1])
     own = [borders[(r + 1) * shape.depth] - borders[r * shape.depth] for r in range(shape.split)]
-    pitch = shape.strips * shape.rounds * 16 * (1 + gated) + 4
+    pitch = shape.taken * 16 * (1 + gated) + 4
     sums = shape.depth * shape.tiles * 8 * pitch * 4
     assert table + 16 + max(own) * shape.tokens * 128 + sums <= bytes
-    # Strips: blocks * rounds * strips of them, of which the last may not exist.
-    blocks = -(-strips // (shape.strips * shape.rounds))
-    assert blocks * shape.strips * shape.rounds >= strips
-    assert (blocks - 1) * shape.strips * shape.rounds < strips
+    # Strips: of the last block some may not exist; two weights' strips alternate by whole rounds.
+    blocks = -(-strips // shape.taken)
+    assert (blocks - 1) * shape.taken < strips
+    assert not gated or shape.taken % shape.strips == 0
     assert blocks * shape.split < 1 << 31
 
 
@@ -81,7 +81,7 @@ def test_usual_products_are_one_wave():
             shape = stream.divide(rows, columns, depth, groups, stream.Memory(), 90, 132)
             assert shape is not None
             assert shape.tokens == (8 if (rows, depth) == (16, 14336) else rows)
-            blocks = -(-columns // 16 // (shape.strips * shape.rounds)) * shape.split
+            blocks = -(-columns // 16 // shape.taken) * shape.split
             assert blocks <= 132
     for columns in (4096, 32_000, 128_256):
         shape = stream.divide(8, columns, 4096, groups, stream.Memory(), 86, 28)
@@ -156,11 +156,33 @@ def test_groups_that_go_through_shared_memory(name, options, row, floats):
 
 
 def test_no_warp_has_strips_of_its_own():
-    """Where a block has many: all warps read some strips together, if none takes more of them."""
+    """Where a block has many: all warps read some strips together, if none takes more of them; of
+    several tiles each has its own, so that schedulers have as much to do."""
     groups = Groups(2, 1)
-    for rows, numbers in ((1, (2, 8, 7)), (8, (4, 4, 7)), (16, (14, 1, 2))):
+    for rows, numbers in ((1, (2, 8, 7)), (8, (4, 4, 7)), (16, (16, 1, 2))):
         shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
         assert shape is not None and (shape.strips, shape.depth, shape.rounds) == numbers
+
+
+@pytest.mark.parametrize(
+    ("warps", "depth", "taken", "load"),
+    [(14, 1, 28, 8), (16, 1, 28, 7), (8, 2, 28, 7), (7, 2, 28, 8), (6, 2, 28, 7), (1, 1, 3, 3)],
+)
+def test_the_load_of_a_scheduler_is_that_of_every_fourth_warp(warps, depth, taken, load):
+    assert stream._load(stream.Shape(16, 2, warps, depth, 2, taken, 4)) == load
+
+
+def test_schedulers_have_as_much_to_do_where_there_are_several_tiles():
+    groups = Groups(2, 1)
+    for columns, depth in ((14336, 4096), (28672, 8192), (11008, 4096), (128_256, 4096)):
+        for pressure in (0, 1, 2):
+            rest = groups, stream.Memory(), 90, 132
+            shape = stream.divide(16, columns, depth, *rest, pressure=pressure)
+            assert shape is not None
+            even = shape.taken / stream.SCHEDULERS
+            assert even <= stream._load(shape) <= max(1.07 * even, even + 0.5)
+        gated = stream.divide(16, columns, depth, *rest, gated=True)
+        assert gated is not None and gated.taken % gated.strips == 0
 
 
 @pytest.mark.parametrize(("bits", "numbers"), [(4, (4, 4, 1)), (3, (4, 4, 1)), (2, (2, 8, 2))])
@@ -183,7 +205,7 @@ def test_two_blocks_share_x_where_it_is_large(rows, depth, split):
 
 @pytest.mark.parametrize(
     ("columns", "depth", "numbers"),
-    [(8192, 8192, (8, 2, 1)), (14336, 4096, (14, 1, 1)), (28672, 8192, (6, 2, 5))],
+    [(8192, 8192, (8, 2, 1)), (14336, 4096, (6, 2, 3)), (28672, 8192, (12, 1, 3))],
 )
 def test_three_bits_have_more_warps_where_each_has_one_strip(columns, depth, numbers):
     fmt = cq.get_format("int3")

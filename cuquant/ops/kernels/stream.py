@@ -1,6 +1,6 @@
 """Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,6 +22,7 @@ BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 BLOCKS, FINE = 3, 5
 WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16, 12, 8, 8, 8, 8, 8, 8), (8,) * 8)
 TILE = 8  # rows of x that one product of a warp takes
+SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
@@ -42,9 +43,10 @@ class Shape:
     ----------
     tokens, tiles
         Rows of x of a block, and the products of 8 that they take.
-    strips, depth, split, rounds
-        Strips of the weight and parts of K that a block's warps share; blocks that share K; and
-        how often a warp takes another strip.
+    strips, depth, split
+        Strips of the weight and parts of K that a block's warps share; blocks that share K.
+    taken
+        Strips that a block takes, so many as its warps share at a time.
     ahead
         Units that are loaded ahead.
     """
@@ -54,8 +56,13 @@ class Shape:
     strips: int
     depth: int
     split: int
-    rounds: int
+    taken: int
     ahead: int
+
+    @property
+    def rounds(self) -> int:
+        """How often a warp takes a strip, at most."""
+        return -(-self.taken // self.strips)
 
 
 def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
@@ -128,7 +135,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
-    pitch = shape.strips * shape.rounds * STRIP * (2 if gated else 1) + 4
+    pitch = shape.taken * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
     sums = shape.depth * shape.tiles * TILE * pitch * 4
     return memory.table + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
@@ -159,6 +166,10 @@ def divide(
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = _has_clusters(arch)
     most = most or (prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD)
+
+    def fits(shape: Shape) -> bool:
+        return shared_bytes(shape, groups, units, memory, gated) <= most
+
     tokens = min(rows, MOST_TILES * TILE)
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
@@ -168,21 +179,23 @@ def divide(
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
         warps = _warps(tiles, pressure, clusters)
         for split, each in _shares(splits, all_each, warps):
-            found: list[Shape] = []
             least = -(-each // warps)
-            for rounds in range(least, min(each, least + MOST_MORE) + 1):
-                own = -(-each // rounds)
-                deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
-                shape = Shape(tokens, tiles, own, deep, split, rounds, ahead)
-                if shared_bytes(shape, groups, units, memory, gated) <= most:
-                    found.append(shape)
+            most_rounds = min(each, least + MOST_MORE)
+            blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
+            owns = [(-(-each // rounds), rounds) for rounds in range(least, most_rounds + 1)]
+            whole = [(own, own * rounds) for own, rounds in owns]
+            found = list(filter(fits, _filled(blank, whole, warps, units)))
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
                 usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
                 shape = _deeper(usual, found, bits)
+                if tiles > 1 and not gated:
+                    few, many = -(-each // most_rounds), min(warps, each)
+                    rest = [(own, each) for own in range(few, many + 1)]
+                    shape = _even(usual, filter(fits, _filled(blank, rest, warps, units)))
                 long = replace(shape, ahead=farther)
-                fits = farther and shared_bytes(long, groups, units, memory, gated) <= most
-                return long if fits and _is_long(shape, units, farther) else shape
+                is_long = farther and fits(long) and _is_long(shape, units, farther)
+                return long if is_long else shape
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
 
@@ -193,9 +206,34 @@ def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
     warps have work."""
     if (usual.depth > 1 and bits > 2) or usual.tiles > 1:
         return usual
-    most = usual.strips * usual.rounds
-    others = [s for s in found if s.strips * s.rounds <= most]
+    others = [s for s in found if s.taken <= usual.taken]
     return max(others, key=lambda s: (s.strips * s.depth, s.depth))
+
+
+def _filled(
+    blank: Shape, strips: Iterable[tuple[int, int]], warps: int, units: int
+) -> Iterator[Shape]:
+    """Shapes whose warps share so many strips at a time and take so many: with the parts of K that
+    give the other warps work."""
+    for own, taken in strips:
+        deep = max(min(warps // own, MOST_DEPTH, units // (blank.split * blank.ahead)), 1)
+        yield replace(blank, strips=own, depth=deep, taken=taken)
+
+
+def _even(usual: Shape, others: Iterable[Shape]) -> Shape:
+    """For several tiles, where instructions take the time, the shape whose warps keep schedulers
+    busy alike, if that is a gain."""
+    best = min(others, key=lambda s: (_load(s), s.rounds, -s.strips * s.depth), default=usual)
+    return best if _load(best) < 0.95 * _load(usual) else usual
+
+
+def _load(shape: Shape) -> float:
+    """Strips that the warps of one scheduler take at most, each as much of K as it has."""
+    loads = [0.0] * SCHEDULERS
+    for warp in range(shape.strips * shape.depth):
+        turns = -(-(shape.taken - warp % shape.strips) // shape.strips)
+        loads[warp % SCHEDULERS] += turns / shape.depth
+    return max(loads)
 
 
 def _farther(fmt: Format, groups: Groups, layout: str) -> int:
@@ -339,7 +377,7 @@ class Stream:
         shape, groups, wide, memory = division
         strips = -(-product.columns // STRIP)
         dtype, whole = product.x.dtype.name, memory.whole
-        blocks = -(-strips // (shape.strips * shape.rounds)) * shape.split
+        blocks = -(-strips // shape.taken) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
             _program(fmt, dtype, shape, groups, first.layout, gated, wide, whole),
@@ -356,7 +394,7 @@ class Stream:
         if product.x.is_aligned():
             copies = IN_RUNS if backend.arch >= 90 else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
-        rest = (*numbers, shape.rounds, shape.tokens, copies)
+        rest = (*numbers, shape.taken, shape.tokens, copies)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
