@@ -43,9 +43,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing, kGroupUnits != 1>;
+    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing ? kAhead : 0, kGroupUnits != 1>;
     constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
-    static_assert(!kRing || (kRows && kAhead == kChunkUnits), "chunks of rows");
+    static_assert(!kRing || (kRows && (kAhead == 4 || Rows::span == 2)), "chunks of rows");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
@@ -154,7 +154,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<kRing, ChunkCopies<kBits>, Nothing> copies_of_rows(row_bytes, lane);
+    const Choice<kRing, ChunkCopies<kBits, kAhead, Rows::row_bytes>, Nothing> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.turns > 0) {
             const Prepacked& own = kGated && chunk.other ? second : weights;

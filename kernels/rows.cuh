@@ -4,7 +4,7 @@
 // Of each 64 columns, lane 4 g + t loads the 16 from 16 t on, of rows g and g + 8: `bits` half words. It multiplies
 // them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
 // scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
-// s has columns 16 s .. 16 s + 15. From shared memory (kRing) a lane reads, of 4 bits, 8 columns of each half of the unit
+// s has columns 16 s .. 16 s + 15. From shared memory a lane reads, of 4 bits, 8 columns of each half of the unit
 // instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one; and of 3 bits, where groups are not shorter,
 // the 32 columns of two units from 32 t on, which are whole words (rows on 16 bytes have an even number of units).
 #pragma once
@@ -14,11 +14,12 @@
 
 namespace cuquant {
 
-// kJoined: neighbouring codes are a pair, which is looked up: see PairDecoder. kLong: groups are two units or more.
-template <class Packing, int kFine, bool kJoined, bool kRing, bool kLong>
+// kJoined: neighbouring codes are a pair, which is looked up: see PairDecoder. kRing: units of a chunk in shared memory, or 0.
+// kLong: groups are two units or more.
+template <class Packing, int kFine, bool kJoined, int kRing, bool kLong>
 struct RowWords {
     static constexpr int bits = Packing::bits;
-    static constexpr int span = kRing && kLong && bits == 3 ? 2 : 1;  // units that are multiplied together
+    static constexpr int span = kRing > 0 && kLong && bits == 3 ? 2 : 1;  // units that are multiplied together
     static constexpr int loaded = (bits * span + 1) / 2;              // words of a row
     static constexpr bool string = bits == 3 && (kJoined || span == 2);  // codes stay where they are
     using Pairs = Choice<!string, RowPairs<bits>, Choice<kJoined, JoinedString, ApartString>>;
@@ -26,9 +27,9 @@ struct RowWords {
     // of words, and 8 .. 15 to the high ones.
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
     static constexpr int words = in_place || string ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
-    static constexpr bool halves = kRing && bits == 4;                    // a lane has columns of both halves of a unit
+    static constexpr bool halves = kRing > 0 && bits == 4;                    // a lane has columns of both halves of a unit
     static constexpr bool fours = kFine == 4 || (kFine == 2 && !halves);  // of each 16 columns it gets four
-    static constexpr int row_bytes = 32 * bits;                           // of a chunk
+    static constexpr int row_bytes = kRing * 8 * bits + (bits == 3 ? 16 : 0);  // of a chunk: of 3 bits lanes would meet banks twice
     u32 w[2 * loaded];
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
@@ -171,11 +172,12 @@ struct RowWords {
     }
 };
 
-// Chunks of 4 units, of 16 rows, on their way to a warp's ring in shared memory: whole lines take the cache fewer
-// requests than what lanes load of rows. Vector v of a row of 4 bits lies at v ^ row % 8. Rows begin on 16 bytes.
-template <int kBits>
+// Chunks of kUnits, of 16 rows, on their way to a warp's ring in shared memory: whole lines take the cache fewer
+// requests than what lanes load of rows. Rows lie kRowBytes apart, and vector v of a row of 4 bits at v ^ row % 8. Rows begin
+// on 16 bytes.
+template <int kBits, int kUnits, int kRowBytes>
 struct ChunkCopies {
-    static constexpr int vectors = 2 * kBits, at_once = vectors > 8 ? 2 : 4;  // of a row, and rows
+    static constexpr int vectors = kUnits * kBits / 2, at_once = vectors > 8 ? 2 : 4;  // of a row, and rows
     u32 from, to;  // the lane's first vector, counted from where the first row begins
     bool here;
 
@@ -185,14 +187,14 @@ struct ChunkCopies {
         to = place(row, vector);
         here = row < at_once;
     }
-    __device__ static constexpr int place(int row, int vector) { return (row * vectors + (kBits == 4 ? vector ^ row % 8 : vector)) * 16; }
+    __device__ static constexpr int place(int row, int vector) { return row * kRowBytes + (kBits == 4 ? vector ^ row % 8 : vector) * 16; }
     // `first`: where the chunk of the first row begins; of rows that are not there it gets the last one.
     __device__ void copy(u8* ring, const u8* first, i64 row_bytes, i64 rows, int units, int lane) const {
-        if (rows >= kStrip && units >= kChunkUnits) {
+        if (rows >= kStrip && units >= kUnits) {
             if (!here) return;
 #pragma unroll
             for (int i = 0; i < kStrip / at_once; ++i)
-                copy_ahead(ring + i * at_once * vectors * 16 + (kBits == 4 ? to ^ i % 2 * 64 : to), first + from + i * at_once * row_bytes);
+                copy_ahead(ring + i * at_once * kRowBytes + (kBits == 4 ? to ^ i % 2 * 64 : to), first + from + i * at_once * row_bytes);
         } else {
 #pragma unroll 1
             for (int v = lane; v < kStrip * vectors; v += 32) {

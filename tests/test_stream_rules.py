@@ -14,28 +14,30 @@ from cuquant.ops.kernels.operands import Problem, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
 
-def parts_of_k(shape: stream.Shape, groups: Groups, units: int, whole: bool) -> list[int]:
+def parts_of_k(shape: stream.Shape, groups: Groups, units: int, chunk: int) -> list[int]:
     """Where the kernel's parts of K begin and end, in units: matmul_stream.cu's `border`."""
     group = groups.units or 1 << 20
-    share = shape.ahead if whole or group >= shape.ahead else group
+    share = shape.ahead if chunk or group >= shape.ahead else group
     shares, parts = -(-units // share), shape.split * shape.depth
     return [min(shares * part // parts * share, units) for part in range(parts + 1)]
 
 
 @given(
     st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
-    processors, st.booleans(), st.integers(0, len(stream.WARPS[0]) - 1), st.booleans(),
+    processors, st.booleans(), st.integers(0, len(stream.WARPS[0]) - 1), st.sampled_from([0, 4, 8]),
     st.sampled_from([0, 192, 768, 4096]),
 )  # fmt: skip
-@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, False, 0)
-@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, False, 0)
-@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, True, 4096)
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, 0, 0)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, 0, 0)
+@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, 4, 4096)
 def test_streams_fit_and_cover_everything_once(
-    rows, columns, depth, groups, table, arch, processors, gated, pressure, whole, ring
+    rows, columns, depth, groups, table, arch, processors, gated, pressure, chunk, ring
 ):  # fmt: skip
     if groups.fine == 1:
         pressure = min(pressure, stream.FINE - 1)
-    memory = stream.Memory(table, ring, whole)
+    if groups.units not in (0, 1, 2, 4):
+        chunk = 0
+    memory = stream.Memory(table, ring, chunk)
     shape = stream.divide(rows, columns, depth, groups, memory, arch, processors, gated, pressure)
     units, strips = -(-depth // 64), -(-columns // 16)
     if shape is None:
@@ -58,7 +60,7 @@ def test_streams_fit_and_cover_everything_once(
     assert (units_of_group % shape.ahead if long else shape.ahead % units_of_group) == 0
     # K: the parts follow each other, begin with a group where they add up by groups, and x of a
     # block's part lies in what shared_bytes counts.
-    borders = parts_of_k(shape, groups, units, whole)
+    borders = parts_of_k(shape, groups, units, chunk)
     assert borders[0] == 0 and borders[-1] == units and borders == sorted(borders)
     if not long:
         assert all(border % units_of_group == 0 for border in borders[:-1])
@@ -95,14 +97,14 @@ def test_codes_by_rows_that_go_through_shared_memory(name):
     problem = Problem(1, 4096, 14336, cq.get_format(name), rows, "float16", True, 90, 132)
     for count, wide in ((1, True), (2, True), (4, True), (8, False)):
         found = stream.division_of(replace(problem, rows=count))
-        assert found is not None and found.memory.whole and found.memory.ring == 2 * 16 * 128
+        assert found is not None and found.memory.chunk and found.memory.ring == 2 * 16 * 128
         assert (found.wide, found.shape.tokens) == (wide, count)
         assert found.shape.strips * found.shape.depth == 16
     for other in (*(replace(problem, arch=arch) for arch in (80, 89, 100, 120)),):
         found = stream.division_of(other)
-        assert found is not None and not found.memory.whole and found.memory.ring == 0
+        assert found is not None and not found.memory.chunk and found.memory.ring == 0
     found = stream.division_of(replace(problem, layout=FRAGMENTS_LAYOUT))
-    assert found is not None and not found.memory.whole
+    assert found is not None and not found.memory.chunk
 
 
 @pytest.mark.parametrize(
@@ -124,8 +126,10 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     fmt = cq.get_format(name, block_size=block)
     problem = Problem(1, 4096, depth, fmt, Weight.layout, "float16", True, 90, 132)
     found = stream.division_of(problem)
-    assert found is not None and found.memory.whole == through
-    assert found.memory.ring == (2 * 16 * 32 * fmt.bits if through else 0)
+    assert found is not None and bool(found.memory.chunk) == through
+    chunk = 8 if fmt.bits == 3 else 4
+    row = chunk * 8 * fmt.bits + (16 if fmt.bits == 3 else 0)
+    assert found.memory.ring == (2 * 16 * row if through else 0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_groups_that_go_through_shared_memory(name, options, row, floats):
     for arch in (80, 90, 120):
         problem = Problem(1, 4096, 4096, fmt, FRAGMENTS_LAYOUT, "float16", True, arch, 132)
         found = stream.division_of(problem)
-        assert found is not None and not found.memory.whole
+        assert found is not None and not found.memory.chunk
         assert found.memory.ring == 16 * (2 * row + 4 * floats)
 
 

@@ -121,18 +121,18 @@ class Memory(NamedTuple):
         A codebook's.
     ring
         Of a warp, for what it copies of chunks.
-    whole
-        Whether warps share K in whole chunks.
+    chunk
+        Units of a chunk of codes that the ring holds: then warps share K in whole ones.
     """
 
     table: int = 0
     ring: int = 0
-    whole: bool = False
+    chunk: int = 0
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
     """Dynamic shared memory of a block."""
-    share = shape.ahead if memory.whole or not groups.units else min(groups.units, shape.ahead)
+    share = shape.ahead if memory.chunk or not groups.units else min(groups.units, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.taken * STRIP * (2 if gated else 1) + 4
@@ -173,7 +173,7 @@ def divide(
     tokens = min(rows, MOST_TILES * TILE)
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
-        ahead = _ahead(groups, bits, pressure, tiles)
+        ahead = memory.chunk or _ahead(groups, bits, pressure, tiles)
         large = tokens > TILE or tokens * units * ROW_BYTES > LARGE_X
         splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
@@ -276,16 +276,11 @@ def division_of(problem: Problem) -> Division | None:
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
-    if codes:
-        ring = RING_CHUNKS * STRIP * CHUNK * UNIT * fmt.bits // 8
-        if fmt.bits < 5 or not prepacked.table_bytes(fmt):
-            pressure = min(pressure, 1)
-    else:
-        ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
-    small, large = (
-        Memory(prepacked.table_bytes(fmt, wide=wide), ring, codes)
-        for wide in (False, _has_clusters(p.arch))
-    )
+    if codes and (fmt.bits < 5 or not prepacked.table_bytes(fmt)):
+        pressure = min(pressure, 1)
+    ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
+    tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
+    small, large = (Memory(table, ring) for table in tables)
 
     def divided(memory: Memory, most: int = 0, pressure: int = pressure) -> Division | None:
         rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther
@@ -295,8 +290,16 @@ def division_of(problem: Problem) -> Division | None:
         return Division(shape, groups, memory.table > small.table, memory)
 
     if codes:
-        # The larger table saves instructions, unless it leaves room for fewer warps or half of x.
-        return min(filter(None, map(divided, (large, small))), key=_cost, default=None)
+        # The larger table saves instructions, and 192 bytes of a row of 3 bits are whole bursts of
+        # memory's, unless they leave room for fewer warps or half of x.
+        small_codes = fmt.bits == 3 and groups.units != 1
+        chunks = (2 * CHUNK, CHUNK) if small_codes else (CHUNK,)
+        rooms = [
+            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk), chunk)
+            for table in tables[::-1]
+            for chunk in chunks
+        ]
+        return min(filter(None, map(divided, rooms)), key=_cost, default=None)
     if by_rows:
         found = divided(large, ROWS_SHARED)
         if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
@@ -350,6 +353,11 @@ def _has_ring(bits: int, groups: Groups, units: int) -> bool:
     return bits in (3, 5, 6, 7) or (bits == 4 and (groups.fine > 1 or groups.units == 1))
 
 
+def _row_bytes(bits: int, chunk: int) -> int:
+    """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
+    return chunk * UNIT * bits // 8 + (16 if bits == 3 else 0)
+
+
 def _cost(division: Division) -> tuple[int, int, int, int]:
     s = division.shape
     return -s.tokens, s.rounds, -s.strips * s.depth, s.split
@@ -376,11 +384,11 @@ class Stream:
         assert division is not None
         shape, groups, wide, memory = division
         strips = -(-product.columns // STRIP)
-        dtype, whole = product.x.dtype.name, memory.whole
+        dtype = product.x.dtype.name
         blocks = -(-strips // shape.taken) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, dtype, shape, groups, first.layout, gated, wide, whole),
+            _program(fmt, dtype, shape, groups, first.layout, gated, wide, memory.chunk > 0),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             shared_bytes(shape, groups, units, memory, gated),
