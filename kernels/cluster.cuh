@@ -95,15 +95,13 @@ __device__ float4 added(const float* from, int apart) {
     return total;
 }
 
-// The same of what is stored: kGated: each `set` rows are followed by those of the second weight, and the result is
-// silu(first) * second.
+// The same of what is stored: kGated: those of the second weight are `set` floats further, and the result is silu(first) * second.
 template <int kParts, bool kGated>
 __device__ float4 result_of(const float* line, int first, int set, int apart) {
-    const float* from = line + (kGated ? first / set * set + first : first);
-    float4 total = added<kParts>(from, apart);
+    float4 total = added<kParts>(line + first, apart);
     if constexpr (kGated) {
         activate_4<kSilu>(total);
-        const float4 other = added<kParts>(from + set, apart);
+        const float4 other = added<kParts>(line + first + set, apart);
         total = make_float4(total.x * other.x, total.y * other.y, total.z * other.z, total.w * other.w);
     }
     return total;

@@ -396,6 +396,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
     static_assert(kSplit <= 2, "a lane has sums of an even and an odd token");
+    constexpr bool kOneByOne = kTiles == 2 && kThreads > 384 && (kFine > 1 || kBits == 8 || (kGated && (kBits != 4 || Decode::table_bytes > 0 || kDepth > 1)));
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
@@ -423,6 +424,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if constexpr (kFine > 1 || !kLong) no_sums();  // as they are, but the compiler does not know
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
+                if (kOneByOne && whole && d > 0 && anew(here) <= d) break;  // never
                 if (whole || d < here) {
                     if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
                     multiply(d, now.at + d);
@@ -441,7 +443,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 }
             }
         };
-        // Without conditions the compiler mixes neighbouring units.
+        // Without conditions the compiler mixes neighbouring units, which registers of many warps are too few for.
         constexpr bool kLoads = !kRing;  // units come one by one
         const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
         if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
@@ -464,7 +466,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if constexpr (kFour) { if (four_ends) four = coming_four; }
         if (ends) {
-            const int pitch = kStrip * anew(taken) * (kGated + 1) + 4;
+            const int rows = kStrip * anew(taken), pitch = rows * (kGated + 1) + 4;
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
@@ -477,7 +479,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                         total[q][2 * half + r] = 0.0f;
                     }
             }
-            own_sums += kStrips * kStrip;
+            own_sums += !kGated ? kStrips * kStrip : now.other ? kStrips * kStrip - rows : rows;
         }
         now = next;
     }
@@ -489,9 +491,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const Ending end = ending;
     const Turn turn(own_rows, threadIdx.x, kThreads, end.reciprocal);
     if (__builtin_expect(end.type >= 0, 1)) {
-        store_whole<kSplit, kParts, kGated>(end, sums, own_pitch, kLines * own_pitch, kStrips * kStrip, turn, own_rank);
+        store_whole<kSplit, kParts, kGated>(end, sums, own_pitch, kLines * own_pitch, own_rows, turn, own_rank);
     } else {
-        store_sums<kSplit, kParts, kGated>(epilogue, sums, own_pitch, kLines * own_pitch, end.lines, kStrips * kStrip, static_cast<i64>(blockIdx.y) * anew(tokens),
+        store_sums<kSplit, kParts, kGated>(epilogue, sums, own_pitch, kLines * own_pitch, end.lines, own_rows, static_cast<i64>(blockIdx.y) * anew(tokens),
                                            static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn, own_rank);
     }
 }

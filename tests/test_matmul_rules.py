@@ -241,10 +241,11 @@ def test_usual_problems():
     """Few rows are streamed, many go to the tensor cores, and all else is there too."""
     assert choose(PROBLEM) == "stream"
     assert choose(replace(PROBLEM, rows=8)) == "stream"
-    assert choose(replace(PROBLEM, rows=16, columns=14336)) == "stream"  # 112 blocks
-    assert choose(replace(PROBLEM, rows=16, columns=8192)) == "hopper"  # 128
-    assert choose(replace(PROBLEM, rows=16, columns=8192, aligned=False)) == "stream"
-    assert choose(replace(PROBLEM, rows=16, format=LAID["nf4"])) == "hopper"
+    assert choose(replace(PROBLEM, rows=16)) == "stream"
+    nf4 = replace(PROBLEM, rows=16, format=LAID["nf4"])
+    assert choose(nf4) == choose(replace(nf4, rows=8)) == "hopper"
+    assert choose(replace(nf4, rows=4)) == "stream"
+    assert choose(replace(nf4, gated=True)) == choose(replace(nf4, aligned=False)) == "stream"
     assert choose(replace(PROBLEM, rows=17)) == "hopper"
     assert choose(replace(PROBLEM, rows=512, arch=100)) == "stream"
     assert choose(replace(PROBLEM, rows=512, arch=89)) == "stream"
@@ -269,19 +270,22 @@ def test_usual_problems():
 @pytest.mark.parametrize(
     ("name", "columns", "depth", "wanted"),
     [
-        ("q4_0", 14336, 4096, "stream"),
-        ("q4_0", 8192, 8192, "hopper"),
-        ("q6_k", 28672, 8192, "stream"),
-        ("iq4_nl", 28672, 8192, "hopper"),
+        ("int3", 4096, 4096, "stream"),
+        ("int8", 8192, 8192, "stream"),
+        ("uint4", 28672, 8192, "stream"),
+        ("int4", 4096, 14336, "hopper"),  # x does not fit
+        ("q4_0", 4096, 4096, "stream"),
+        ("k3", 4096, 4096, "stream"),
+        ("mxfp4", 4096, 4096, "hopper"),
+        ("mxfp4", 8192, 8192, "stream"),
+        ("fp6_e2m3", 4096, 4096, "hopper"),
+        ("iq4_nl", 28672, 8192, "stream"),
         ("nf4", 28672, 8192, "hopper"),
-        ("int3", 28672, 8192, "stream"),
-        ("int3", 8192, 8192, "stream"),
-        ("int3", 14336, 4096, "hopper"),
-        ("int2", 8192, 8192, "stream"),
-        ("int2", 4096, 4096, "hopper"),
     ],
 )
-def test_16_rows_of_x_are_streamed_where_weights_are_large(name, columns, depth, wanted):
+def test_16_rows_of_x_are_streamed_where_weights_are_not_looked_up_or_large(
+    name, columns, depth, wanted
+):
     problem = replace(PROBLEM, rows=16, columns=columns, depth=depth, format=cq.get_format(name))
     assert choose(problem) == wanted
 

@@ -66,7 +66,7 @@ DIVIDED = [
             ("int4", "bfloat16", 1100, (("block_size", 320),)),
             ("int8", "float16", 1100, (("block_size", (8, 128)),)),
         )
-        for shape in (SHAPES[1], SPLIT[0], UNEVEN[1])
+        for shape in (SHAPES[1], SPLIT[0], UNEVEN[1], (13, 2, 4, 4, 1, 5))
     ),
     (Case("nf4", "float16", 13, (70, 1100)), SPLIT[1]),
     (Case("nf4", "float16", 13, (70, 200)), SPLIT[1]),  # parts of K that have no unit
@@ -184,6 +184,12 @@ GATED = [
     ("q4_k", "q4_k", {}),
     ("uint3", "uint3", {"block_size": 32}),
 ]
+GATED_UNEVEN = [
+    (GATED[0], UNEVEN[0]),
+    (GATED[2], UNEVEN[1]),
+    (GATED[3], UNEVEN[2]),
+    (("int4", "int4", {}), (13, 2, 4, 4, 1, 5)),
+]
 UNLIKE = [("nf4", "int4"), ("q4_0", "nf4")]
 NO_PLACE = ("huge", "tiny", "all sizes")  # levels in 16 bits: infinite, or all of them 0
 
@@ -240,6 +246,9 @@ def built() -> None:
             pair = map(cq.prepack, gated(*names))
             run(cq.swiglu, normal((rows, 256), "float16"), *pair)
     run(cq.swiglu, normal((3, 256), "float16"), *gated(*GATED[0]))
+    for names, numbers in GATED_UNEVEN:
+        with divided(numbers):
+            run(cq.swiglu, normal((13, 256), "float16"), *map(cq.prepack, gated(*names)))
     assert {program.file for program in recorder.programs} == {"matmul_stream.cu"}
     for pair in (two_codebooks(), *(gated(*names, {}) for names in UNLIKE)):
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
@@ -414,6 +423,16 @@ def test_swiglu(names, rows, run):
         y = run(cq.swiglu, x, *pair)
         assert y.dtype == np.float16 and y.shape == (rows, 70)
         assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
+
+
+@pytest.mark.parametrize(("names", "numbers"), GATED_UNEVEN, ids=str)
+def test_swiglu_whose_last_rounds_have_fewer_strips(names, numbers, run):
+    gate, up = gated(*names)
+    x = normal((13, 256), "float16")
+    true, bound = swiglu_bound(x, gate, up)
+    with divided(numbers):
+        y = run(cq.swiglu, x, cq.prepack(gate), cq.prepack(up))
+    assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
 
 
 def test_swiglu_of_codes_that_go_through_shared_memory(built):

@@ -275,36 +275,29 @@ def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) ->
     return -(-columns // (rounds * blocks * STRIP)) * STRIP
 
 
-# Where matmul_stream.cu is faster for 9 to 16 rows of x: strips of a weight of ggml's blocks, or
-# bytes of one of small integers, by bits, from so many for each multiprocessor on.
-STREAM_STRIPS, STREAM_BYTES = 6, {2: 100_000, 3: 180_000}
+FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul_stream.cu little to overlap
 
 
 def takes_few(p: Problem) -> bool:
     """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
 
-    Above 8 it is where most multiprocessors have a whole tile, or where weights take long to
-    decode, unless they are large and not looked up; above 4 where they are looked up, groups are
-    whole units, most have a tile, and a block's warpgroups all have the same rows.
+    Above 8 it is where weights are looked up in the large table by whole units, or where what is
+    not an integer has several groups in a unit and few strips for each multiprocessor; above 4
+    where they are looked up, groups are whole units, most multiprocessors have a tile, and a
+    block's warpgroups all have the same rows. Of two weights it never is.
     """
     assert p.format is not None
-    if p.rows <= 4:
+    if p.rows <= 4 or p.gated:
         return False
     shape = _shape(p)
-    full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
+    fine = Groups.of(p.format, p.depth).fine > 1
     if p.rows <= 8:
-        fine = Groups.of(p.format, p.depth).fine > 1
+        full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
         return shape.wide and full and shape.row_groups == 1 and not fine
-    if shape.wide:
-        return True
-    heavy = is_heavy(p.format, p.depth)
-    if p.format.is_blocks and -(-p.columns // STRIP) >= STREAM_STRIPS * p.multiprocessors:
-        return False
-    if isinstance(p.format.codec, Uniform) and not heavy and p.format.bits in STREAM_BYTES:
-        nbytes = p.columns * p.depth * p.format.bits // 8
-        if nbytes >= STREAM_BYTES[p.format.bits] * p.multiprocessors:
-            return False
-    return p.format.bits == 3 or heavy or full
+    if fine:
+        few = 2 * -(-p.columns // STRIP) < FEW_STRIPS * p.multiprocessors
+        return few and not isinstance(p.format.codec, Uniform)
+    return shape.wide
 
 
 def _has_place(shape: Shape, bits: int) -> bool:

@@ -1,6 +1,6 @@
 """Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,9 +20,10 @@ BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 # Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is for several groups in a
 # unit BLOCKS where a lane loads them, and FINE or more where they go through shared memory.
 BLOCKS, FINE = 3, 5
-WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16, 12, 8, 8, 8, 8, 8, 8), (8,) * 8)
+WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16,) * 8, (8,) * 8)
 TILE = 8  # rows of x that one product of a warp takes
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
+SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
@@ -180,19 +181,20 @@ def divide(
         warps = _warps(tiles, pressure, clusters)
         for split, each in _shares(splits, all_each, warps):
             least = -(-each // warps)
-            most_rounds = min(each, least + MOST_MORE)
-            blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
-            owns = [(-(-each // rounds), rounds) for rounds in range(least, most_rounds + 1)]
-            whole = [(own, own * rounds) for own, rounds in owns]
-            found = list(filter(fits, _filled(blank, whole, warps, units)))
+            found: list[Shape] = []
+            for rounds in range(least, min(each, least + MOST_MORE) + 1):
+                own = -(-each // rounds)
+                deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
+                shape = Shape(tokens, tiles, own, deep, split, each, ahead)
+                if fits(shape):
+                    found.append(shape)
             if found:  # the fewest rounds in which about as many warps have work as in any
                 best = max(shape.depth / shape.rounds for shape in found)
                 usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
                 shape = _deeper(usual, found, bits)
-                if tiles > 1 and not gated:
-                    few, many = -(-each // most_rounds), min(warps, each)
-                    rest = [(own, each) for own in range(few, many + 1)]
-                    shape = _even(usual, filter(fits, _filled(blank, rest, warps, units)))
+                if tiles > 1 and shape.depth == 1:
+                    others = [replace(shape, strips=n) for n in range(1, warps + 1)]
+                    shape = min([shape, *filter(fits, others)], key=_load)
                 long = replace(shape, ahead=farther)
                 is_long = farther and fits(long) and _is_long(shape, units, farther)
                 return long if is_long else shape
@@ -206,34 +208,16 @@ def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
     warps have work."""
     if (usual.depth > 1 and bits > 2) or usual.tiles > 1:
         return usual
-    others = [s for s in found if s.taken <= usual.taken]
+    most = usual.strips * usual.rounds
+    others = [s for s in found if s.strips * s.rounds <= most]
     return max(others, key=lambda s: (s.strips * s.depth, s.depth))
 
 
-def _filled(
-    blank: Shape, strips: Iterable[tuple[int, int]], warps: int, units: int
-) -> Iterator[Shape]:
-    """Shapes whose warps share so many strips at a time and take so many: with the parts of K that
-    give the other warps work."""
-    for own, taken in strips:
-        deep = max(min(warps // own, MOST_DEPTH, units // (blank.split * blank.ahead)), 1)
-        yield replace(blank, strips=own, depth=deep, taken=taken)
-
-
-def _even(usual: Shape, others: Iterable[Shape]) -> Shape:
-    """For several tiles, where instructions take the time, the shape whose warps keep schedulers
-    busy alike, if that is a gain."""
-    best = min(others, key=lambda s: (_load(s), s.rounds, -s.strips * s.depth), default=usual)
-    return best if _load(best) < 0.95 * _load(usual) else usual
-
-
 def _load(shape: Shape) -> float:
-    """Strips that the warps of one scheduler take at most, each as much of K as it has."""
-    loads = [0.0] * SCHEDULERS
-    for warp in range(shape.strips * shape.depth):
-        turns = -(-(shape.taken - warp % shape.strips) // shape.strips)
-        loads[warp % SCHEDULERS] += turns / shape.depth
-    return max(loads)
+    """How long the busiest scheduler has instructions, in strips, where warps have all of K: the
+    last round of a block may have fewer strips."""
+    warps = [min(shape.strips, shape.taken - at) for at in range(0, shape.taken, shape.strips)]
+    return sum(max(-(-n // SCHEDULERS), SATURATED) for n in warps)
 
 
 def _farther(fmt: Format, groups: Groups, layout: str) -> int:
@@ -310,11 +294,6 @@ def division_of(problem: Problem) -> Division | None:
                     found = more
             return found
     found = divided(small)
-    if found and pressure == 1 and fmt.bits == 3 and found.shape.tiles == 2:
-        # More warps, whose registers are scarce, if each then has one strip.
-        more = divided(small, pressure=0)
-        if more and more.shape.rounds == 1 < found.shape.rounds:
-            found = more
     wide = divided(large)
     return wide if found and wide and wide.shape == found.shape else found
 
