@@ -17,10 +17,10 @@ from cuquant.ops.kernels.prepacked import Groups
 ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
 BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
-# Of a block, at most: for 8, 16 and 32 rows of x, by _pressure, which is for several groups in a
-# unit BLOCKS where a lane loads them, and FINE or more where they go through shared memory.
-BLOCKS, FINE = 3, 5
-WARPS = ((16, 16, 12, 12, 8, 16, 16, 16), (16,) * 8, (8,) * 8)
+MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
+# What takes registers: little, what is usual, several groups in a unit that lanes load, or that go
+# through shared memory.
+LIGHT, USUAL, BLOCKS, FINE = range(4)
 TILE = 8  # rows of x that one product of a warp takes
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 SATURATED = 2.5  # warps of a scheduler: fewer take as long
@@ -68,11 +68,11 @@ class Shape:
 
 def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
     """Units that are loaded ahead: about 4, or 8 where they are small, in step with the groups."""
-    if pressure >= FINE and tiles == 1:
-        return 4 - (pressure - FINE)
-    if pressure == BLOCKS and groups.fine > 1:
+    if pressure == FINE and tiles == 1 and bits == 8:
+        return 2
+    if pressure == BLOCKS:
         return 3 if tiles <= 2 else 2
-    if bits <= 2 and not pressure and groups.fine == 1 and groups.units in (0, 1, 2, 4, 8):
+    if bits <= 2 and pressure == LIGHT and groups.units in (0, 1, 2, 4, 8):
         return 8
     if groups.fine > 1 or groups.units in (0, 1, 2, 4):
         return 4
@@ -80,32 +80,18 @@ def _ahead(groups: Groups, bits: int, pressure: int, tiles: int) -> int:
 
 
 def _pressure(fmt: Format, groups: Groups, layout: str, dtype: str) -> int:
-    """How many registers decoding takes: an index of WARPS."""
+    """How many registers decoding takes."""
     laid = layout == FRAGMENTS_LAYOUT
     if laid and groups.fine > 1:
-        if not _copies_groups(fmt, groups):
-            return BLOCKS
-        return FINE + (2 if fmt.bits == 8 else 0)
-    uniform = isinstance(fmt.codec, Uniform)
-    if (fmt.offset and fmt.bits == 8) or (uniform and fmt.bits == 7):
-        return 4
-    if not laid and fmt.bits == 4 and (groups.fine > 1 or fmt.offset) and dtype == "float16":
-        return 1
-    three = uniform and fmt.bits == 3 and laid and groups.fine == 1
-    if three and (dtype == "float16" or not fmt.offset):
-        return 1
-    if groups.fine > 1 or fmt.offset or fmt.bits not in (2, 4):
-        return 2
-    if uniform:  # integers of bfloat16 take more steps
-        return 2 if dtype == "bfloat16" else int(not laid)
-    return 1 if laid else 2
+        return FINE if _copies_groups(fmt, groups) else BLOCKS
+    computed = isinstance(fmt.codec, Uniform) and fmt.bits in (2, 4) and not fmt.offset
+    light = computed and laid and groups.fine == 1 and dtype == "float16"
+    return LIGHT if light else USUAL
 
 
 def _warps(tiles: int, pressure: int, clusters: bool) -> int:
     """Of a block, at most. What was not measured on sm_90 has room for whatever decoding takes."""
-    if not clusters and pressure:
-        return WARPS[-1][pressure]
-    return WARPS[min(tiles - 1, 2)][pressure]
+    return MANY_WARPS if tiles <= 2 and (clusters or pressure == LIGHT) else FEW_WARPS
 
 
 def _has_clusters(arch: int) -> bool:
@@ -152,7 +138,7 @@ def divide(
     arch: int,
     multiprocessors: int,
     gated: bool = False,
-    pressure: int = 0,
+    pressure: int = LIGHT,
     bits: int = 4,
     most: int = 0,
     farther: int = 0,
@@ -260,13 +246,11 @@ def division_of(problem: Problem) -> Division | None:
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
-    if codes and (fmt.bits < 5 or not prepacked.table_bytes(fmt)):
-        pressure = min(pressure, 1)
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
 
-    def divided(memory: Memory, most: int = 0, pressure: int = pressure) -> Division | None:
+    def divided(memory: Memory, most: int = 0) -> Division | None:
         rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
@@ -287,11 +271,6 @@ def division_of(problem: Problem) -> Division | None:
     if by_rows:
         found = divided(large, ROWS_SHARED)
         if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
-            if found.shape.rounds > 1 and pressure == 2 and p.rows <= TILE and fmt.bits in (4, 8):
-                # Scarce registers cost less than another round.
-                more = divided(large, ROWS_SHARED, pressure=1)
-                if more and more.shape.rounds < found.shape.rounds and more.shape.split == 1:
-                    found = more
             return found
     found = divided(small)
     wide = divided(large)
