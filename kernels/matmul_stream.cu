@@ -128,7 +128,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kJumps = kLie == kInStrips && !kGated && Own::stored != Stored::Double;
     const auto before = [&](int at) { return kLong ? (first + at) / kGroup - first / kGroup : at * kFine / kGroup; };  // groups in the warp's part
     // From its last chunk to the first one of the next strip: units and groups. They are known before the loop where registers are.
-    constexpr bool kKnown = kTiles == 1 && kFine == 1;
+    constexpr bool kKnown = kTiles == 1 && kFine == 1 && !Own::zeros && kBits < 8;
     const int last_chunk = max(count - 1, 0) / kAhead * kAhead;
     const auto unit_jump = [&](int from) { return kStrips * weights.units - from; };
     const auto group_jump = [&](int from) { return kStrips * static_cast<int>(weights.groups) - before(from); };
@@ -396,7 +396,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
     static_assert(kSplit <= 2, "a lane has sums of an even and an odd token");
-    constexpr bool kOneByOne = kTiles == 2 && kThreads > 384 && (kFine > 1 || kBits == 8 || (kGated && (kBits != 4 || Decode::table_bytes > 0 || kDepth > 1)));
+    // Whether 16 warps have too few registers for what the compiler makes of several units.
+    constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
+    constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
+                                         : (kFine == 1 ? kBits == 8 : kDepth == 2) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked);
+    constexpr bool kOneByOne = kThreads > 384 && kScarce;
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
@@ -443,7 +447,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 }
             }
         };
-        // Without conditions the compiler mixes neighbouring units, which registers of many warps are too few for.
+        // Without conditions the compiler mixes neighbouring units.
         constexpr bool kLoads = !kRing;  // units come one by one
         const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
         if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);

@@ -114,7 +114,7 @@ struct Arrival {
     __device__ void wait_until(int count) {
         if constexpr (kHasEngine) {
             while (units < count) {
-                if (runs() && parts + first_parts < kXParts) ask(parts + first_parts, parts + first_parts + 1);
+                if constexpr (kLate) { if (runs() && parts + first_parts < kXParts) ask(parts + first_parts, parts + first_parts + 1); }
                 if (runs()) barrier_wait(x.arrived + parts, 0);
                 ++parts;
                 units += x.part;

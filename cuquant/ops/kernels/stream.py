@@ -164,23 +164,13 @@ def divide(
         large = tokens > TILE or tokens * units * ROW_BYTES > LARGE_X
         splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
-        warps = _warps(tiles, pressure, clusters)
-        for split, each in _shares(splits, all_each, warps):
-            least = -(-each // warps)
-            found: list[Shape] = []
-            for rounds in range(least, min(each, least + MOST_MORE) + 1):
-                own = -(-each // rounds)
-                deep = max(min(warps // own, MOST_DEPTH, units // (split * ahead)), 1)
-                shape = Shape(tokens, tiles, own, deep, split, each, ahead)
-                if fits(shape):
-                    found.append(shape)
-            if found:  # the fewest rounds in which about as many warps have work as in any
-                best = max(shape.depth / shape.rounds for shape in found)
-                usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
-                shape = _deeper(usual, found, bits)
-                if tiles > 1 and shape.depth == 1:
-                    others = [replace(shape, strips=n) for n in range(1, warps + 1)]
-                    shape = min([shape, *filter(fits, others)], key=_load)
+        most_warps = _warps(tiles, pressure, clusters)
+        for warps in sorted({most_warps, FEW_WARPS}, reverse=True):
+            for split, each in _shares(splits, all_each, warps):
+                blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
+                shape = _of_block(blank, warps, units, bits, fits)
+                if shape is None:
+                    continue
                 long = replace(shape, ahead=farther)
                 is_long = farther and fits(long) and _is_long(shape, units, farther)
                 return long if is_long else shape
@@ -188,11 +178,36 @@ def divide(
     return None
 
 
+def _of_block(
+    blank: Shape, warps: int, units: int, bits: int, fits: Callable[[Shape], bool]
+) -> Shape | None:
+    """How a block's warps share the strips that it takes and its part of K, or None."""
+    each, least = blank.taken, -(-blank.taken // warps)
+    found: list[Shape] = []
+    for rounds in range(least, min(each, least + MOST_MORE) + 1):
+        own = -(-each // rounds)
+        deep = max(min(warps // own, MOST_DEPTH, units // (blank.split * blank.ahead)), 1)
+        shape = replace(blank, strips=own, depth=deep)
+        if fits(shape):
+            found.append(shape)
+    if not found:
+        return None
+    # The fewest rounds in which about as many warps have work as in any.
+    best = max(shape.depth / shape.rounds for shape in found)
+    usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
+    if usual.tiles == 1:
+        return _deeper(usual, found, bits)
+    if usual.depth > 1:
+        return usual
+    others = [replace(usual, strips=n) for n in range(1, warps + 1)]
+    return min([usual, *filter(fits, others)], key=_load)
+
+
 def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
     """For one tile, another shape where warps have strips of their own, or codes are small: warps
     that read the strips of a block together are faster, if no block takes more of them and no fewer
     warps have work."""
-    if (usual.depth > 1 and bits > 2) or usual.tiles > 1:
+    if usual.depth > 1 and bits > 2:
         return usual
     most = usual.strips * usual.rounds
     others = [s for s in found if s.strips * s.rounds <= most]
