@@ -131,6 +131,17 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     assert found.memory.ring == (2 * 16 * row if through else 0)
 
 
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_fewer_warps_rather_than_fewer_rows_of_x(name):
+    """A table and the rings of 16 warps leave no room for 16 rows; those of 8 do."""
+    fmt = cq.get_format(name)
+    problem = Problem(16, 8192, 8192, fmt, Weight.layout, "float16", True, 90, 132)
+    for rows, tokens, warps in ((8, 8, 16), (16, 16, 8)):
+        found = stream.division_of(replace(problem, rows=rows))
+        assert found is not None and found.shape.tokens == tokens
+        assert found.shape.strips * found.shape.depth == warps
+
+
 @pytest.mark.parametrize(
     ("name", "options", "row", "floats"),
     [
@@ -158,9 +169,9 @@ def test_groups_that_go_through_shared_memory(name, options, row, floats):
         assert found.memory.ring == 16 * (2 * row + 4 * floats)
 
 
-def test_no_warp_has_strips_of_its_own():
-    """Where a block has many: all warps read some strips together, if none takes more of them; of
-    several tiles each has its own, so that schedulers have as much to do."""
+def test_warps_share_strips_of_one_tile_and_have_their_own_of_several():
+    """Where a block has many: for few rows of x all warps read some strips together, if none takes
+    more of them; for more each has its own, so that schedulers have as much to do."""
     groups = Groups(2, 1)
     for rows, numbers in ((1, (2, 8, 7)), (8, (4, 4, 7)), (16, (16, 1, 2))):
         shape = stream.divide(rows, 28672, 8192, groups, stream.Memory(), 90, 132)
