@@ -15,7 +15,7 @@ struct Ready {
     __device__ float value(int h) const { return scale[h]; }
     __device__ float minimum_of(int h) const { return minimum[h]; }
     template <class T> __device__ u32 offset(int h) const {
-        if constexpr (kZeros) return minus_pair<T>(zero >> 8 * h & 0xFFu);
+        if constexpr (kZeros) return minus_zero<T>(zero, h);
         else return 0;
     }
 };
@@ -108,7 +108,7 @@ struct ChunkScales {
     static constexpr int bytes = kCount * Group::bytes, words = bytes / 4;
     static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double;
     u32 w[2][fits ? words : 1];
-    u32 zeros[2];  // of a row
+    u32 zeros[2];  // of both rows in turn
 
     // Whether chunks of these rows begin on as many bytes as they have.
     __device__ static bool aligned(const Prepacked& rows) {
@@ -116,51 +116,50 @@ struct ChunkScales {
         return ((reinterpret_cast<u64>(rows.scale) | static_cast<u64>(rows.groups * Group::bytes)) & (bytes - 1)) == 0 && (zero & (kCount - 1)) == 0;
     }
 
-    // `left`: scales of a row from `from` on. `aligned`: chunks begin on as many bytes as they have. kTogether: scales
-    // that do in any case.
-    template <int kTogether>
+    // `left`: scales of a row from `from` on. So many of them, which begin on as many bytes as they have, are loaded
+    // together: kAligned where rows are aligned, kTogether in any case.
+    template <int kAligned, int kTogether>
     __device__ void load(const typename Group::Cursor& from, i64 left, bool aligned, int t) {
-        left -= t * kCount;
+        if (aligned) load_by<kAligned, kAligned>(from, left - t * kCount, t);
+        else load_by<kTogether, 1>(from, left - t * kCount, t);
+    }
+    template <int kScales, int kZeros>
+    __device__ void load_by(const typename Group::Cursor& from, i64 left, int t) {
+        u32 own[2][1];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const u8* own = from.scale + (r ? from.apart : 0) * Group::bytes + t * bytes;
-            if (aligned && left >= kCount) {
-                Group::template several<bytes>(own, w[r]);
-            } else {
-                constexpr int each = kTogether * Group::bytes;
+            const i64 row = r ? from.apart : 0;
+            several<kScales, Group::bytes>(from.scale + row * Group::bytes + t * bytes, left, w[r]);
+            if constexpr (Group::zeros) several<kZeros, 1>(from.zero + row + t * kCount, left, own[r]);
+        }
+        if constexpr (Group::zeros) zeros[0] = __byte_perm(own[0][0], own[1][0], 0x5140), zeros[1] = __byte_perm(own[0][0], own[1][0], 0x7362);
+    }
+    // kCount numbers of kBytes, kEach at a time; 0 behind the last one.
+    template <int kEach, int kBytes, int kWords>
+    __device__ static void several(const u8* from, i64 left, u32 (&to)[kWords]) {
+        constexpr int each = kEach * kBytes;
 #pragma unroll
-                for (int i = 0; i < words; ++i) w[r][i] = 0;
+        for (int i = 0; i < kWords; ++i) to[i] = 0;
 #pragma unroll
-                for (int at = 0; at < bytes; at += each) {
-                    u32 part[each / 4 + 1] = {};
-                    if (at / Group::bytes < left) Group::template several<each>(own + at, part);
+        for (int at = 0; at < kCount * kBytes; at += each) {
+            u32 part[each / 4 + 1] = {};
+            if (at / kBytes < left) Group::template several<each>(from + at, part);
 #pragma unroll
-                    for (int i = 0; i < (each + 3) / 4; ++i) w[r][at / 4 + i] |= part[i] << at % 4 * 8;
-                }
-            }
-            if constexpr (Group::zeros) {
-                const u8* zero = from.zero + (r ? from.apart : 0) + t * kCount;
-                u32 all[1] = {0};
-                if (aligned && left >= kCount) {
-                    Group::template several<kCount>(zero, all);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < kCount; ++i)
-                        if (i < left) all[0] |= static_cast<u32>(zero[i]) << 8 * i;
-                }
-                zeros[r] = all[0];
-            }
+            for (int i = 0; i < (each + 3) / 4; ++i) to[at / 4 + i] |= part[i] << at % 4 * 8;
         }
     }
-    // Scale e of the chunk that `lane` holds; they are asked for in order, and `near` has the word of the last one.
-    __device__ Group get(int e, int lane, u32 (&near)[2]) const {
+    // Scale e of the chunk that `lane` holds; they are asked for in order, and `near` has the words of the last one.
+    __device__ Group get(int e, int lane, u32 (&near)[3]) const {
         const int at = e * Group::bytes;
         if (at % 4 == 0) {
             near[0] = __shfl_sync(~0u, w[0][at / 4], lane);
             near[1] = __shfl_sync(~0u, w[1][at / 4], lane);
         }
         Group got;
-        if constexpr (Group::zeros) got.zero = __byte_perm(__shfl_sync(~0u, zeros[0], lane), __shfl_sync(~0u, zeros[1], lane), 0x40 + 0x11 * e) & 0xFFFFu;
+        if constexpr (Group::zeros) {
+            if (e % 2 == 0) near[2] = __shfl_sync(~0u, zeros[e / 2], lane);
+            got.zero = near[2] >> e % 2 * 16;
+        }
         if constexpr (Group::bytes == 4) got.scale[0] = near[0], got.scale[1] = near[1];
         else if constexpr (Group::bytes == 2) got.scale[0] = __byte_perm(near[0], near[1], at % 4 ? 0x7632 : 0x5410);
         else got.scale[0] = __byte_perm(near[0], near[1], 0x40 + 0x11 * (at % 4)) & 0xFFFFu;

@@ -71,6 +71,8 @@ template <int kBits>
 struct FragmentPairs {
     static constexpr bool odd = kBits == 3 || kBits == 5;
     static constexpr int fields = (odd ? 15 : 16) / kBits;  // pairs of a word
+    __device__ static constexpr int word(int pair) { return pair / fields; }
+    __device__ static constexpr int field(int pair) { return pair % fields; }  // of its word
     // One field holds the whole code: all pairs of 1, 2, 4, 8 bits, and 15 of the 16 of 3 and 5.
     __device__ static constexpr bool one_field(int pair) { return odd ? pair < 15 : kBits < 6 || kBits == 8; }
 };
@@ -80,17 +82,18 @@ struct FragmentPairs<0> {  // joined: of 4 bits, a byte a pair
     __device__ static constexpr bool one_field(int) { return true; }
 };
 template <class Codec, int kBits> using PairsOf = FragmentPairs<is_joined<Codec, kBits> ? 0 : kBits>;
-// Of a row's words: see rows.cuh.
-template <int kBits>
+// Of a row's words, in runs of kRun pairs: see rows.cuh.
+template <int kBits, int kRun>
 struct RowPairs {
-    static constexpr int fields = 16 / kBits;
+    static constexpr int fields = 16 / kBits, words = (kRun + fields - 1) / fields;  // of a run
+    __device__ static constexpr int word(int pair) { return pair / kRun * words + pair % kRun / fields; }
+    __device__ static constexpr int field(int pair) { return pair % kRun % fields; }
     __device__ static constexpr bool one_field(int) { return true; }
 };
 
-
-// Of a string of 3 bits a code, as a row lies: neighbours, of which 6 bits are looked up.
-struct JoinedString {};
-// Or of 32 codes that lie 15 or 18 bits apart: some 32 bits of the string have one in each half.
+// Of strings of codes as a row lies, of kRun pairs and kWords words: neighbours, which are looked up.
+template <int kRun, int kWords> struct JoinedString {};
+// Of a string of 32 codes of 3 bits: those that lie 15 or 18 bits apart, so that some 32 bits have one in each half.
 struct ApartString {
     __device__ static constexpr int low(int pair) { return pair < 6 ? pair : pair < 11 ? pair + 6 : pair + 11; }
     __device__ static constexpr int high(int pair) { return low(pair) + (pair < 6 ? 6 : 5); }
@@ -121,8 +124,7 @@ __device__ u32 raw_codes(const u32* w) {  // a pair's codes, each in the low bit
         return (byte & 15u) | (byte & 0xF0u) << 12;
     }
     else if constexpr (Pairs::one_field(kPair)) {
-        constexpr int at = kBits * (kPair % Pairs::fields);
-        return w[kPair / Pairs::fields] >> at & ((1u << kBits) - 1) * ones;
+        return w[Pairs::word(kPair)] >> kBits * Pairs::field(kPair) & ((1u << kBits) - 1) * ones;
     }
     else if constexpr (kBits == 6) return raw_codes<FragmentPairs<4>, 4, kPair>(w) | raw_codes<FragmentPairs<2>, 2, kPair>(w + 4) << 4;
     else if constexpr (kBits == 7) return raw_codes<FragmentPairs<6>, 6, kPair>(w) | raw_codes<FragmentPairs<1>, 1, kPair>(w + 6) << 6;
@@ -144,7 +146,7 @@ struct Magic {
     static constexpr double base = is_same<T, Half> ? 1024 : 128;
     static constexpr u32 bits = is_same<T, Half> ? 0x64006400u : 0x43004300u;
     static constexpr bool direct = Pairs::one_field(kPair);
-    static constexpr int at = direct ? kBits * (kPair % Pairs::fields) : 0;
+    static constexpr int at = direct ? kBits * Pairs::field(kPair) : 0;
     // Neighbours share a shift by 8 where that brings the field into reach.
     static constexpr bool by_8 = at + kBits > reach && at >= 8 && at - 8 + kBits <= (reach < 8 ? reach : 8);
     // Of 3 and 5 bits, float16, those of a word share the shift that also brings its uppermost bits, which belong to the
@@ -163,7 +165,7 @@ struct Magic {
         }
         else if constexpr (kBits == 8) return __byte_perm(w[kPair / 2], bits, kPair % 2 ? 0x7351 : 0x7250);
         else if constexpr (!direct) return raw_codes<Pairs, kBits, kPair>(w) | bits;
-        else return and_or(w[kPair / Pairs::fields] >> shift, (((1u << kBits) - 1) << place) * 0x10001u, bits);
+        else return and_or(w[Pairs::word(kPair)] >> shift, (((1u << kBits) - 1) << place) * 0x10001u, bits);
     }
     static constexpr u32 factor = constant_pair<T>(1.0 / (1 << place));
     // To be added then.
@@ -184,7 +186,8 @@ struct Magic<T, ApartString, 3, kPair> {
     }
 };
 
-// A pair of codes minus an offset: one that is told, a pair of T with its sign turned, or one that is known.
+// A pair of codes minus an offset: one that is told, a pair of T with its sign turned (of float16 minus 1024 more, which
+// makes such a pair of a byte's bits), or one that is known.
 template <class T, class Pairs, int kBits, int kPair>
 __device__ u32 integers(const u32* w, u32 minus_offset) {
     if constexpr (kBits == 8 && !is_same<T, Half>) {
@@ -196,7 +199,7 @@ __device__ u32 integers(const u32* w, u32 minus_offset) {
         return pair_of<T>(low + minus, high + minus);
     } else {
         using M = Magic<T, Pairs, kBits, kPair>;
-        return fma_pair<T>(M::raised(w), M::factor, add_pair<T>(minus_offset, M::zero(0)));
+        return fma_pair<T>(M::raised(w), M::factor, add_pair<T>(minus_offset, M::zero(is_same<T, Half> ? -1024 : 0)));
     }
 }
 template <class T, class Pairs, int kBits, int kPair, int kOffset>
@@ -251,15 +254,16 @@ template <int kCount, Grid kGrid, bool kSorted, int kCodes> struct Levels<Codebo
     __device__ static float level(const float* values, u32 code) { return values[code]; }
 };
 
-// Tables of levels in shared memory. Up to 4 bits an entry is a pair of levels, and each lane has a
-// copy of its own; above, it is one level, and some lanes share a copy. Pairs of 4 bits are a byte (`joined`), whose
-// entry one byte permutation finds where entries are 256 bytes apart (kWide).
+// Tables of levels in shared memory. Up to 4 bits an entry is a pair of levels, above it is one level. Each lane has a
+// copy of its own, but of 7 and 8 bits without kWide, where some lanes share one. Pairs of 4 bits are a byte (`joined`); the
+// entry of a byte is found by one permutation where entries are 256 bytes apart (kWide).
 template <class Codec, class T, int kBits, bool kWide>
 struct TableDecoder {
     static constexpr bool pairs = kBits <= 4, joined = kBits == 4;
     static constexpr int entries = pairs ? 1 << 2 * kBits : 1 << kBits;
-    static constexpr int copies = pairs || kBits < 7 ? 32 : kBits == 7 ? 16 : 8;
-    static constexpr int apart = joined && kWide ? 256 : copies * 4;  // bytes from entry to entry
+    static constexpr bool by_byte = kWide && (joined || kBits == 8);
+    static constexpr int copies = pairs || kBits < 7 || kWide ? 32 : kBits == 7 ? 16 : 8;
+    static constexpr int apart = by_byte ? 256 : copies * 4;  // bytes from entry to entry
     static constexpr int table_bytes = entries * apart;
     static constexpr u32 mask = (1u << kBits) - 1;
 
@@ -300,36 +304,53 @@ struct TableDecoder {
     }
     template <int kByte>
     __device__ static u32 entry_of_byte(u32 word, const u8* tables, u32 lane) {
-        if constexpr (kWide) return *reinterpret_cast<const u32*>(tables + __byte_perm(word, lane, 0x5504 | kByte << 4));
+        if constexpr (by_byte) return *reinterpret_cast<const u32*>(tables + __byte_perm(word, lane, 0x5504 | kByte << 4));
         else return look_up(word, 8 * kByte, tables, lane);
     }
 
-    template <int kPair>
+    // Of the bits from `kBit` of a string on.
+    template <int kBit>
     __device__ static u32 entry_of_string(const u32* w, const u8* tables, u32 lane) {
-        constexpr int at = 2 * kBits * kPair % 32, word = 2 * kBits * kPair / 32;
-        if constexpr (at + 2 * kBits > 32) return entry_at(__funnelshift_r(w[word], w[word + 1], at - size), tables, lane);
+        constexpr int at = kBit % 32, word = kBit / 32;
+        if constexpr (at + (pairs ? 2 * kBits : kBits) > 32) return entry_at(__funnelshift_r(w[word], w[word + 1], at - size), tables, lane);
         else return look_up(w[word], at, tables, lane);
     }
+    __device__ static u32 both(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
 
     template <class Pairs, int kPair, bool>
     __device__ static void two(const u32* w, const u8* tables, u32 lane, u32, u32, u32& first, u32& second) {
         if constexpr (joined) {
             first = entry_of_byte<kPair % 4>(w[kPair / 4], tables, lane);
             second = entry_of_byte<kPair % 4 + 1>(w[kPair / 4], tables, lane);
-        } else if constexpr (is_same<Pairs, JoinedString>) {
-            first = entry_of_string<kPair>(w, tables, lane);
-            second = entry_of_string<kPair + 1>(w, tables, lane);
         } else {
-            first = one<Pairs, kPair>(w, tables, lane);
-            second = one<Pairs, kPair + 1>(w, tables, lane);
+            first = One<Pairs, kPair>::get(w, tables, lane);
+            second = One<Pairs, kPair + 1>::get(w, tables, lane);
         }
     }
     template <class Pairs, int kPair>
-    __device__ static u32 one(const u32* w, const u8* tables, u32 lane) {
-        const u32 codes = raw_codes<Pairs, kBits, kPair>(w);
-        if constexpr (pairs) return look_up(codes | codes >> (16 - kBits), 0, tables, lane);
-        else return __byte_perm(look_up(codes, 0, tables, lane), look_up(codes, 16, tables, lane), 0x5410);
-    }
+    struct One {
+        __device__ static u32 get(const u32* w, const u8* tables, u32 lane) {
+            if constexpr (kBits == 8) {
+                return both(entry_of_byte<kPair % 2>(w[kPair / 2], tables, lane), entry_of_byte<kPair % 2 + 2>(w[kPair / 2], tables, lane));
+            } else if constexpr (!pairs && Pairs::one_field(kPair)) {
+                const u32 word = w[Pairs::word(kPair)];
+                constexpr int at = kBits * Pairs::field(kPair);
+                return both(look_up(word, at, tables, lane), look_up(word, at + 16, tables, lane));
+            } else {
+                const u32 codes = raw_codes<Pairs, kBits, kPair>(w);
+                if constexpr (pairs) return look_up(codes | codes >> (16 - kBits), 0, tables, lane);
+                else return both(look_up(codes, 0, tables, lane), look_up(codes, 16, tables, lane));
+            }
+        }
+    };
+    template <int kRun, int kWords, int kPair>
+    struct One<JoinedString<kRun, kWords>, kPair> {
+        static constexpr int at = 32 * kWords * (kPair / kRun) + 2 * kBits * (kPair % kRun);
+        __device__ static u32 get(const u32* w, const u8* tables, u32 lane) {
+            if constexpr (pairs) return entry_of_string<at>(w, tables, lane);
+            else return both(entry_of_string<at>(w, tables, lane), entry_of_string<at + kBits>(w, tables, lane));
+        }
+    };
 };
 
 template <int kCount, Grid kGrid, bool kSorted, int kCodes, class T, int kBits, bool kWide>

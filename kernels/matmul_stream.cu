@@ -3,6 +3,7 @@
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
+#include "named_barrier.cuh"
 #include "overlap.cuh"
 #include "prepacked.cuh"
 #include "rows.cuh"
@@ -16,7 +17,7 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
     if (step == kStep) {
         if constexpr (kRows) Decode::template decode_rows<typename Rows::Pairs, kStep, kZeros>(first, second, tables, table, offset, a);
         else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
-    } else if constexpr (kStep + 1 < (kRows ? 4 * Rows::span : 4)) {
+    } else if constexpr (kStep + 1 < 4 * Rows::span) {
         decode_step<Decode, Rows, kZeros, kRows, kStep + 1>(step, first, second, tables, table, offset, a);
     }
 }
@@ -26,10 +27,10 @@ struct Nothing {  // of what there is not
 };
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
-// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: codes go through shared memory, see
-// ChunkCopies. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
+// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
+// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
 // `taken` strips, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing, int kSpan>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int tokens, int copies) {
@@ -43,9 +44,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-    using Rows = RowWords<typename Format::Packing, kFine, (kBits == 3 || kBits == 4) && (Decode::table_bytes > 0), kRing ? kAhead : 0, kGroupUnits != 1>;
-    constexpr int kSpan = kRows ? Rows::span : 1;  // units that are multiplied together
-    static_assert(!kRing || (kRows && (kAhead == 4 || Rows::span == 2)), "chunks of rows");
+    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan>;
+    static_assert(!kRing || (kRows && (kAhead == 4 || kSpan == 2)), "chunks of rows");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
@@ -63,7 +63,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;  // the compiler sees that all lanes have one warp
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     // K is shared in whole groups, or in as many units as are loaded ahead.
-    constexpr int kShare = kLong || kRing ? kAhead : kGroup;
+    constexpr int kShare = kRing ? kRing : kLong ? kAhead : kGroup;
     const int shares = (weights.units + kShare - 1) / kShare;
     const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
     const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
@@ -96,7 +96,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const Staged<T> staged{xs, x_pitch, block_units, max((block_units + kXParts - 1) / kXParts, 1), arrived, x + token * x_stride, x_stride, x_column, copies, M_here,
                            max(min(static_cast<int>(K) - x_column, block_units * kUnit), 0)};
     // Where a warp needs much of x it multiplies what there is before all is, and of many tokens asks for late parts only then.
-    constexpr bool kByParts = kDepth <= 2 && (kTiles > 1 || kSplit > 1);
+    constexpr bool kPairsX = kRows && Rows::pairs_x, kByParts = kDepth <= 2 && (kTiles > 1 || kSplit > 1) && !kPairsX;
     Arrival<T, kTokens, kThreads / 32, (kByParts && kTiles > 1)> arrival{staged, warp, lane, static_cast<int>(blockIdx.x) / 2};
     constexpr bool kOneWarp = arrival.one_warp;
     if constexpr (!kOneWarp) arrival.begin();
@@ -143,8 +143,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     Loaded words[kAhead];
-    // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of unit t.
-    constexpr bool kShared = kRows && kAhead == 4 && (kFine > 1 || !kLong) && !kFour;
+    // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of kOwn units.
+    constexpr int kOwn = kAhead / 4;
+    constexpr bool kShared = kRows && kAhead % 4 == 0 && (kFine > 1 ? kOwn == 1 : !kLong && kGroup % kOwn == 0) && !kFour;
     Own groups[kFour || kGroupRing ? 1 : kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     Scales four, coming_four;
     const auto load_group = [&](Own& to, int ahead) {
@@ -154,7 +155,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<kRing, ChunkCopies<kBits, kAhead, Rows::row_bytes>, Nothing> copies_of_rows(row_bytes, lane);
+    const Choice<kRing != 0, ChunkCopies<kBits, kAhead, Rows::row_bytes>, Nothing> copies_of_rows(row_bytes, lane);
     const auto copy = [&](int to, const Chunk& chunk) {
         if (chunk.turns > 0) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
@@ -168,7 +169,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto load_codes = [&](int d, bool whole) {
         if constexpr (kRing) return;
         if (whole || d < next_count) {
-            words[d].load(next_codes, d);
+            if constexpr (kRows) words[d].load(next_codes, d, t);
+            else words[d].load(next_codes, d);
         }
     };
     const auto load_groups = [&](int d, bool whole) {
@@ -176,7 +178,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if constexpr (kFour || kGroupRing) {
                 return;
             } else if constexpr (kFine > 1 && kRows && !kShared) {
-                Own::template load_fine<kFine>(groups + d * kFine, next_group, d);
+                Own::template load_fine<kFine>(groups + d * kFine, kGated && next.other ? second : weights, next_group, d, g);
             } else if constexpr (kFine > 1 && !kShared) {
 #pragma unroll
                 for (int f = 0; f < kFine; ++f)
@@ -184,15 +186,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         if constexpr (kFine == 1 && !kLong && !kShared) {
-            if ((d + 1) % kGroup == 0 && (whole || d + 1 - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
+            if ((d + kSpan) % kGroup == 0 && (whole || d + kSpan - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
         }
     };
     // One load for all the units ahead.
     const auto load_coming = [&](Own* to) {
         if constexpr (kShared) {
-            if (t < next_count) {
-                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, next_group, t);
-                else load_group(to[0], t / kGroup);
+            if (t * kOwn < next_count) {
+                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, kGated && next.other ? second : weights, next_group, t, g);
+                else load_group(to[0], t * kOwn / kGroup);
             }
         } else if constexpr (kFine == 1 && kLong) {
             if (next_count > 0) load_group(to[0], 0);
@@ -206,13 +208,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto load_four = [&](Scales& to) {
         if (next_count <= 0) return;
         next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
-        to.template load<kFine>(next_group, weights.groups - next_group.group, aligned, t);
+        to.template load<kChunkScales * kShare / kAhead, kFine>(next_group, weights.groups - next_group.group, aligned, t);
     };
     const auto load_first_groups = [&] {
         if constexpr (kGroupRing) return;
         if constexpr (kFour) return load_four(four);
 #pragma unroll
-        for (int d = 0; d < kAhead; ++d) load_groups(d, false);
+        for (int d = 0; d < kAhead; d += kSpan) load_groups(d, false);
         load_coming(groups);
     };
     // What follows the first units comes to L2, where a warp has many. x is wanted before it, but then the copy engine, which
@@ -252,7 +254,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // wait that no branch is around.
     if (next_count > 0) {
 #pragma unroll
-        for (int d = 0; d < kAhead; ++d) load_codes(d, false);
+        for (int d = 0; d < kAhead; d += kSpan) load_codes(d, false);
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
             copy(0, now);
@@ -295,12 +297,23 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kKeep = Decode::table_bytes == 0 && (kSpan == 2 || (kFine == 1 && (kBits > 2 || kTiles == 1)));
     const u32 table = kKeep ? __shfl_sync(~0u, static_cast<u32>(copies) >> 8, 0) : Decode::lane_table(lane);
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
+    const typename Rows::Sides sides(t);
     int reading = 0;
     u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
         const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0;
         x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
+    }
+    if constexpr (kPairsX) {  // for all warps that have this part of K
+        u8* const own_x = xs + (first - block_first) * 128 + Rows::x_place(t);
+        for (int i = warp % kStrips * 8 + g; i < M_here * (count / kSpan); i += kStrips * 8) {
+            const int m = i % M_here;
+            u8* const line = own_x + m * x_pitch + i / M_here * (kSpan * 128);
+            Rows::pair_x(line, shared_address(line), sides);
+        }
+        if constexpr (kStrips > 1) named_barrier(1 + depth, 32 * kStrips);
+        else __syncwarp();
     }
     float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
     const auto no_sums = [&] {
@@ -335,11 +348,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     int four_lane = 0;    // that holds the scales of this chunk
     constexpr bool kFourZeros = kFour && kFine == 1 && Own::zeros;  // operands need the group before its sums do
     Own of_four;
-    u32 near[2];
+    u32 near[3];
     const auto multiply = [&](int d, int unit) {
         u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
-        if constexpr (kRing) words[d].load_shared(ring_lane + reading, d);
+        if constexpr (kRing) words[d].load_shared(ring_lane + reading, d, t, sides);
         if constexpr (kRows) {
             words[d].template row<0>(t, rows_of[0]);
             words[d].template row<1>(t, rows_of[1]);
@@ -356,11 +369,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if constexpr (kShared && (kFine > 1 || Own::zeros)) {
 #pragma unroll
-            for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d);
+            for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d / kOwn);
         }
         const auto group_of = [&](int s) -> const Number& {
             if constexpr (kFourZeros) return of_four;
-            else if constexpr (kShared || kFour || kGroupRing) return here[s * kFine / 4];  // of what meets the sums later the operands need nothing
+            else if constexpr (kShared || kFour || kGroupRing) return here[kFine > 1 ? s * kFine / 4 : 0];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
 #pragma unroll
@@ -378,7 +391,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
                 u32 b[8 * kSpan];
-                Rows::read_x(x_lane[q] + unit * 128, b);
+                Rows::read_x(x_lane[q] + unit * 128, sides, b);
 #pragma unroll
                 for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
             }
@@ -436,7 +449,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                         if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
                             if constexpr (kFourZeros) all_scaled(of_four);
                             else if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
-                            else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d));
+                            else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d / kOwn));
                             else all_scaled(groups[d / kGroup]);
                         }
                     }

@@ -45,10 +45,11 @@ template <class Format> struct Pieces<Format, true> {
 // How scales lie: laid out in strips, [rows / tall, groups], or [rows, groups] as zero points then also do.
 enum Lie { kInStrips = 0, kInBlocks = 1, kInRows = 2 };
 
-// Minus a zero point, twice.
+// Byte h of `zeros`, a zero point, as Magic takes it.
 template <class T>
-__device__ u32 minus_pair(u32 zero) {
-    const float z = -static_cast<float>(zero);
+__device__ u32 minus_zero(u32 zeros, int h) {
+    if constexpr (is_same<T, Half>) return __byte_perm(zeros, 0xE4E4E4E4u, 0x4040u | h * 0x101u);
+    const float z = -static_cast<float>(zeros >> 8 * h & 0xFFu);
     return pair_of<T>(z, z);
 }
 
@@ -193,8 +194,13 @@ struct Group {
     }
     // The kFine groups of a unit by rows, of which a row's begin on as many bytes as they are.
     template <int kFine>
-    __device__ static void load_fine(Group* to, const Cursor& from, int unit) {
-        static_assert(kLie == kInRows && !blocks && stored != Stored::Double, "several groups in a unit, by rows");
+    __device__ static void load_fine(Group* to, const Prepacked& w, const Cursor& from, int unit, int g) {
+        static_assert(kLie == kInRows && !blocks, "several groups in a unit, by rows");
+        if constexpr (stored == Stored::Double) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) to[f].load(w, from, unit * kFine + f, g);
+            return;
+        }
         u32 first[bytes], second[bytes];  // of 4 groups, or of 2
         several<kFine * bytes>(from.scale + unit * kFine * bytes, first);
         several<kFine * bytes>(from.scale + (from.apart + unit * kFine) * bytes, second);
@@ -272,7 +278,7 @@ struct Group {
     }
     template <class T> __device__ u32 offset(int h) const {
         if constexpr (!zeros) return 0;
-        else return minus_pair<T>(zero >> 8 * h & 0xFFu);
+        else return minus_zero<T>(zero, h);
     }
 };
 

@@ -1,12 +1,13 @@
 // Rows of a QuantArray, as they are packed -> operands of matrix products: the codes of 64 columns of two
 // rows, and the same columns of x.
 //
-// Of each 64 columns, lane 4 g + t loads the 16 from 16 t on, of rows g and g + 8: `bits` half words. It multiplies
-// them in any order, as long as x has the same one; but 16 columns that meet in one step of a product must share a
-// scale. Where a unit has kFine groups, 2 or 4, the four lanes of a row therefore exchange theirs first, so that step
-// s has columns 16 s .. 16 s + 15. From shared memory a lane reads, of 4 bits, 8 columns of each half of the unit
-// instead, from 8 t on: then 2 groups need no exchange, and 4 a shorter one; and of 3 bits, where groups are not shorter,
-// the 32 columns of two units from 32 t on, which are whole words (rows on 16 bytes have an even number of units).
+// Lane 4 g + t has 16 of each 64 columns of rows g and g + 8. It multiplies them in any order, as long as x has the same
+// one; but 16 columns that meet in one step of a product must share a scale. Where a unit is one group these are the
+// columns from 16 t on. Where it has kFine groups, 2 or 4, a lane has as many of each, in runs; but codes of 2, 4 and 8
+// bits are loaded in one run, or of 4 bits from shared memory in two, and the lanes of a row exchange what they have then,
+// so that step s has columns 16 s .. 16 s + 15. Of up to 3 bits in shared memory, where groups are not shorter, a lane has
+// the 32 columns of two units from 32 t on, which are whole words; lanes 2 and 3 the second 16 of them first, since lanes
+// that read x together would meet banks twice.
 #pragma once
 #include "cluster.cuh"
 #include "dot.cuh"
@@ -14,45 +15,92 @@
 
 namespace cuquant {
 
-// kJoined: neighbouring codes are a pair, which is looked up: see PairDecoder. kRing: units of a chunk in shared memory, or 0.
-// kLong: groups are two units or more.
-template <class Packing, int kFine, bool kJoined, int kRing, bool kLong>
+// Where the runs of lane t of a row lie, in bits from where the units begin.
+template <int kRuns, int kBits, int kApart>
+struct RunPlaces {
+    __device__ static constexpr int first_bit(int run, int t) { return run * kApart + t * kBits; }
+    __device__ static constexpr int last_word(int run, int t) { return (first_bit(run, t) + kBits - 1) / 32; }
+    __device__ static constexpr int words(int run, int t) { return last_word(run, t) - first_bit(run, t) / 32 + 1; }
+    __device__ static constexpr int most_words() {
+        int most = 0;
+        for (int i = 0; i < 4 * kRuns; ++i) most = words(i / 4, i % 4) > most ? words(i / 4, i % 4) : most;
+        return most;
+    }
+    __device__ static constexpr bool all_have(int count) {
+        for (int i = 0; i < 4 * kRuns; ++i)
+            if (words(i / 4, i % 4) != count) return false;
+        return true;
+    }
+    // Word i of those in which a run lies; behind the last one that one again.
+    __device__ static constexpr int word(int run, int i, int t) {
+        const int at = first_bit(run, t) / 32 + i;
+        return i == 0 || all_have(most_words()) || at < last_word(run, t) ? at : last_word(run, t);
+    }
+};
+
+// kLooked: levels of codes are looked up. kRing: units of a chunk in shared memory, or 0. kSpan: units that
+// are multiplied together.
+template <class Packing, int kFine, bool kLooked, int kRing, int kSpan>
 struct RowWords {
     static constexpr int bits = Packing::bits;
-    static constexpr int span = kRing > 0 && kLong && bits == 3 ? 2 : 1;  // units that are multiplied together
-    static constexpr int loaded = (bits * span + 1) / 2;              // words of a row
-    static constexpr bool string = bits == 3 && (kJoined || span == 2);  // codes stay where they are
-    using Pairs = Choice<!string, RowPairs<bits>, Choice<kJoined, JoinedString, ApartString>>;
-    // Whether pairs are 16 bits apart as they lie. Where not, a row's codes 0 .. 7 are brought to the low halves
-    // of words, and 8 .. 15 to the high ones.
-    static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8;
-    static constexpr int words = in_place || string ? loaded : (8 + RowPairs<bits>::fields - 1) / RowPairs<bits>::fields;
-    static constexpr bool halves = kRing > 0 && bits == 4;                    // a lane has columns of both halves of a unit
-    static constexpr bool fours = kFine == 4 || (kFine == 2 && !halves);  // of each 16 columns it gets four
-    static constexpr int row_bytes = kRing * 8 * bits + (bits == 3 ? 16 : 0);  // of a chunk: of 3 bits lanes would meet banks twice
+    static constexpr bool halves = kRing > 0 && bits == 4;
+    static constexpr bool exchanged = kFine > 1 && (bits == 2 || bits == 4 || bits == 8);
+    static constexpr bool fours = exchanged ? kFine == 4 || !halves : kFine == 4;  // a lane has four columns of each 16
+    static constexpr int span = kSpan;
+    static_assert(span == 1 || (kFine == 1 && bits <= 3 && kRing > 0), "pairs of units");
+    static constexpr int runs = halves ? 2 : exchanged ? 1 : kFine;
+    static constexpr int run_columns = 16 * span / runs, run_bits = run_columns * bits, run_words = (run_bits + 31) / 32;
+    using Places = RunPlaces<runs, run_bits, 4 * run_bits>;
+    static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8 || (bits == 1 && span == 2);  // pairs are 16 bits apart
+    static constexpr bool joined = kLooked && bits < 8 && !(bits == 2 && exchanged);                   // pairs are neighbours
+    static constexpr bool string = (joined && bits != 4) || (bits == 3 && span == 2);                  // a run stays as it is
+    // Else its first half is brought to the low halves of words, and the second to the high ones.
+    using InHalves = RowPairs<bits, in_place ? 8 * span : run_columns / 2>;
+    using Pairs = Choice<!string, InHalves, Choice<joined, JoinedString<run_columns / 2, run_words>, ApartString>>;
+    static constexpr int loads = Places::most_words(), loaded = runs * loads;  // words of a run, and of a row
+    static constexpr int words = string || in_place ? runs * run_words : runs * InHalves::words;
+    // Of a chunk: lanes that read together meet no bank twice.
+    static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 ? 16 : 0);
+    static_assert(!string || Packing::order != Order::High, "neighbours are in order");
     u32 w[2 * loaded];
 
     // Where a lane's words begin among the 8 * bits bytes of a unit.
-    __device__ static constexpr int byte_of(int t) { return 2 * bits * span * t & ~3; }
+    __device__ static constexpr int byte_of(int t) { return 4 * Places::word(0, 0, t); }
+    // And word i of a run, from there.
+    __device__ static constexpr int byte_from(int run, int i, int t) { return 4 * (Places::word(run, i, t) - Places::word(0, 0, t)); }
     struct Place {  // of a unit
         const u8 *first, *second;
         __device__ void move(int units) { first += units * 8 * bits; second += units * 8 * bits; }
     };
-    __device__ void load(const Place& from, int behind) {
-        load_row(from.first + behind * 8 * bits, w);
-        load_row(from.second + behind * 8 * bits, w + loaded);
+    __device__ void load(const Place& from, int behind, int t) {
+        load_row(from.first + behind * 8 * bits, w, t);
+        load_row(from.second + behind * 8 * bits, w + loaded, t);
     }
-    __device__ static void load_row(const u8* from, u32* to) {
+    __device__ static void load_row(const u8* from, u32* to, int t) {
         if constexpr (bits == 8) { const uint4 v = load16_once(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
         else if constexpr (bits == 4) { const uint2 v = load8_once(from); to[0] = v.x; to[1] = v.y; }
         else {
 #pragma unroll
-            for (int i = 0; i < loaded; ++i) to[i] = load4_once(from + 4 * i);
+            for (int i = 0; i < loaded; ++i) to[i] = load4_once(from + byte_from(i / loads, i % loads, t));
         }
     }
 
+    // What lanes 2 and 3 do in another order, of two units: the last word of a run lies `last` bytes behind where its first
+    // one would, and the third and fourth vector of x `across` bytes behind the first two; `pieces`: of neighbouring words.
+    struct Sides {
+        int last, across;
+        u32 pieces;
+        __device__ explicit Sides(int t) : last(0), across(0), pieces(0) {
+            if constexpr (span == 2) {
+                const bool first = t < 2;
+                last = anew(first ? 4 * (loaded - 1) : loaded > 1 ? -4 : 0);
+                across = anew(first ? 32 : -32);
+                if constexpr (run_bits % 64) pieces = anew(first ? 0x3210 : 0x5432);
+            }
+        }
+    };
     // The same of a unit of a chunk in shared memory, see ChunkCopies; `line`: ring_line, from where the chunk begins.
-    __device__ void load_shared(u32 line, int unit) {
+    __device__ void load_shared(u32 line, int unit, int t, const Sides& sides) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if constexpr (halves) {
@@ -61,30 +109,45 @@ struct RowWords {
                 w[2 * r + 1] = load4_shared(at ^ 16);
             } else {
 #pragma unroll
-                for (int i = 0; i < loaded; ++i) w[r * loaded + i] = load4_shared(line + unit * 8 * bits + r * 8 * row_bytes + 4 * i);
+                for (int i = 0; i < loaded; ++i) {
+                    const int at = span == 1 ? byte_from(i / loads, i % loads, t) : i + 1 == loaded ? sides.last : 4 * i;
+                    w[r * loaded + i] = load4_shared(line + at + unit * 8 * bits + r * 8 * row_bytes);
+                }
+            }
+            if constexpr (span == 2 && run_bits % 64) {  // half a word is left to turn
+                u32 own[loaded];
+#pragma unroll
+                for (int i = 0; i < loaded; ++i) own[i] = __byte_perm(w[r * loaded + i], w[r * loaded + (i + 1) % loaded], sides.pieces);
+#pragma unroll
+                for (int i = 0; i < loaded; ++i) w[r * loaded + i] = own[i];
             }
         }
     }
-    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t)); }
+    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t) + (span == 2 && loaded > 1 && t >= 2 ? 4 : 0)); }
 
     // Row g + 8 kRow as PairDecoder takes it.
     template <int kRow>
     __device__ void row(int t, u32 (&to)[words]) const {
         const u32* own = w + kRow * loaded;
-        if constexpr (in_place) {
+        if constexpr (in_place && !string) {
 #pragma unroll
             for (int i = 0; i < loaded; ++i) to[i] = own[i] ^ Packing::flip;
             if constexpr (fours) exchange(t, to);
         } else {
-            static_assert(kFine == 1, "only codes that lie in place are exchanged");
-            u32 codes[loaded];  // from its lowest bit on: odd lanes begin in the middle of a word
 #pragma unroll
-            for (int i = 0; i < loaded; ++i)
-                codes[i] = bits % 2 && span == 1 ? __funnelshift_r(own[i], i + 1 < loaded ? own[i + 1] : 0u, t % 2 * 16) : own[i];
-            constexpr int each = RowPairs<bits>::fields * bits;
+            for (int run = 0; run < runs; ++run) {
+                u32 codes[run_words];  // from its lowest bit on: lanes begin anywhere in a word
 #pragma unroll
-            for (int i = 0; i < words; ++i)
-                to[i] = string ? codes[i] : __byte_perm(bits_from<loaded>(codes, i * each), bits_from<loaded>(codes, 8 * bits + i * each), 0x5410);
+                for (int i = 0; i < run_words; ++i) {
+                    const u32 *word = own + run * loads + i, next = i + 1 < loads ? word[1] : 0u;
+                    codes[i] = run_bits % 32 ? __funnelshift_r(word[0], next, Places::first_bit(run, t) % 32) : word[0];
+                }
+                constexpr int each = InHalves::fields * bits;
+#pragma unroll
+                for (int i = 0; i < words / runs; ++i)
+                    to[run * (words / runs) + i] = string ? codes[i]
+                        : __byte_perm(bits_from<run_words>(codes, i * each), bits_from<run_words>(codes, run_bits / 2 + i * each), 0x5410);
+            }
         }
     }
 
@@ -102,7 +165,7 @@ struct RowWords {
             const bool second = halves ? upper : odd;
             if constexpr (!halves) swap<2>(upper, w[0], w[1]);
             const u32 got = __shfl_xor_sync(~0u, __byte_perm(w[0], w[1], second ? 0x5410 : 0x7632), distance);
-            if constexpr (kJoined) {
+            if constexpr (joined) {
                 w[0] = __byte_perm(w[0], got, second ? 0x3254 : 0x5410);
                 w[1] = __byte_perm(w[1], got, second ? 0x3276 : 0x7610);
             } else {
@@ -129,46 +192,54 @@ struct RowWords {
     // Which of a lane's columns (`fours`: of its 4 of a step) pair `pair` has as element e.
     __device__ static constexpr int column(int pair, int e) {
         if (string) return e ? ApartString::high(pair) : ApartString::low(pair);
-        constexpr int apart = fours ? 2 : bits == 8 ? 2 : bits == 4 ? 4 : 8;
+        constexpr int apart = in_place ? 16 / bits : run_columns / 2;
         return Packing::place(fours ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
     }
-    template <int kPair, int kCount>
-    __device__ static u32 pair_of_x(const u32 (&x)[kCount]) {
-        if constexpr (kJoined) return x[kPair];
-        constexpr int low = column(kPair, 0), high = column(kPair, 1);
-        return __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
-    }
     // Where lane 4 g + t reads x's line of a unit and token g, and what keeps tokens apart: 2 that are read together, or 4.
-    __device__ static constexpr int x_place(int t) { return fours ? place_in_step(t) * 2 : (halves ? t : 2 * span * t) * 16; }
-    static constexpr int x_pad = fours ? 32 : halves ? 64 : 16;
+    __device__ static constexpr int x_place(int t) { return fours ? place_in_step(t) * 2 : (runs == 2 ? t : 2 * span * t + (span == 2 && t >= 2 ? 2 : 0)) * 16; }
+    static constexpr int x_pad = fours ? 32 : runs == 2 ? 64 : 16;
+    // Where vector v of those that a lane reads lies: of four columns, or of eight.
+    static constexpr int vectors = fours ? 4 : 2 * span;
+    using Vector = Choice<fours, uint2, uint4>;
+    __device__ static int vector_at(int v, const Sides& sides) { return fours ? v * 32 : v / 2 * sides.across + v % 2 * (runs == 2 ? 64 : 16); }
     // The second operands of the steps, four a unit; `line` is at x_place.
-    __device__ static void read_x(u32 line, u32 (&b)[8 * span]) {
-        if constexpr (fours) {
-            read_step<0>(line, b);
-            read_step<1>(line, b);
-            read_step<2>(line, b);
-            read_step<3>(line, b);
-        } else {
-            u32 x[8 * span];
+    __device__ static void read_x(u32 line, const Sides& sides, u32 (&b)[8 * span]) {
+        if constexpr (joined || pairs_x) return read_columns(line, sides, b);
+        u32 x[8 * span];
+        read_columns(line, sides, x);
+        pairs_of_x<0>(x, b);
+    }
+    __device__ static void read_columns(u32 line, const Sides& sides, u32 (&b)[8 * span]) {
 #pragma unroll
-            for (int v = 0; v < 2 * span; ++v) {
-                const uint4 own = load16_shared(line + v * (halves ? 64 : 16));
-                x[4 * v] = own.x; x[4 * v + 1] = own.y; x[4 * v + 2] = own.z; x[4 * v + 3] = own.w;
+        for (int v = 0; v < vectors; ++v) {
+            if constexpr (fours) {
+                const uint2 own = load8_shared(line + vector_at(v, sides));
+                b[2 * v] = own.x; b[2 * v + 1] = own.y;
+            } else {
+                const uint4 own = load16_shared(line + vector_at(v, sides));
+                b[4 * v] = own.x; b[4 * v + 1] = own.y; b[4 * v + 2] = own.z; b[4 * v + 3] = own.w;
             }
-            pairs_of_x<0>(x, b);
+        }
+    }
+    // Where neighbours are no pair, columns of x that are one become neighbours; where codes are so few that memory does not
+    // take longest, once for all warps, before they read them.
+    static constexpr bool pairs_x = !joined && bits <= 2 && span == 2;
+    __device__ static void pair_x(u8* line, u32 address, const Sides& sides) {
+        u32 x[8 * span], b[8 * span];
+        read_columns(address, sides, x);
+        pairs_of_x<0>(x, b);
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            Vector& to = *reinterpret_cast<Vector*>(line + vector_at(v, sides));
+            if constexpr (fours) to = make_uint2(b[2 * v], b[2 * v + 1]);
+            else to = make_uint4(b[4 * v], b[4 * v + 1], b[4 * v + 2], b[4 * v + 3]);
         }
     }
     template <int kPair, int kCount>
     __device__ static void pairs_of_x(const u32 (&x)[kCount], u32 (&b)[kCount]) {
-        b[kPair] = pair_of_x<kPair>(x);
+        constexpr int first = fours ? kPair / 2 * 4 : 0, low = first + column(kPair, 0), high = first + column(kPair, 1);
+        b[kPair] = __byte_perm(x[low / 2], x[high / 2], (low % 2 ? 0x32 : 0x10) | (high % 2 ? 0x7600 : 0x5400));
         if constexpr (kPair + 1 < kCount) pairs_of_x<kPair + 1>(x, b);
-    }
-    template <int kStep>
-    __device__ static void read_step(u32 line, u32 (&b)[8]) {
-        const uint2 four = load8_shared(line + kStep * 32);
-        const u32 x[2] = {four.x, four.y};
-        b[2 * kStep] = pair_of_x<0>(x);
-        b[2 * kStep + 1] = pair_of_x<1>(x);
     }
 };
 
@@ -177,21 +248,21 @@ struct RowWords {
 // on 16 bytes.
 template <int kBits, int kUnits, int kRowBytes>
 struct ChunkCopies {
-    static constexpr int vectors = kUnits * kBits / 2, at_once = vectors > 8 ? 2 : 4;  // of a row, and rows
+    static constexpr int vectors = kUnits * kBits / 2, at_once = vectors > 8 ? 2 : vectors > 4 ? 4 : 8;  // of a row, and rows
     u32 from, to;  // the lane's first vector, counted from where the first row begins
-    bool here;
+    int end;       // its last byte in a chunk: at first of all; none where the lane has no row
 
     __device__ ChunkCopies(i64 row_bytes, int lane) {
         const int row = lane / vectors, vector = lane % vectors;
         from = static_cast<u32>(row * row_bytes) + vector * 16;
         to = place(row, vector);
-        here = row < at_once;
+        end = row < at_once ? vector * 16 : 1 << 30;
     }
     __device__ static constexpr int place(int row, int vector) { return row * kRowBytes + (kBits == 4 ? vector ^ row % 8 : vector) * 16; }
     // `first`: where the chunk of the first row begins; of rows that are not there it gets the last one.
     __device__ void copy(u8* ring, const u8* first, i64 row_bytes, i64 rows, int units, int lane) const {
-        if (rows >= kStrip && units >= kUnits) {
-            if (!here) return;
+        if (rows >= kStrip) {
+            if (end >= units * 8 * kBits) return;
 #pragma unroll
             for (int i = 0; i < kStrip / at_once; ++i)
                 copy_ahead(ring + i * at_once * kRowBytes + (kBits == 4 ? to ^ i % 2 * 64 : to), first + from + i * at_once * row_bytes);

@@ -81,7 +81,7 @@ def lie(fmt: Format, layout: str) -> int:
 def takes_rows(fmt: Format, depth: int) -> bool:
     """Whether matmul_stream.cu reads a QuantArray of so many columns as it is: see rows.cuh.
 
-    Rows are whole units. Groups are too, or 16 or 32 columns of 2, 4 or 8 bits.
+    Rows are whole units, and groups are too, or 16 or 32 columns.
     """
     packing = fmt.row_packing
     if fmt.is_blocks or fmt.scale is None or packing.order not in ("low", "high", "dense"):
@@ -91,20 +91,18 @@ def takes_rows(fmt: Format, depth: int) -> bool:
     block = fmt.rule.block
     if not isinstance(block, int):
         return block == "row"
-    if block in (16, 32) and block < depth:
-        return packing.bits in (2, 4, 8) and fmt.scale.nested != "double"
-    return block >= depth or block % UNIT == 0
+    return block >= depth or block % UNIT == 0 or block in (16, 32)
 
 
 def table_bytes(fmt: Format, wide: bool = False) -> int:
-    """Shared memory of fragment.cuh's Decoder; `wide`: with 256 bytes for a pair of 4 bits."""
+    """Shared memory of fragment.cuh's Decoder; `wide`: with a copy for each lane, and 256 bytes for
+    what a byte finds."""
     bits = fmt.bits
-    if bits == 4 and isinstance(fmt.codec, (Codebook, Minifloat)):
-        return 256 * (256 if wide else 128)
-    if not isinstance(fmt.codec, Codebook):
+    if not isinstance(fmt.codec, Codebook) and not (bits == 4 and isinstance(fmt.codec, Minifloat)):
         return 0
-    copies = 32 if bits < 7 else 16 if bits == 7 else 8
-    return (1 << (2 * bits if bits < 4 else bits)) * copies * 4
+    copies = 32 if bits < 7 or wide else 16 if bits == 7 else 8
+    apart = 256 if wide and bits in (4, 8) else copies * 4
+    return (1 << (2 * bits if bits <= 4 else bits)) * apart
 
 
 def fits(fmt: Format) -> bool:

@@ -18,6 +18,10 @@ ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row 
 BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
+# Shared memory that leaves no room for a second block, where codes by rows go through it. Else the
+# next product's blocks meet on the multiprocessors that are free first, and it waits for them. What
+# lanes load of rows wants the L1 cache instead.
+ALONE = 114 << 10
 # What takes registers: little, what is usual, several groups in a unit that lanes load, or that go
 # through shared memory.
 LIGHT, USUAL, BLOCKS, FINE = range(4)
@@ -27,13 +31,13 @@ SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
-CHUNK = 4  # units
+CHUNK, LONG_CHUNK = 4, 8  # units
 STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
-RING_CHUNKS = 2  # of 4 units, where codes by rows go through shared memory
+RING_CHUNKS = 2  # where codes by rows, or groups, go through shared memory
 
 
 @dataclass(frozen=True)
@@ -108,18 +112,19 @@ class Memory(NamedTuple):
         A codebook's.
     ring
         Of a warp, for what it copies of chunks.
-    chunk
-        Units of a chunk of codes that the ring holds: then warps share K in whole ones.
+    chunk, share
+        Units of a chunk of codes that the ring holds, and those in which warps share K then.
     """
 
     table: int = 0
     ring: int = 0
     chunk: int = 0
+    share: int = 0
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
     """Dynamic shared memory of a block."""
-    share = shape.ahead if memory.chunk or not groups.units else min(groups.units, shape.ahead)
+    share = memory.share or min(groups.units or shape.ahead, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
     x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.taken * STRIP * (2 if gated else 1) + 4
@@ -168,7 +173,7 @@ def divide(
         for warps in sorted({most_warps, FEW_WARPS}, reverse=True):
             for split, each in _shares(splits, all_each, warps):
                 blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
-                shape = _of_block(blank, warps, units, bits, fits)
+                shape = _of_block(blank, warps, units, bits <= 2 and not memory.chunk, fits)
                 if shape is None:
                     continue
                 long = replace(shape, ahead=farther)
@@ -179,7 +184,7 @@ def divide(
 
 
 def _of_block(
-    blank: Shape, warps: int, units: int, bits: int, fits: Callable[[Shape], bool]
+    blank: Shape, warps: int, units: int, few_bits: bool, fits: Callable[[Shape], bool]
 ) -> Shape | None:
     """How a block's warps share the strips that it takes and its part of K, or None."""
     each, least = blank.taken, -(-blank.taken // warps)
@@ -196,18 +201,18 @@ def _of_block(
     best = max(shape.depth / shape.rounds for shape in found)
     usual = next(s for s in found if s.depth / s.rounds >= 0.8 * best)
     if usual.tiles == 1:
-        return _deeper(usual, found, bits)
+        return _deeper(usual, found, few_bits)
     if usual.depth > 1:
         return usual
     others = [replace(usual, strips=n) for n in range(1, warps + 1)]
     return min([usual, *filter(fits, others)], key=_load)
 
 
-def _deeper(usual: Shape, found: list[Shape], bits: int) -> Shape:
-    """For one tile, another shape where warps have strips of their own, or codes are small: warps
+def _deeper(usual: Shape, found: list[Shape], few_bits: bool) -> Shape:
+    """For one tile, another shape where warps have strips of their own, or codes few bits: warps
     that read the strips of a block together are faster, if no block takes more of them and no fewer
     warps have work."""
-    if usual.depth > 1 and bits > 2:
+    if usual.depth > 1 and not few_bits:
         return usual
     most = usual.strips * usual.rounds
     others = [s for s in found if s.strips * s.rounds <= most]
@@ -244,12 +249,14 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, whether a codebook's table is wide, and memory."""
+    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, and units
+    that are multiplied together."""
 
     shape: Shape
     groups: Groups
     wide: bool
     memory: Memory
+    span: int
 
 
 def division_of(problem: Problem) -> Division | None:
@@ -257,10 +264,12 @@ def division_of(problem: Problem) -> Division | None:
     p, fmt = problem, problem.format
     assert fmt is not None
     groups = Groups.of(fmt, p.depth)
+    units = -(-p.depth // UNIT)
+    by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
+    paired = by_rows and _in_pairs(fmt.bits, groups, units)
+    codes = by_rows and _has_ring(fmt.bits, groups, units, paired)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
-    by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    codes = by_rows and _has_ring(fmt.bits, groups, -(-p.depth // UNIT))
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
@@ -270,19 +279,21 @@ def division_of(problem: Problem) -> Division | None:
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
-        return Division(shape, groups, memory.table > small.table, memory)
+        return Division(shape, groups, memory.table > small.table, memory, 1 + paired)
 
     if codes:
-        # The larger table saves instructions, and 192 bytes of a row of 3 bits are whole bursts of
+        # The larger table saves instructions, and long chunks of small codes are whole bursts of
         # memory's, unless they leave room for fewer warps or half of x.
-        small_codes = fmt.bits == 3 and groups.units != 1
-        chunks = (2 * CHUNK, CHUNK) if small_codes else (CHUNK,)
+        chunks = [(CHUNK, CHUNK)]
+        if paired:
+            chunks = [(LONG_CHUNK, LONG_CHUNK), (LONG_CHUNK, CHUNK), *chunks]
         rooms = [
-            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk), chunk)
+            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk), chunk, share)
             for table in tables[::-1]
-            for chunk in chunks
+            for chunk, share in chunks
         ]
-        return min(filter(None, map(divided, rooms)), key=_cost, default=None)
+        found = filter(None, map(divided, rooms))
+        return min(found, key=lambda division: _cost(division, units), default=None)
     if by_rows:
         found = divided(large, ROWS_SHARED)
         if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
@@ -318,22 +329,29 @@ def _chunk_groups(fmt: Format, groups: Groups) -> int:
     return STRIP * (RING_CHUNKS * row + count * 4 * numbers)
 
 
-def _has_ring(bits: int, groups: Groups, units: int) -> bool:
+def _has_ring(bits: int, groups: Groups, units: int, paired: bool) -> bool:
     """Whether codes by rows go through shared memory: whose rows begin on 16 bytes, where a lane's
-    own codes are no whole words, or scales are many."""
+    own codes are no whole words or less than 8 bytes, or scales are many."""
     if units * bits % 2 or groups.units not in (0, 1, 2, 4):
         return False
-    return bits in (3, 5, 6, 7) or (bits == 4 and (groups.fine > 1 or groups.units == 1))
+    many = groups.fine > 1 or groups.units == 1
+    return bits in (3, 5, 6, 7) or (bits == 4 and many) or (bits <= 2 and paired)
+
+
+def _in_pairs(bits: int, groups: Groups, units: int) -> bool:
+    """Whether units are multiplied two at a time: of few bits, where groups are not shorter."""
+    return bits <= 3 and units % 2 == 0 and groups.units in (0, 2, 4)
 
 
 def _row_bytes(bits: int, chunk: int) -> int:
     """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
-    return chunk * UNIT * bits // 8 + (16 if bits == 3 else 0)
+    return chunk * UNIT * bits // 8 + (16 if bits <= 3 else 0)
 
 
-def _cost(division: Division) -> tuple[int, int, int, int]:
-    s = division.shape
-    return -s.tokens, s.rounds, -s.strips * s.depth, s.split
+def _cost(division: Division, units: int) -> tuple[int, int, int, int, int]:
+    s, share = division.shape, division.memory.share
+    busiest = -(-units // (share * s.split * s.depth)) * share
+    return -s.tokens, s.rounds, -s.strips * s.depth, busiest, s.split
 
 
 def shape_of(problem: Problem) -> Shape | None:
@@ -355,16 +373,16 @@ class Stream:
         fmt, gated = first.fmt, len(product.weights) > 1
         division = division_of(product.problem(backend))
         assert division is not None
-        shape, groups, wide, memory = division
+        shape, groups, memory = division.shape, division.groups, division.memory
         strips = -(-product.columns // STRIP)
         dtype = product.x.dtype.name
         blocks = -(-strips // shape.taken) * shape.split
         units = -(-product.depth // UNIT)
         launch = Launch(
-            _program(fmt, dtype, shape, groups, first.layout, gated, wide, memory.chunk > 0),
+            _program(fmt, dtype, division, first.layout, gated),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
-            shared_bytes(shape, groups, units, memory, gated),
+            max(shared_bytes(shape, groups, units, memory, gated), ALONE if memory.chunk else 0),
         )
         packed = [
             prepacked.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
@@ -384,16 +402,8 @@ class Stream:
 
 
 @lru_cache(maxsize=4096)
-def _program(
-    fmt: Format,
-    dtype: str,
-    shape: Shape,
-    groups: Groups,
-    layout: str,
-    gated: bool,
-    wide: bool,
-    ring: bool,
-) -> Program:
+def _program(fmt: Format, dtype: str, division: Division, layout: str, gated: bool) -> Program:
+    shape, groups = division.shape, division.groups
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
         facts.type,
@@ -407,8 +417,9 @@ def _program(
         groups.fine,
         prepacked.lie(fmt, layout),
         int(gated),
-        int(wide),
-        int(ring),
+        int(division.wide),
+        division.memory.share,
+        division.span,
     )
     return Program(
         "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
