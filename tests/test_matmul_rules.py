@@ -112,7 +112,7 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     if kind == hopper.EXPERTS:
         rows = max(n for n in hopper.TOKENS if n <= max(rows, hopper.TOKENS[0]))
         rows = min(rows, 128 if heavy else 256)
-    tables = (table, table * (1 + (bits == 4)))  # as table_bytes says
+    tables = (table, table * {4: 2, 7: 2, 8: 8}.get(bits, 1))  # as table_bytes says
     shape = hopper.divide(rows, columns, depth, bits, heavy, tables, processors, kind)
     assert hopper.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
     assert shape.tokens in hopper.TOKENS and shape.split in (1, 2) and shape.kind == kind

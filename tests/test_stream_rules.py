@@ -1,7 +1,10 @@
 """How matmul_stream.cu divides products: all of them once, by what a GPU has."""
 
 from dataclasses import replace
+from itertools import pairwise
+from unittest import mock
 
+import numpy as np
 import pytest
 from division_cases import ARCHS, SHARED, TABLES, depths, kinds, processors, sizes
 from hypothesis import example, given
@@ -10,16 +13,21 @@ from hypothesis import strategies as st
 import cuquant as cq
 from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.ops.kernels import stream
-from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
+from cuquant.ops.kernels.plan import Plan
 from cuquant.ops.kernels.prepacked import Groups
 
 PRESSURES = [stream.LIGHT, stream.USUAL, stream.BLOCKS, stream.FINE]
 
 
-def parts_of_k(shape: stream.Shape, groups: Groups, units: int, chunk: int) -> list[int]:
+# Units of a chunk, and those in which K is shared where codes go through shared memory.
+CHUNKS = [(0, 0), (4, 4), (8, 8), (8, 4)]
+
+
+def parts_of_k(shape: stream.Shape, groups: Groups, units: int, share: int) -> list[int]:
     """Where the kernel's parts of K begin and end, in units: matmul_stream.cu's `border`."""
     group = groups.units or 1 << 20
-    share = shape.ahead if chunk or group >= shape.ahead else group
+    share = share or (shape.ahead if group >= shape.ahead else group)
     shares, parts = -(-units // share), shape.split * shape.depth
     return [min(shares * part // parts * share, units) for part in range(parts + 1)]
 
@@ -27,19 +35,20 @@ def parts_of_k(shape: stream.Shape, groups: Groups, units: int, chunk: int) -> l
 @given(
     st.integers(1, 300), sizes, depths, kinds, st.sampled_from(TABLES), st.sampled_from(ARCHS[1:]),
     processors, st.booleans(), st.sampled_from(PRESSURES),
-    st.sampled_from([0, 4, 8]), st.sampled_from([0, 192, 768, 4096]),
+    st.sampled_from(CHUNKS), st.sampled_from([0, 192, 768, 4096]),
 )  # fmt: skip
-@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, 0, 0)
-@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, 0, 0)
-@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, 4, 4096)
+@example(1, 128_256, 4096, Groups(2, 1), 0, 86, 28, False, 0, (0, 0), 0)
+@example(8, 1_000_000, 4096, Groups(1, 1), 32768, 89, 20, True, 0, (0, 0), 0)
+@example(8, 4096, 14336, Groups(1, 2), 32768, 90, 132, False, 1, (4, 4), 4096)
+@example(4, 4096, 14336, Groups(2, 1), 0, 90, 132, False, 1, (8, 4), 6656)
 def test_streams_fit_and_cover_everything_once(
     rows, columns, depth, groups, table, arch, processors, gated, pressure, chunk, ring
 ):  # fmt: skip
     if groups.fine == 1:
         pressure = min(pressure, stream.USUAL)
     if groups.units not in (0, 1, 2, 4):
-        chunk = 0
-    memory = stream.Memory(table, ring, chunk)
+        chunk = 0, 0
+    memory = stream.Memory(table, ring, *chunk)
     shape = stream.divide(rows, columns, depth, groups, memory, arch, processors, gated, pressure)
     units, strips = -(-depth // 64), -(-columns // 16)
     if shape is None:
@@ -60,7 +69,7 @@ def test_streams_fit_and_cover_everything_once(
     assert (units_of_group % shape.ahead if long else shape.ahead % units_of_group) == 0
     # K: the parts follow each other, begin with a group where they add up by groups, and x of a
     # block's part lies in what shared_bytes counts.
-    borders = parts_of_k(shape, groups, units, chunk)
+    borders = parts_of_k(shape, groups, units, memory.share)
     assert borders[0] == 0 and borders[-1] == units and borders == sorted(borders)
     if not long:
         assert all(border % units_of_group == 0 for border in borders[:-1])
@@ -118,6 +127,13 @@ def test_codes_by_rows_that_go_through_shared_memory(name):
         ("int4", 64, 4096, True),
         ("int4", 128, 4096, False),  # lanes load what they need, and scales are few
         ("int2", 64, 4096, False),
+        ("int2", 128, 4096, True),
+        ("int2", 128, 4160, False),  # an odd number of units, and two are multiplied together
+        ("int2", 512, 4096, False),
+        ("int1", 128, 4096, True),
+        ("int1", 64, 4096, False),
+        ("int3", 32, 4096, True),
+        ("fp6_e2m3", 32, 4096, True),
         ("int8", 64, 4096, False),
     ],
 )
@@ -126,9 +142,44 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     problem = Problem(1, 4096, depth, fmt, Weight.layout, "float16", True, 90, 132)
     found = stream.division_of(problem)
     assert found is not None and bool(found.memory.chunk) == through
-    chunk = 8 if fmt.bits == 3 else 4
-    row = chunk * 8 * fmt.bits + (16 if fmt.bits == 3 else 0)
+    assert found.span == (2 if through and fmt.bits <= 3 and block > 32 else 1)
+    row = 4 * found.span * 8 * fmt.bits + (16 if fmt.bits <= 3 else 0)
     assert found.memory.ring == (2 * 16 * row if through else 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "parts", "chunk", "share"),
+    [
+        (8192, 8192, 4, 8, 8),
+        (4096, 14336, 8, 8, 4),  # 28 units for each part, where whole chunks are 24 or 32
+        (4096, 2304, 8, 4, 4),  # 4.5 long chunks are less than one for each
+    ],
+)
+def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk, share):
+    for name in ("int2", "uint3", "int1"):
+        fmt = cq.get_format(name, block_size=128)
+        problem = Problem(1, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
+        found = stream.division_of(problem)
+        assert found is not None and (found.memory.chunk, found.memory.share) == (chunk, share)
+        assert found.shape.split * found.shape.depth == parts
+        units = depth // 64
+        borders = parts_of_k(found.shape, found.groups, units, share)
+        most = max(b - a for a, b in pairwise(borders))
+        assert most == -(-units // parts // 4) * 4
+
+
+def test_blocks_of_codes_in_shared_memory_are_alone():
+    """Two of them find no room on a multiprocessor, whose registers would do for two; blocks whose
+    lanes load codes leave the rest of it to the cache."""
+    for name, alone in (("k5", True), ("int4", False)):
+        plan, fmt = Plan(90), cq.get_format(name)
+        parts = {c.name: None for c in fmt.components((8192, 8192))}
+        weight = Weight(fmt, parts, (8192, 8192))
+        x = Dense(1 << 20, np.dtype(np.float16), 8192, 1)
+        with mock.patch.object(plan, "launch") as launched:
+            product = Product(1, 8192, 8192, x, (weight,))
+            stream.Stream().prepare(plan, product)(plan, 1 << 20, bytes(64))
+        assert (2 * (launched.call_args.args[0].shared + 1024) > 228 * 1024) == alone
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])
