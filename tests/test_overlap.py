@@ -182,6 +182,7 @@ EARLY = {
 # there. Of prepacked weights' groups two chunks.
 CODES = {"nf4": 16 // 4 + 1, "nvfp4": 16 // 4 + 1, "k5": 16 // 2 + 1}
 GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}
+RING = 12  # matmul_stream's kRing among its arguments: whether codes come so
 
 
 def programs(name: str) -> list[Program]:
@@ -232,8 +233,9 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         code = opcodes(sass)
         assert "PREEXIT" in code, program.name
         before = [op for op in code[: code.index("ACQBULK")] if TOUCHES.match(op)]
-        copies = CODES.get(name) if program.arguments[-1] else GROUPS.get(name)
-        if program.entry == "matmul_stream" and copies:
+        streamed = program.entry == "matmul_stream"
+        copies = (CODES if streamed and program.arguments[RING] else GROUPS).get(name)
+        if streamed and copies:
             kinds = Counter(op.split(".")[0] for op in before)
             assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
             continue
@@ -263,7 +265,7 @@ def test_what_comes_to_l2_ahead_and_when(name):
         jit.nvrtc()
     except cq.BackendUnavailable as error:
         pytest.skip(str(error))
-    found = [p for p in programs(name) if p.entry == "matmul_stream" and not p.arguments[-1]]
+    found = [p for p in programs(name) if p.entry == "matmul_stream" and not p.arguments[RING]]
     laid = [p for p in found if p.arguments[2] == 1 and p.arguments[9] == 0]  # one tile, in strips
     assert laid
     for program in laid:
