@@ -168,31 +168,17 @@ struct Sums {
     }
 };
 
-// How a block's warps share `strips` strips of `groups` groups each: one strip after the other. A division takes
-// as long as 30 other instructions, and the first copies wait for it.
-struct Share {
-    int groups, warps, each, more;  // `more` warps have one group more than the others; only `warps` have any
-
-    __device__ Share(int strips, int groups, int all) : groups(groups), warps(min(all, strips * groups)) {
-        const u32 items = strips * groups;
-        each = static_cast<int>(warps == 16 ? items / 16 : items / static_cast<u32>(warps));
-        more = static_cast<int>(items) - each * warps;
-    }
-    __device__ int begin(int warp) const { return warp < warps ? warp * each + min(warp, more) : each * warps + more; }
-    __device__ int owner(int item) const {
-        const int others = item - more * (each + 1);
-        return static_cast<int>(others < 0 ? static_cast<u32>(item) / (each + 1) : more + static_cast<u32>(others) / each);
-    }
-};
-
-// Where a warp is in its share.
+// Where a warp is in its share of `strips` strips of `groups` groups each, which a block's warps take one after the other,
+// some of them a group more than the others. A division takes as long as 30 other instructions, and the first copies wait
+// for it: `reciprocal` is 2^32 / warps, rounded up.
 struct Cursor {
     int left, strip, group;
 
-    __device__ void open(const Share& share, int warp) {
-        group = share.begin(warp);
-        left = share.begin(warp + 1) - group;
-        for (strip = 0; group >= share.groups; ++strip) group -= share.groups;
+    __device__ void open(int strips, int groups, int warp, int warps, u32 reciprocal) {
+        const int items = strips * groups, each = static_cast<int>(__umulhi(items, reciprocal)), more = items - each * warps;
+        left = each + (warp < more);
+        group = warp * each + min(warp, more);
+        for (strip = 0; left && group >= groups; ++strip) group -= groups;
     }
     // On to the next group; whether this one was the last of the strip or of the share.
     __device__ bool step(int groups) {
@@ -263,11 +249,12 @@ template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide, i
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
 matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> weights,
               const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> second, const uint4 levels,
-              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors) {
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors, u32 reciprocal) {
     using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout, kBoxes != 0>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
     let_next_start();
+    if constexpr (kBoxes) { if (threadIdx.x == 0) prefetch_map(&weights); }
     if constexpr (kSplit > 1) cluster_arrive();
     using Partial = Sums<Block, T, kTiles, kWide>;
     constexpr int kRingBytes = kRing * Place::group_bytes;
@@ -275,10 +262,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
     const int first_group = groups * rank / kSplit, own_groups = groups * (rank + 1) / kSplit - first_group;
-    const int chunks = own_groups <= chunk ? 1 : (own_groups + chunk - 1) / chunk;
     const int here = min(strips, all_strips - first_strip), all = kSets * here;
-
-    if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
 
     // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what the end needs; what
     // counts boxes.
@@ -291,9 +275,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const int at_end = parts + (kSplit > 1 ? kSplit * part_floats * 4 : 0), owners = at_end + static_cast<int>(sizeof(Ending));
     u64* const arrived = &shared_at<u64>(owners + kSets * strips * 8) + warp * kRing;
 
-    const auto share_of = [&](int number) { return Share(all, min(chunk, own_groups - number * chunk), warps); };
+    const auto has = [&](int number) { return number == 0 || number * chunk < own_groups; };  // chunk `number`
+    const auto groups_of = [&](int number) { return min(chunk, own_groups - number * chunk); };
     const auto stage = [&](int number) {
-        const int first = first_group + number * chunk, columns = min(chunk, own_groups - number * chunk) * kGroup;
+        const int first = first_group + number * chunk, columns = groups_of(number) * kGroup;
         constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
         how(staged, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
         if constexpr (!Block::lookup) close_copies();
@@ -306,7 +291,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     Cursor next;  // to copy, of chunk `coming`
     int coming = 0;
     const auto locate = [&] {
-        while (next.left == 0 && coming + 1 < chunks) next.open(share_of(++coming), warp);
+        while (next.left == 0 && has(coming + 1)) next.open(all, groups_of(++coming), warp, warps, reciprocal);
         const int strip = next.strip < here ? next.strip : next.strip - here;
         if (next.left) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
     };
@@ -315,7 +300,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             const int group = first_group + coming * chunk + next.group;
             if constexpr (kBoxes) rows.copy(to, group, lane, arrived + (to != ring));
             else rows.copy(to, group, lane);
-            if (next.step(min(chunk, own_groups - coming * chunk))) locate();
+            if (next.step(groups_of(coming))) locate();
         }
         if constexpr (!kBoxes) close_copies();
     };
@@ -325,18 +310,15 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         if (lane == 0) {
             barrier_init(arrived, 1), barrier_init(arrived + 1, 1);
             barrier_fence();
-            if (warp == 0) prefetch_map(&weights);
         }
         __syncwarp();
     }
-    next.open(share_of(0), warp);
+    next.open(all, groups_of(0), warp, warps, reciprocal);
+    Cursor now = next;
     locate();
     copy(ring);  // weights are on their way while the kernels before this one end
+    if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
-    const auto put_owners = [&](const Share& share) {  // the first and the last warp of each strip
-        if (thread < all) shared_at<uint2>(owners + 8 * thread) = make_uint2(share.owner(thread * share.groups), share.owner((thread + 1) * share.groups - 1));
-    };
-    put_owners(share_of(0));
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);  // x is wanted before more weights
@@ -354,11 +336,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     int stage_now = ring;
     u32 phase = 0;
 #pragma unroll 1
-    for (int number = 0; number < chunks; ++number) {
-        const Share share = share_of(number);
-        if (number) put_owners(share);
-        Cursor now;
-        now.open(share, warp);
+    for (int number = 0; has(number); ++number) {
+        if (number) now.open(all, groups_of(number), warp, warps, reciprocal);
+        int begin = now.group;  // of the strip
 #pragma unroll 1
         while (now.left > 0) {
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
@@ -377,14 +357,19 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             __syncwarp();  // nobody reads this stage or the table any more
             copy(stage_now);
             stage_now = 2 * ring + Place::group_bytes - stage_now;
-            if (now.step(share.groups)) {
+            if (now.step(groups_of(number))) {
                 own.put(pieces + (warp + strip) * kPiece, lane);
                 own.clear();
+                if (lane == 0) {  // which warps the strip's pieces are from
+                    if (begin == 0) shared_at<u32>(owners + 8 * strip) = warp;
+                    if (now.strip > strip) shared_at<u32>(owners + 8 * strip + 4) = warp;
+                }
+                begin = 0;
             }
         }
         __syncthreads();  // all pieces are there, and nobody reads x
-        if (number + 1 < chunks) stage(number + 1);
-        const bool last = number + 1 == chunks;
+        if (has(number + 1)) stage(number + 1);
+        const bool last = !has(number + 1);
         const Ending& end = shared_at<Ending>(at_end);
         const bool finish = kSplit == 1 && !kGated && last && end.type >= 0;  // the whole sums are stored as they are
         for (Turn turn(all * kRows, thread, threads, kGated ? Turn::reciprocal(all * kRows) : end.reciprocal); turn.line < tokens; turn.step()) {
@@ -398,8 +383,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             else sum = total;
         }
         if (finish) return;
-        if (number + 1 < chunks) wait_for_x();
-        if (kSplit == 1 || number + 1 < chunks) __syncthreads();  // so are the sums, and more of x
+        if (has(number + 1)) wait_for_x();
+        if (kSplit == 1 || has(number + 1)) __syncthreads();  // so are the sums, and more of x
     }
 
     if constexpr (kSplit > 1) cluster_sync();

@@ -35,10 +35,8 @@ __device__ inline void prefetch_run(const void*, int) {}
 template <class T>
 __device__ void prefetch_rows(const T* rows, i64 stride, int columns, int count, int block, int blocks, int lane) {
     const int lines = (columns * static_cast<int>(sizeof(T)) + 127) / 128;
-    for (int line = block + blocks * lane; line < lines * count; line += blocks * 32) {
-        const int row = line / lines;
-        prefetch_line(reinterpret_cast<const u8*>(rows + row * stride) + (line - row * lines) * 128);
-    }
+    for (int row = lane; row < count; row += 32)
+        for (int line = block; line < lines; line += blocks) prefetch_line(reinterpret_cast<const u8*>(rows + row * stride) + line * 128);
 }
 
 }  // namespace cuquant

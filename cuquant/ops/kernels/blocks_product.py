@@ -219,7 +219,8 @@ class BlocksProduct:
             blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
         stride, levels = product.x.row_stride, operand(name).levels
         division = (shape.strips, strips, shape.chunk, groups)
-        rest = (*sizes, *division, int(product.x.is_aligned()))
+        reciprocal = (1 << 32) // shape.warps + 1
+        rest = (*sizes, *division, int(product.x.is_aligned()), reciprocal)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, blocks[0], blocks[-1], levels, epilogue, *rest)

@@ -382,7 +382,7 @@ class Stream:
             _program(fmt, dtype, division, first.layout, gated),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
-            max(shared_bytes(shape, groups, units, memory, gated), ALONE if memory.chunk else 0),
+            max(shared_bytes(shape, groups, units, memory, gated), ALONE if memory.ring else 0),
         )
         packed = [
             prepacked.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
