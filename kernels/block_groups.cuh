@@ -185,7 +185,7 @@ __device__ inline u32 levels_of(u32 nibbles, const uint4& levels) {
 template <class... Parts> struct FirstOf;
 template <int kByte, int kBits, int kSpan, int kShift, class... Rest>
 struct FirstOf<Fields<Field<kByte, kBits, kSpan, kShift>, Rest...>> {
-    static constexpr int byte = kByte, span = kSpan;
+    static constexpr int byte = kByte, bits = kBits, span = kSpan, shift = kShift;
 };
 
 // The codes that are looked up of columns 32 step .. of a row, where nibbles of 32 columns lie in 16 bytes: of columns

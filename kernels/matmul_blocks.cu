@@ -32,15 +32,31 @@ struct FloatCodes : Block {
     // bytes by 4 lanes of 4.
     static constexpr int pad = Block::lookup ? 64 : 32;
 
-    // Bytes i and j of a word, exactly. A byte u below 0x64 is the float16 1024 + u; below 0x43 and up to 127, the
-    // bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
-    template <int i, int j>
+    // Bytes i and j of a word, exactly, that are 2^kLeft times codes. A byte u below 0x64 is the float16 1024 + u; below 0x43 and
+    // up to 127, the bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
+    template <int i, int j, int kLeft = 0>
     __device__ static u32 pair(u32 word) {
         constexpr u32 order = 0x4040u | i | j << 8;
+        constexpr double part = 1.0 / (1 << kLeft);
         if constexpr (tiny) return __byte_perm(word, 0u, order);
-        else if constexpr (half) return add_pair<T>(__byte_perm(word, 0x64646464u, order), constant_pair<T>(-1024 - zero));
-        else if constexpr (!Block::wide) return add_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(-128 - zero));
+        else if constexpr (half) return fma_pair<T>(__byte_perm(word, 0x64646464u, order), constant_pair<T>(part), constant_pair<T>(-1024 * part - zero));
+        else if constexpr (!Block::wide) return fma_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(part), constant_pair<T>(-128 * part - zero));
         else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
+    }
+    // The same of `left` that the compiler knows.
+    template <int i, int j, int kLeft = 0>
+    __device__ static u32 pair(u32 word, int left) {
+        if constexpr (kLeft < 8) {
+            if (left != kLeft) return pair<i, j, kLeft + 1>(word, left);
+            return pair<i, j, kLeft>(word);
+        }
+        return 0;
+    }
+    // How far from their bytes' lowest bit codes of columns from e on are left: where their first bits lie, if there is room.
+    __device__ static constexpr int left_of(int e) {
+        using First = FirstOf<typename Block::Layout::Codes>;
+        const int place = e / First::span % (8 / First::bits) * First::bits - First::shift;
+        return !tiny && !Block::wide && place > 0 && place + Block::bits <= (half ? 8 : 7) ? place : 0;
     }
     // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
     template <int i>
@@ -68,11 +84,13 @@ struct FloatCodes : Block {
                 a[0][r] = entry<0>(word, table), a[0][2 + r] = entry<1>(word, table);
                 a[1][r] = entry<2>(word, table), a[1][2 + r] = entry<3>(word, table);
             } else {
-                u32 first, second;
-                weights_of<FloatCodes>(row, step, t, uint4{}, first, second);
-                first ^= flip, second ^= flip;
-                a[0][r] = pair<0, 1>(first), a[0][2 + r] = pair<2, 3>(first);
-                a[1][r] = pair<0, 1>(second), a[1][2 + r] = pair<2, 3>(second);
+                using Layout = typename Block::Layout;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int block = 32 * step / Layout::elements * Layout::bytes, e = 32 * step % Layout::elements + 16 * h, left = left_of(e);
+                    const u32 word = codes_of(typename Layout::Codes{}, row, block, e, t, left) ^ flip;
+                    a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
+                }
             }
         }
     }
@@ -198,16 +216,17 @@ __device__ uint4 eight_of(const T* from, int vectors) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Columns first .. first + columns - 1 of x to shared memory, [token][pitch bytes]; zeros beyond K.
+// Columns first .. first + columns - 1 of x to shared memory, [token][pitch bytes]; zeros beyond K, a multiple of 8.
 template <class T>
 __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
-    for (int m = 0; m < tokens; ++m) {
-        for (int vector = thread; vector < columns / 8; vector += threads) {
-            const i64 k = first + vector * 8;  // K is a multiple of 8
-            const T* const from = k < K ? x + m * row_stride + k : x;
-            u8* const to = dynamic_shared + place + m * pitch + vector * 16;
-            if (vectors) copy_ahead(to, from, k < K ? 16 : 0);
-            else *reinterpret_cast<uint4*>(to) = k < K ? eight_of(from, 0) : make_uint4(0, 0, 0, 0);
+    for (int vector = thread; vector < columns / 8; vector += threads) {
+        const i64 k = first + vector * 8;
+        const bool here = k < K;
+        const T* from = here ? x + k : x;
+        u8* to = dynamic_shared + place + vector * 16;
+        for (int m = 0; m < tokens; ++m, from += row_stride, to += pitch) {
+            if (vectors) copy_ahead(to, from, here ? 16 : 0);
+            else *reinterpret_cast<uint4*>(to) = here ? eight_of(from, 0) : make_uint4(0, 0, 0, 0);
         }
     }
 }
@@ -275,6 +294,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const int at_end = parts + (kSplit > 1 ? kSplit * part_floats * 4 : 0), owners = at_end + static_cast<int>(sizeof(Ending));
     u64* const arrived = &shared_at<u64>(owners + kSets * strips * 8) + warp * kRing;
 
+    if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
     const auto has = [&](int number) { return number == 0 || number * chunk < own_groups; };  // chunk `number`
     const auto groups_of = [&](int number) { return min(chunk, own_groups - number * chunk); };
     const auto stage = [&](int number) {
@@ -316,15 +336,19 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     next.open(all, groups_of(0), warp, warps, reciprocal);
     Cursor now = next;
     locate();
-    copy(ring);  // weights are on their way while the kernels before this one end
-    if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
+    // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
+    // that are: half of the warps ask for theirs after it, unless what threads copy has to come in order.
+    constexpr bool kAnyOrder = kBoxes || Block::lookup;
+    const bool early = !kAnyOrder || warp % 2 == 0;
+    if (early) copy(ring);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
-    stage(0);  // x is wanted before more weights
-    copy(ring + Place::group_bytes);
+    stage(0);
+    copy(early ? ring + Place::group_bytes : ring);
     if constexpr (!Block::lookup) wait_copies<kBoxes ? 0 : 1>();  // else only weights are on their way
     __syncthreads();
+    if (!early) copy(ring + Place::group_bytes);
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
