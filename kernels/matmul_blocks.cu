@@ -7,103 +7,14 @@
 // the same order.
 #include "block_copies.cuh"
 #include "cluster.cuh"
-#include "mma.cuh"
+#include "float_codes.cuh"
 
 namespace cuquant {
 
 constexpr int kRing = 2;   // groups that a warp has on their way
 constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 lines apart meet no bank twice
+constexpr int kFewBytes = 8 << 10;  // of a warp's weights
 constexpr int kMostWarps = kResident == 8 ? 12 : 16;  // of one tile; of two 4 less, for their registers
-
-// Codes as floats of x's type, and what undoes their factor: Block's own facts, whose bytes are whole numbers
-// plus `zero`, or signed ones. kWide: entries of the table of levels are 256 bytes apart, so that one byte permutation
-// makes an address.
-template <class Block, class T, bool kWide>
-struct FloatCodes : Block {
-    static constexpr bool half = is_same<T, Half>;
-    // A byte u alone is the float16 u * 2^-24, which tensor cores multiply as exactly as any other.
-    static constexpr bool tiny = half && Block::zero == 0 && !Block::wide;
-    static constexpr float unit = tiny ? Block::unit * 16777216.0f : Block::unit;
-    static constexpr int zero = Block::wide ? 128 : Block::zero;
-    static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
-    // Of the table of pairs of levels, where codes are looked up: an entry a byte of two codes, a copy a lane.
-    static constexpr int apart = kWide ? 256 : 128, table_bytes = Block::lookup ? 256 * apart : 0;
-    // Bytes between tokens of x: what lanes read at a time is of all banks, 16 bytes by 4 lanes of 2 tokens or 8
-    // bytes by 4 lanes of 4.
-    static constexpr int pad = Block::lookup ? 64 : 32;
-
-    // Bytes i and j of a word, exactly, that are 2^kLeft times codes. A byte u below 0x64 is the float16 1024 + u; below 0x43 and
-    // up to 127, the bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
-    template <int i, int j, int kLeft = 0>
-    __device__ static u32 pair(u32 word) {
-        constexpr u32 order = 0x4040u | i | j << 8;
-        constexpr double part = 1.0 / (1 << kLeft);
-        if constexpr (tiny) return __byte_perm(word, 0u, order);
-        else if constexpr (half) return fma_pair<T>(__byte_perm(word, 0x64646464u, order), constant_pair<T>(part), constant_pair<T>(-1024 * part - zero));
-        else if constexpr (!Block::wide) return fma_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(part), constant_pair<T>(-128 * part - zero));
-        else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
-    }
-    // The same of `left` that the compiler knows.
-    template <int i, int j, int kLeft = 0>
-    __device__ static u32 pair(u32 word, int left) {
-        if constexpr (kLeft < 8) {
-            if (left != kLeft) return pair<i, j, kLeft + 1>(word, left);
-            return pair<i, j, kLeft>(word);
-        }
-        return 0;
-    }
-    // How far from their bytes' lowest bit codes of columns from e on are left: where their first bits lie, if there is room.
-    __device__ static constexpr int left_of(int e) {
-        using First = FirstOf<typename Block::Layout::Codes>;
-        const int place = e / First::span % (8 / First::bits) * First::bits - First::shift;
-        return !tiny && !Block::wide && place > 0 && place + Block::bits <= (half ? 8 : 7) ? place : 0;
-    }
-    // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
-    template <int i>
-    __device__ static u32 entry(u32 word, u32 table) {
-        if constexpr (kWide) return shared_at<u32>(__byte_perm(word, table, 0x5504u | i << 4));
-        else return shared_at<u32>(table + 128 * __byte_perm(word, 0u, 0x4440u | i));
-    }
-    // The table: all threads store their share of its vectors.
-    __device__ static void put_table(const uint4& levels, int thread, int threads) {
-        for (int i = thread; i < 256 * 8; i += threads) {
-            const u32 two = levels_of(i / 8, levels);
-            const u32 v = pair_of<T>(static_cast<float>(static_cast<signed char>(two)), static_cast<float>(static_cast<signed char>(two >> 8)));
-            shared_at<uint4>(i / 8 * apart + i % 8 * 16) = make_uint4(v, v, v, v);
-        }
-    }
-    // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: first
-    // those of one half, or two of each where codes are looked up.
-    template <class R>
-    __device__ static void operands(const R& upper, const R& lower, int step, int t, u32 table, u32 (&a)[2][4]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const R& row = r ? lower : upper;
-            if constexpr (Block::lookup) {
-                const u32 word = looked_up<FloatCodes>(row, step, t);
-                a[0][r] = entry<0>(word, table), a[0][2 + r] = entry<1>(word, table);
-                a[1][r] = entry<2>(word, table), a[1][2 + r] = entry<3>(word, table);
-            } else {
-                using Layout = typename Block::Layout;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int block = 32 * step / Layout::elements * Layout::bytes, e = 32 * step % Layout::elements + 16 * h, left = left_of(e);
-                    const u32 word = codes_of(typename Layout::Codes{}, row, block, e, t, left) ^ flip;
-                    a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
-                }
-            }
-        }
-    }
-    // Those of x. `x`: the address of the lane's columns; `here`: whether they are wanted.
-    __device__ static void columns_of(u32 x, bool here, uint2 (&b)[2]) {
-        if constexpr (Block::lookup) {
-            const uint4 both = load16_shared_if(x, here);
-            b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
-        } else {
-            b[0] = load8_shared(x), b[1] = load8_shared(x + 32);
-        }
-    }
-};
 
 // 16 rows times 8 kTiles tokens.
 template <class Block, class T, int kTiles, bool kWide>
@@ -337,9 +248,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     Cursor now = next;
     locate();
     // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
-    // that are: half of the warps ask for theirs after it, unless what threads copy has to come in order.
-    constexpr bool kAnyOrder = kBoxes || Block::lookup;
-    const bool early = !kAnyOrder || warp % 2 == 0;
+    // that are: where decoding takes longer than memory, and where weights are few, half of the warps ask for theirs after it,
+    // unless what threads copy has to come in order.
+    constexpr bool kAnyOrder = kBoxes || Block::lookup, kLong = Block::lookup || Block::bits < 4;
+    const bool early = !kAnyOrder || warp % 2 == 0 || (!kLong && now.left * Place::group_bytes >= kFewBytes);
     if (early) copy(ring);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);

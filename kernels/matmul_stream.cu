@@ -28,8 +28,9 @@ struct Nothing {  // of what there is not
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
-// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are kStrips x kDepth: neighbours have different strips, then different parts of K. It takes
-// `taken` strips, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
+// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are
+// kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, kStrips at a time.
+// kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing, int kSpan>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
@@ -248,6 +249,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         step(after);
         copy(kRingBytes, after);
     };
+    // Whether a warp's weights come before x: x would wait behind all of them. Where codes have more bits memory takes longest,
+    // and half of the warps ask for theirs behind it only where these are few.
+    const bool early = !kRing || warp % 2 == 0 || (kBits > 3 && count * now.turns > kRingChunks * kAhead);
     locate();
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
     // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
@@ -257,7 +261,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; d += kSpan) load_codes(d, false);
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
-            copy(0, now);
+            if (early) copy(0, now);
             if constexpr (!kRing) copy_second();
         }
         if constexpr (kSoon == Soon::Run) prefetch_more();
@@ -275,6 +279,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     wait_for_earlier();
     arrival.ask_first();
     if constexpr (kRows) load_first_groups();
+    if (kRing && !early && next_count > 0) copy(0, now);
     if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();

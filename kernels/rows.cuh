@@ -200,7 +200,6 @@ struct RowWords {
     static constexpr int x_pad = fours ? 32 : runs == 2 ? 64 : 16;
     // Where vector v of those that a lane reads lies: of four columns, or of eight.
     static constexpr int vectors = fours ? 4 : 2 * span;
-    using Vector = Choice<fours, uint2, uint4>;
     __device__ static int vector_at(int v, const Sides& sides) { return fours ? v * 32 : v / 2 * sides.across + v % 2 * (runs == 2 ? 64 : 16); }
     // The second operands of the steps, four a unit; `line` is at x_place.
     __device__ static void read_x(u32 line, const Sides& sides, u32 (&b)[8 * span]) {
@@ -223,16 +222,14 @@ struct RowWords {
     }
     // Where neighbours are no pair, columns of x that are one become neighbours; where codes are so few that memory does not
     // take longest, once for all warps, before they read them.
-    static constexpr bool pairs_x = !joined && bits <= 2 && span == 2;
+    static constexpr bool pairs_x = !joined && bits <= 2 && span == 2;  // columns by eights
     __device__ static void pair_x(u8* line, u32 address, const Sides& sides) {
         u32 x[8 * span], b[8 * span];
         read_columns(address, sides, x);
         pairs_of_x<0>(x, b);
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
-            Vector& to = *reinterpret_cast<Vector*>(line + vector_at(v, sides));
-            if constexpr (fours) to = make_uint2(b[2 * v], b[2 * v + 1]);
-            else to = make_uint4(b[4 * v], b[4 * v + 1], b[4 * v + 2], b[4 * v + 3]);
+            *reinterpret_cast<uint4*>(line + vector_at(v, sides)) = make_uint4(b[4 * v], b[4 * v + 1], b[4 * v + 2], b[4 * v + 3]);
         }
     }
     template <int kPair, int kCount>
@@ -250,7 +247,7 @@ template <int kBits, int kUnits, int kRowBytes>
 struct ChunkCopies {
     static constexpr int vectors = kUnits * kBits / 2, at_once = vectors > 8 ? 2 : vectors > 4 ? 4 : 8;  // of a row, and rows
     u32 from, to;  // the lane's first vector, counted from where the first row begins
-    int end;       // its last byte in a chunk: at first of all; none where the lane has no row
+    int end;       // where it is in a row of a chunk; far behind where the lane has no row
 
     __device__ ChunkCopies(i64 row_bytes, int lane) {
         const int row = lane / vectors, vector = lane % vectors;
