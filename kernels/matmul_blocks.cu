@@ -13,6 +13,11 @@ namespace cuquant {
 
 constexpr int kRing = 2;   // groups that a warp has on their way
 constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 lines apart meet no bank twice
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kBlackwell = true;
+#else
+constexpr bool kBlackwell = false;
+#endif
 constexpr int kFewBytes = 8 << 10;  // of a warp's weights
 constexpr int kMostWarps = kResident == 8 ? 12 : 16;  // of one tile; of two 4 less, for their registers
 
@@ -27,9 +32,9 @@ struct Sums {
     // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
     static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
-    // Whether there is a way out, which nobody takes: for sm_120 the compiler puts sums off, and spills what they wait for, but
+    // Whether there is a way out, which nobody takes: for sm_100 and sm_120 the compiler puts sums off, and spills what they wait for, but
     // not past one.
-    static constexpr bool leaves = kResident == 8 && has_minimum && Place::subs == 2 * kSteps;
+    static constexpr bool leaves = has_minimum && (kResident == 8 ? Place::subs == 2 * kSteps : kBlackwell && kTiles > 1);
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     // Steps whose scales are read together; half as many where addresses of levels take the registers.
     static constexpr int few = kTiles > 1 && Block::lookup && !direct && !kWide ? 2 : 1;
@@ -97,17 +102,33 @@ struct Sums {
     }
 };
 
-// Where a warp is in its share of `strips` strips of `groups` groups each, which a block's warps take one after the other,
-// some of them a group more than the others. A division takes as long as 30 other instructions, and the first copies wait
-// for it: `reciprocal` is 2^32 / warps, rounded up.
+// A warp's share of `strips` strips of `groups` groups each, which a block's warps take one after the other, some of them a
+// group more than the others. A division takes as long as 30 other instructions, and the first copies wait for it:
+// `reciprocal` is 2^32 / warps, rounded up.
+struct Share {
+    int groups, begin, count;
+
+    __device__ Share(int strips, int groups, int warp, int warps, u32 reciprocal) : groups(groups) {
+        const int items = strips * groups, each = static_cast<int>(__umulhi(items, reciprocal)), more = items - each * warps;
+        begin = warp * each + min(warp, more);
+        count = each + (warp < more);
+    }
+    // Say whose parts of a strip are the first and the last one, if they are this warp's.
+    __device__ void put_owner(int strip, int warp, u32 (&owners)[2]) const {
+        const int first = strip * groups - begin, last = first + groups - 1;
+        if (first >= 0 && first < count) owners[0] = warp;
+        if (last >= 0 && last < count) owners[1] = warp;
+    }
+};
+
+// Where a warp is in its share.
 struct Cursor {
     int left, strip, group;
 
-    __device__ void open(int strips, int groups, int warp, int warps, u32 reciprocal) {
-        const int items = strips * groups, each = static_cast<int>(__umulhi(items, reciprocal)), more = items - each * warps;
-        left = each + (warp < more);
-        group = warp * each + min(warp, more);
-        for (strip = 0; left && group >= groups; ++strip) group -= groups;
+    __device__ void open(const Share& share) {
+        left = share.count;
+        group = share.begin;
+        for (strip = 0; left && group >= share.groups; ++strip) group -= share.groups;
     }
     // On to the next group; whether this one was the last of the strip or of the share.
     __device__ bool step(int groups) {
@@ -208,6 +229,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
     const auto has = [&](int number) { return number == 0 || number * chunk < own_groups; };  // chunk `number`
     const auto groups_of = [&](int number) { return min(chunk, own_groups - number * chunk); };
+    const auto share_of = [&](int number) { return Share(all, groups_of(number), warp, warps, reciprocal); };
     const auto stage = [&](int number) {
         const int first = first_group + number * chunk, columns = groups_of(number) * kGroup;
         constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
@@ -222,7 +244,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     Cursor next;  // to copy, of chunk `coming`
     int coming = 0;
     const auto locate = [&] {
-        while (next.left == 0 && has(coming + 1)) next.open(all, groups_of(++coming), warp, warps, reciprocal);
+        while (next.left == 0 && has(coming + 1)) next.open(share_of(++coming));
         const int strip = next.strip < here ? next.strip : next.strip - here;
         if (next.left) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
     };
@@ -244,14 +266,14 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         }
         __syncwarp();
     }
-    next.open(all, groups_of(0), warp, warps, reciprocal);
-    Cursor now = next;
+    next.open(share_of(0));
+    const int left = next.left;
     locate();
     // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
     // that are: where decoding takes longer than memory, and where weights are few, half of the warps ask for theirs after it,
     // unless what threads copy has to come in order.
     constexpr bool kAnyOrder = kBoxes || Block::lookup, kLong = Block::lookup || Block::bits < 4;
-    const bool early = !kAnyOrder || warp % 2 == 0 || (!kLong && now.left * Place::group_bytes >= kFewBytes);
+    const bool early = !kAnyOrder || warp % 2 == 0 || (!kLong && left * Place::group_bytes >= kFewBytes);
     if (early) copy(ring);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
@@ -273,8 +295,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     u32 phase = 0;
 #pragma unroll 1
     for (int number = 0; has(number); ++number) {
-        if (number) now.open(all, groups_of(number), warp, warps, reciprocal);
-        int begin = now.group;  // of the strip
+        Cursor now;
+        now.open(share_of(number));
 #pragma unroll 1
         while (now.left > 0) {
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
@@ -296,13 +318,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             if (now.step(groups_of(number))) {
                 own.put(pieces + (warp + strip) * kPiece, lane);
                 own.clear();
-                if (lane == 0) {  // which warps the strip's pieces are from
-                    if (begin == 0) shared_at<u32>(owners + 8 * strip) = warp;
-                    if (now.strip > strip) shared_at<u32>(owners + 8 * strip + 4) = warp;
-                }
-                begin = 0;
             }
         }
+        for (int strip = lane; strip < all; strip += 32) share_of(number).put_owner(strip, warp, shared_at<u32[2]>(owners + 8 * strip));
         __syncthreads();  // all pieces are there, and nobody reads x
         if (has(number + 1)) stage(number + 1);
         const bool last = !has(number + 1);

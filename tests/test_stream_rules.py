@@ -16,6 +16,7 @@ from cuquant.ops.kernels import stream
 from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
 from cuquant.ops.kernels.plan import Plan
 from cuquant.ops.kernels.prepacked import Groups
+from cuquant.packed import ROWS_LAYOUT, layout_components
 
 PRESSURES = [stream.LIGHT, stream.USUAL, stream.BLOCKS, stream.FINE]
 
@@ -168,18 +169,27 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
         assert most == -(-units // parts // 4) * 4
 
 
-def test_blocks_of_codes_in_shared_memory_are_alone():
+@pytest.mark.parametrize(
+    ("name", "layout", "shape", "alone"),
+    [
+        ("k5", ROWS_LAYOUT, (8192, 8192), True),
+        ("int4", ROWS_LAYOUT, (8192, 8192), False),
+        ("mxfp4", FRAGMENTS_LAYOUT, (14336, 4096), True),  # 448 threads of 72 registers
+        ("iq4_nl", FRAGMENTS_LAYOUT, (14336, 4096), True),
+        ("int4", FRAGMENTS_LAYOUT, (14336, 4096), False),
+    ],
+)
+def test_blocks_whose_weights_go_through_shared_memory_are_alone(name, layout, shape, alone):
     """Two of them find no room on a multiprocessor, whose registers would do for two; blocks whose
-    lanes load codes leave the rest of it to the cache."""
-    for name, alone in (("k5", True), ("int4", False)):
-        plan, fmt = Plan(90), cq.get_format(name)
-        parts = {c.name: None for c in fmt.components((8192, 8192))}
-        weight = Weight(fmt, parts, (8192, 8192))
-        x = Dense(1 << 20, np.dtype(np.float16), 8192, 1)
-        with mock.patch.object(plan, "launch") as launched:
-            product = Product(1, 8192, 8192, x, (weight,))
-            stream.Stream().prepare(plan, product)(plan, 1 << 20, bytes(64))
-        assert (2 * (launched.call_args.args[0].shared + 1024) > 228 * 1024) == alone
+    lanes load everything leave the rest of it to the cache."""
+    plan, fmt = Plan(90), cq.get_format(name)
+    parts = {c.name: None for c in layout_components(fmt, shape, layout)}
+    weight = Weight(fmt, parts, shape, layout=layout)
+    x = Dense(1 << 20, np.dtype(np.float16), shape[1], 1)
+    with mock.patch.object(plan, "launch") as launched:
+        product = Product(1, *shape, x, (weight,))
+        stream.Stream().prepare(plan, product)(plan, 1 << 20, bytes(64))
+    assert (2 * (launched.call_args.args[0].shared + 1024) > 228 * 1024) == alone
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])

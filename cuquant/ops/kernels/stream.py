@@ -18,9 +18,9 @@ ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row 
 BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
-# Shared memory that leaves no room for a second block, where codes by rows go through it. Else the
-# next product's blocks meet on the multiprocessors that are free first, and it waits for them. What
-# lanes load of rows wants the L1 cache instead.
+# Shared memory that leaves no room for a second block, where codes by rows or groups go through it:
+# registers may have room. The next product's blocks would meet on the multiprocessors that are free
+# first, and it would wait for them. What lanes load of rows wants the L1 cache instead.
 ALONE = 114 << 10
 # What takes registers: little, what is usual, several groups in a unit that lanes load, or that go
 # through shared memory.
