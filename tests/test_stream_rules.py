@@ -182,14 +182,27 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
 def test_blocks_whose_weights_go_through_shared_memory_are_alone(name, layout, shape, alone):
     """Two of them find no room on a multiprocessor, whose registers would do for two; blocks whose
     lanes load everything leave the rest of it to the cache."""
-    plan, fmt = Plan(90), cq.get_format(name)
+    assert (2 * (launched_bytes(90, name, layout, shape) + 1024) > 228 * 1024) == alone
+
+
+@pytest.mark.parametrize("layout", [ROWS_LAYOUT, FRAGMENTS_LAYOUT])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch >= 80])
+def test_blocks_ask_for_no_more_shared_memory_than_there_is(arch, layout):
+    for name in ("int4", "uint3", "k5", "nf4", "mxfp4", "fp4_e2m1", "nvfp4"):
+        for shape in ((14336, 4096), (4096, 14336)):
+            assert launched_bytes(arch, name, layout, shape) <= SHARED[arch] * 1024
+
+
+def launched_bytes(arch: int, name: str, layout: str, shape: tuple[int, int]) -> int:
+    """Of shared memory, for one row of x."""
+    plan, fmt = Plan(arch), cq.get_format(name)
     parts = {c.name: None for c in layout_components(fmt, shape, layout)}
     weight = Weight(fmt, parts, shape, layout=layout)
     x = Dense(1 << 20, np.dtype(np.float16), shape[1], 1)
     with mock.patch.object(plan, "launch") as launched:
         product = Product(1, *shape, x, (weight,))
         stream.Stream().prepare(plan, product)(plan, 1 << 20, bytes(64))
-    assert (2 * (launched.call_args.args[0].shared + 1024) > 228 * 1024) == alone
+    return launched.call_args.args[0].shared
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])

@@ -20,7 +20,8 @@ BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
 # Shared memory that leaves no room for a second block, where codes by rows or groups go through it:
 # registers may have room. The next product's blocks would meet on the multiprocessors that are free
-# first, and it would wait for them. What lanes load of rows wants the L1 cache instead.
+# first, and it would wait for them. What lanes load of rows wants the L1 cache instead, and GPUs
+# without clusters may have less than this.
 ALONE = 114 << 10
 # What takes registers: little, what is usual, several groups in a unit that lanes load, or that go
 # through shared memory.
@@ -378,11 +379,12 @@ class Stream:
         dtype = product.x.dtype.name
         blocks = -(-strips // shape.taken) * shape.split
         units = -(-product.depth // UNIT)
+        alone = memory.ring > 0 and _has_clusters(backend.arch)
         launch = Launch(
             _program(fmt, dtype, division, first.layout, gated),
             (blocks, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
-            max(shared_bytes(shape, groups, units, memory, gated), ALONE if memory.ring else 0),
+            max(shared_bytes(shape, groups, units, memory, gated), ALONE if alone else 0),
         )
         packed = [
             prepacked.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
