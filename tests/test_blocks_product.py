@@ -47,7 +47,7 @@ DIVIDED = [
     *((Case("q2_k", "bfloat16", 5, (70, 1536)), shape) for shape in (SHAPES[4], SHAPES[7])),
     (Case("q6_k", "float16", 13, (70, 1280)), SHAPES[6]),
     # More strips than a warp has lanes, shared by every number of warps that a block may have.
-    *((Case("q4_0", "float16", 2, (650, 768)), (1, 41, n, 3 - n // 4 % 3)) for n in range(4, 17)),
+    *((Case("q4_0", "float16", 2, (650, 768)), (1, 41, n, 1 + n % 3)) for n in range(4, 17)),
     *((Case("iq4_nl", "float16", 13, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
     *((Case("iq4_xs", "bfloat16", 5, (70, 1280)), (*SHAPES[6], wide)) for wide in (False, True)),
 ]
