@@ -198,6 +198,14 @@ __device__ u32 looked_up(const R& row, int step, int t) {
     return row.after(4 * t).word(32 * step / Layout::elements * Layout::bytes + First::byte + 32 * step % Layout::elements / 2);
 }
 
+// Of columns 32 step .. of a row, the first 16 or the others (`part`), codes of columns 4 t .. 4 t + 3: see field_of.
+template <class Block, class R>
+__device__ u32 codes_in(const R& row, int step, int part, int t, int left) {
+    using Layout = typename Block::Layout;
+    const int block = 32 * step / Layout::elements * Layout::bytes, e = 32 * step % Layout::elements;
+    return codes_of(typename Layout::Codes{}, row, block, e + 16 * part, t, left);
+}
+
 // The operand words of columns 32 step .. of a row: four bytes of the first 16 columns and of the others.
 // Where codes are looked up, a word has the columns that share bytes of nibbles: see operand_of in q8_1.cuh.
 template <class Block, class R>
@@ -218,8 +226,8 @@ __device__ void weights_of(const R& row, int step, int t, const uint4& levels, u
     } else {
         const u32 flip = Block::centred ? levels.x : 0u;  // the top bit of each byte
         constexpr int left = Block::centred ? 8 - Block::bits : 0;
-        first = codes_of(typename Layout::Codes{}, row, block, e, t, left) ^ flip;
-        second = codes_of(typename Layout::Codes{}, row, block, e + 16, t, left) ^ flip;
+        first = codes_in<Block>(row, step, 0, t, left) ^ flip;
+        second = codes_in<Block>(row, step, 1, t, left) ^ flip;
     }
 }
 

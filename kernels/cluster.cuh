@@ -5,6 +5,10 @@
 
 namespace cuquant {
 
+struct Nothing {  // of what there is not
+    template <class... Arguments> __device__ Nothing(Arguments...) {}
+};
+
 // Of a kernel whose blocks work in clusters of so many along x; before sm_90 there are none.
 #if __CUDA_ARCH__ >= 900
 #define CUQUANT_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
@@ -55,9 +59,22 @@ struct InThis {
 using InBlock = InThis;
 #endif
 
+constexpr int kFewWarps = 8;  // of a block, whose first weights may all be on their way before x: with more it would wait behind them
+
+// The strips of a cluster: `most`, and from cluster number `fewer` on one less.
+struct Taken {
+    int first, count;
+
+    __device__ Taken(int cluster, int most, int fewer) : first(cluster * (most - 1) + min(cluster, fewer)), count(most - (cluster >= fewer)) {}
+};
+
 // Which row of the output row m of a product is: itself, or where it was before rows were sorted.
-struct Straight { __device__ i64 operator()(i64 m) const { return m; } };
+struct Straight {
+    static constexpr bool straight = true;
+    __device__ i64 operator()(i64 m) const { return m; }
+};
 struct Sorted {
+    static constexpr bool straight = false;
     const i64* order;
     __device__ i64 operator()(i64 m) const { return order[m]; }
 };

@@ -42,10 +42,10 @@ struct FloatCodes : Block {
         }
         return 0;
     }
-    // How far from their bytes' lowest bit codes of columns from e on are left: where their first bits lie, if there is room.
-    __device__ static constexpr int left_of(int e) {
+    // How far from their bytes' lowest bit codes of half a step are left: where their first bits lie, if there is room.
+    __device__ static constexpr int left_of(int step, int part) {
         using First = FirstOf<typename Block::Layout::Codes>;
-        const int place = e / First::span % (8 / First::bits) * First::bits - First::shift;
+        const int place = (32 * step % Block::Layout::elements + 16 * part) / First::span % (8 / First::bits) * First::bits - First::shift;
         return !tiny && !Block::wide && place > 0 && place + Block::bits <= (half ? 8 : 7) ? place : 0;
     }
     // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
@@ -74,11 +74,10 @@ struct FloatCodes : Block {
                 a[0][r] = entry<0>(word, table), a[0][2 + r] = entry<1>(word, table);
                 a[1][r] = entry<2>(word, table), a[1][2 + r] = entry<3>(word, table);
             } else {
-                using Layout = typename Block::Layout;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int block = 32 * step / Layout::elements * Layout::bytes, e = 32 * step % Layout::elements + 16 * h, left = left_of(e);
-                    const u32 word = codes_of(typename Layout::Codes{}, row, block, e, t, left) ^ flip;
+                    const int left = left_of(step, h);
+                    const u32 word = codes_in<FloatCodes>(row, step, h, t, left) ^ flip;
                     a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
                 }
             }

@@ -16,7 +16,8 @@ namespace cuquant {
 __device__ inline u32 swizzled(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4 | 1u << 16; }
 
 // The compiler keeps a pointer in registers, where it would compute it anew.
-__device__ inline void keep(const u8*& p) {
+template <class E>
+__device__ void keep(E*& p) {
 #ifndef CUQUANT_EMULATOR
     asm volatile("" : "+l"(p));
     __builtin_assume(__isGlobal(p));
@@ -33,6 +34,14 @@ __device__ inline void barrier_wait_remote(u64* barrier, u32 parity) {
                  "bra again_%=;\n"
                  "done_%=:}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
+
+// The barriers of block `rank` of the cluster that lie where `own` do in this one.
+struct RemoteBarriers {
+    u32 first;
+
+    __device__ RemoteBarriers(const u64* own, u32 rank) { asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(first) : "r"(shared_address(own)), "r"(rank)); }
+    __device__ void arrive(int i) const { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(first + i * 8) : "memory"); }
+};
 
 // A place in the shared memory of block `rank` of the cluster, and a barrier there that counts the bytes
 // which are stored: where `to` and `barrier` lie in this block's.

@@ -11,7 +11,7 @@
 
 namespace cuquant {
 
-constexpr int kRing = 2;   // groups that a warp has on their way
+constexpr int kRing = 2;   // groups that a warp has on their way: what follows says 0 and 1
 constexpr int kLine = 20;  // floats of a token's 16 sums: lanes that are 2 lines apart meet no bank twice
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kBlackwell = true;
@@ -32,8 +32,8 @@ struct Sums {
     // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
     static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
-    // Whether there is a way out, which nobody takes: for sm_100 and sm_120 the compiler puts sums off, and spills what they wait for, but
-    // not past one.
+    // Whether there is a way out, which nobody takes: for sm_100 and sm_120 the compiler puts sums off, and spills what they
+    // wait for, but not past one.
     static constexpr bool leaves = has_minimum && (kResident == 8 ? Place::subs == 2 * kSteps : kBlackwell && kTiles > 1);
     static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
     // Steps whose scales are read together; half as many where addresses of levels take the registers.
@@ -194,13 +194,13 @@ __device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, in
 }
 
 // weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
-// `strips` strips of `all_strips`; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
+// `strips` strips, and from cluster `fewer` on one less; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
 // silu(x w^T) * (x second^T). kWide: see FloatCodes. kBoxes: the copy engine brings weights, by their tensor maps.
 template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide, int kBoxes>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
 matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> weights,
               const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> second, const uint4 levels,
-              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int all_strips, int chunk, int groups, int vectors, u32 reciprocal) {
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int fewer, int chunk, int groups, int vectors, u32 reciprocal) {
     using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout, kBoxes != 0>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;
@@ -211,9 +211,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     constexpr int kRingBytes = kRing * Place::group_bytes;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int tokens = static_cast<int>(M), first_strip = blockIdx.x / kSplit * strips;
+    const Taken taken(static_cast<int>(blockIdx.x) / kSplit, strips, fewer);
+    const int tokens = static_cast<int>(M), first_strip = taken.first;
+    const int here = anew(taken.count), all = kSets * here;  // else the loop computes it, and spills registers
     const int first_group = groups * rank / kSplit, own_groups = groups * (rank + 1) / kSplit - first_group;
-    const int here = min(strips, all_strips - first_strip), all = kSets * here;
 
     // The table of levels; rings of warps; x; tables of scales; sums of warps, and of all of them; what the end needs; what
     // counts boxes.
@@ -227,7 +228,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     u64* const arrived = &shared_at<u64>(owners + kSets * strips * 8) + warp * kRing;
 
     if (warp == 0 && vectors) prefetch_rows(x, x_stride, static_cast<int>(K), tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), lane);
-    const auto has = [&](int number) { return number == 0 || number * chunk < own_groups; };  // chunk `number`
+    const auto has = [&](int number) { return number * chunk < own_groups; };  // chunk `number`
     const auto groups_of = [&](int number) { return min(chunk, own_groups - number * chunk); };
     const auto share_of = [&](int number) { return Share(all, groups_of(number), warp, warps, reciprocal); };
     const auto stage = [&](int number) {
@@ -248,10 +249,11 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         const int strip = next.strip < here ? next.strip : next.strip - here;
         if (next.left) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
     };
-    const auto copy = [&](int to) {
+    const auto copy = [&](int slot) {
+        const int to = ring + slot * Place::group_bytes;
         if (next.left > 0) {
             const int group = first_group + coming * chunk + next.group;
-            if constexpr (kBoxes) rows.copy(to, group, lane, arrived + (to != ring));
+            if constexpr (kBoxes) rows.copy(to, group, lane, arrived + slot);
             else rows.copy(to, group, lane);
             if (next.step(groups_of(coming))) locate();
         }
@@ -259,30 +261,29 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     };
 
     if constexpr (kBoxes) {
-        static_assert(kRing == 2, "see copy");
         if (lane == 0) {
-            barrier_init(arrived, 1), barrier_init(arrived + 1, 1);
+#pragma unroll
+            for (int slot = 0; slot < kRing; ++slot) barrier_init(arrived + slot, 1);
             barrier_fence();
         }
         __syncwarp();
     }
     next.open(share_of(0));
-    const int left = next.left;
-    locate();
     // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
-    // that are: where decoding takes longer than memory, and where weights are few, half of the warps ask for theirs after it,
+    // that are: where decoding takes longer than memory, and where weights are few, half of many warps ask for theirs after it,
     // unless what threads copy has to come in order.
     constexpr bool kAnyOrder = kBoxes || Block::lookup, kLong = Block::lookup || Block::bits < 4;
-    const bool early = !kAnyOrder || warp % 2 == 0 || (!kLong && left * Place::group_bytes >= kFewBytes);
-    if (early) copy(ring);
+    const bool early = !kAnyOrder || warps <= kFewWarps || warp % 2 == 0 || (!kLong && next.left * Place::group_bytes >= kFewBytes);
+    locate();
+    if (early) copy(0);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);
-    copy(early ? ring + Place::group_bytes : ring);
+    copy(early);
     if constexpr (!Block::lookup) wait_copies<kBoxes ? 0 : 1>();  // else only weights are on their way
     __syncthreads();
-    if (!early) copy(ring + Place::group_bytes);
+    if (!early) copy(1);
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
@@ -291,7 +292,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     for (int n = 0; n < kTiles; ++n) own_x[n] = start + staged + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
     Partial own;
     own.clear();
-    int stage_now = ring;
+    int slot = 0;
     u32 phase = 0;
 #pragma unroll 1
     for (int number = 0; has(number); ++number) {
@@ -299,10 +300,10 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         now.open(share_of(number));
 #pragma unroll 1
         while (now.left > 0) {
+            const int stage_now = ring + slot * Place::group_bytes;
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
             if constexpr (kBoxes) {
-                barrier_wait(arrived + (stage_now != ring), phase);
-                phase ^= stage_now != ring;
+                barrier_wait(arrived + slot, phase);
             } else {
                 wait_copies<kRing - 1>();
                 __syncwarp();  // all lanes' copies are there
@@ -313,8 +314,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             }
             own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, tokens, table, lane);
             __syncwarp();  // nobody reads this stage or the table any more
-            copy(stage_now);
-            stage_now = 2 * ring + Place::group_bytes - stage_now;
+            copy(slot);
+            phase ^= slot, slot ^= 1;
             if (now.step(groups_of(number))) {
                 own.put(pieces + (warp + strip) * kPiece, lane);
                 own.clear();

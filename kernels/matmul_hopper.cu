@@ -39,8 +39,9 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
     }
 }
 
-// Where each of a warpgroup's threads puts its sums before they are stored.
-constexpr int kDrainPitch = 68;  // floats, and 16-bit results have room
+// Where a warpgroup puts sums before they are stored: floats of each token, and those that it has room for, so that 16-bit
+// results of twice as many tokens fit.
+constexpr int kDrainPitch = 68, kDrainRoom = 72;
 
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>
@@ -54,11 +55,13 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
 // unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
-// kBeside: see kApart. `tile_rows` of the weight, whole strips, are a tile's.
+// kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both.
+// `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
+// are a tile's.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside>
-__global__ void CUQUANT_CLUSTER(kPaired ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
-matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
+          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside, bool kSharedX>
+__global__ void CUQUANT_CLUSTER(kPaired || kSharedX ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_rows, int whole) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
@@ -69,6 +72,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
     // one might be two behind, and would not be seen.
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
+    static_assert(!kSharedX || (kSplit == 1 && kDepthGroups == 1 && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
     static_assert(!kRouted || (kSplit == 1 && !kPaired), "how many tiles there are is not known before");
     static_assert(!kPaired || (kSplit == 1 && kDepthGroups == 1 && !kPair), "tiles that blocks have alone");
     constexpr int kBlocks = kPaired ? 2 : kSplit;                  // that may share a tile
@@ -80,6 +84,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     constexpr int kPitch = Parts::kPitch;
     constexpr int kMost = kGroups == 4 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
+    // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
+    constexpr bool kSends = kAlone && kKind == kOne && kTokens == 256 && Decode::table_bytes % 1024 == 0;
+    static_assert(!kSends || kDrain * kDrainRoom * 4 % 1024 == 0, "so does the second warpgroup's");
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
@@ -92,25 +99,28 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainPitch : kApart ? kDepthGroups * kTokens * kPitch : 0));
+    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainRoom : kApart ? kDepthGroups * kTokens * kPitch : 0));
     u64 *empty = full + kStages, *received = empty + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
+    if (kSends && threadIdx.x == 0) prefetch_map(&y);
     if (lane == 0) {
 #pragma unroll
-        for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups); }
+        for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups * (kSharedX ? 2 : 1)); }
         if (kBlocks > 1 && warp == 0) { barrier_init(received, 1); barrier_expect(received, Parts::kReceivedBytes); }
         barrier_fence();
     }
     __syncthreads();
+    if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
-    const int rank = kSplit > 1 || kPaired ? static_cast<int>(cluster_rank()) : 0;
+    const int rank = kSplit > 1 || kPaired || kSharedX ? static_cast<int>(cluster_rank()) : 0;
     int first_unit, units;  // of K, that are this block's
     const auto share = [&](int parts) {
         first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / parts);
         units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / parts) - first_unit;
     };
-    share(kSplit);
+    if (kSharedX) first_unit = 0, units = weights.units;
+    else share(kSplit);
     const auto share_tile = [&](int tile) {
         if (tile >= whole) share(2);
         else { first_unit = 0; units = weights.units; }
@@ -131,8 +141,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
-    const auto locate = [&](int tile) {
-        const int set = tile / (kTogether * row_tiles), in_set = tile - set * kTogether * row_tiles;
+    const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
+        const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
+        const int set = tile / (kTogether * rows_of), in_set = tile - set * kTogether * rows_of;
         const int wide = min(kTogether, token_tiles - set * kTogether);
         const int own = set * kTogether + in_set % wide;
         token = own * kTokens;
@@ -141,7 +152,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
             end = token + static_cast<int>(segment.count);
         }
-        row = in_set / wide * tile_rows;
+        row = (kSharedX ? in_set / wide * 2 + number % 2 : in_set / wide) * tile_rows;
     };
 
     const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
@@ -192,7 +203,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
                     if (own == 0) barrier_expect(ready, count * (kBoxBytes + strips * kUnitBytes));
-                    if (own < count) copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
+                    if constexpr (kSharedX) {
+                        u8* const to = stages + stage * kBoxBytes;
+                        const int column = (first_unit + i) * kUnit;
+                        if (own < 2) {
+                            if (kPaired && tile >= whole) copy_box(to + own * kBoxBytes / 2, &x, ready, column, token + own * kTokens / 2);
+                            else if (own == 0) copy_box_to_both(to + rank * kBoxBytes / 2, &x, ready, column, token + rank * kTokens / 2);
+                        }
+                    } else if (own < count) {
+                        copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
+                    }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
                         if (has(r)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
@@ -221,6 +241,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
     const u32 own_codes = shared_address(coded) + (row_group * 4 + warp % 4) * kSpan * kUnitBytes;
     const u32 own_x = swizzled(stages);
     int done = 0;  // stages of earlier tiles
+    const Choice<kSharedX, RemoteBarriers, Nothing> others_empty(empty, rank ^ 1);
     Prepacked moved;
     if constexpr (kPair) {
         moved = weights;
@@ -260,7 +281,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
         const int own_units = lost ? 0 : units;
-        const auto release = [&] { if (last >= 0 && lane == 0) barrier_arrive(empty + last); };
+        const auto leave = [&](int stage) {
+            if (lane != 0) return;
+            barrier_arrive(empty + stage);
+            if constexpr (kSharedX) others_empty.arrive(stage);
+        };
+        const auto release = [&] { if (last >= 0) leave(last); };
         Words<kBits> words;
         const auto load = [&](int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
@@ -324,7 +350,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                     for (int step = 1; step < kSteps; ++step) multiply(step);
                 }
                 wgmma_wait<0>();
-                if (lane == 0 && (of_stage == kSpan - 1 || !more)) barrier_arrive(empty + own_stage);
+                if (of_stage == kSpan - 1 || !more) leave(own_stage);
 #pragma unroll
                 for (int j = 0; j < kTokens / 2; ++j) sum[j] = __fmaf_rn(scale[j / 2 % 2], part[j], sum[j]);
             } else {
@@ -413,29 +439,50 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
                 named_barrier(1, kThreads);
             }
         } else if constexpr (kAlone) {
-            float* sums = drain + row_group * kDrain * kDrainPitch;
+            float* sums = drain + row_group * kDrain * kDrainRoom;
             float* own = sums + warp % 4 * kStrip + g;
             const int thread = threadIdx.x % 128;
             const int first_row = row + row_group * 64;
             using Whole = Results<T, 64>;
+            constexpr int kParts = kTokens / kDrain, kPartBytes = kDrain * Whole::kPitch;
+            static_assert(2 * kPartBytes <= kDrain * kDrainRoom * 4, "results of every other part have a place of their own");
             const bool quick = Whole::possible(epilogue, N);
             const typename Whole::Bias bias(epilogue, first_row + warp % 4 * kStrip, quick ? N : 0, lane);
+            if (kSends && quick && (first_row + 64 <= row_end || row_end == N)) {  // a box has no rows of another tile
 #pragma unroll
-            for (int part = 0; part < kTokens / kDrain; ++part) {
-                const i64 first_token = token + part * kDrain;
-                if (quick) {
-                    u8* const results = reinterpret_cast<u8*>(sums);
+                for (int part = 0; part < kParts; ++part) {
+                    u8* const box = reinterpret_cast<u8*>(sums) + part % 2 * kDrain * 128;
+#pragma unroll
+                    for (int j = 0; j < kDrain / 8; ++j)
+                        Whole::put_swizzled(sum + part * kDrain / 2 + 4 * j, bias, shared_address(box) + j * 1024, warp % 4, lane);
+                    show_copies();
+                    if (thread == 0) wait_sent();  // the box before, whose place is the next one's
+                    named_barrier(1 + row_group, 128);
+                    if (thread == 0) send_box(&y, box, first_row, token + part * kDrain);
+                }
+            } else if (quick) {
+                if constexpr (kSends) {  // the tile before may still be read
+                    if (thread == 0) wait_sent();
+                    named_barrier(1 + row_group, 128);
+                }
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    u8* const results = reinterpret_cast<u8*>(sums) + part % 2 * kPartBytes;
 #pragma unroll
                     for (int j = 0; j < kDrain / 8; ++j)
                         Whole::put_8(sum + part * kDrain / 2 + 4 * j, bias, shared_address(results) + j * 8 * Whole::kPitch + warp % 4 * kStrip * 2, lane);
                     named_barrier(1 + row_group, 128);
-                    Whole::template store<kDrain, 128>(epilogue, results, first_token, first_row, rows, row_end, thread, place);
-                } else {
+                    Whole::template store<kDrain, 128>(epilogue, results, token + part * kDrain, first_row, rows, row_end, thread, place);
+                    if (kParts == 1) named_barrier(1 + row_group, 128);  // else nobody reads these any more when all have the next ones
+                }
+            } else {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
                     put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                     named_barrier(1 + row_group, 128);
-                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, first_token, first_row, rows, row_end, Turn(64, thread, 128), 0, place);
+                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, token + part * kDrain, first_row, rows, row_end, Turn(64, thread, 128), 0, place);
+                    named_barrier(1 + row_group, 128);
                 }
-                named_barrier(1 + row_group, 128);
             }
         } else {
             // Every x of this tile has been used: the sums take its place.
@@ -445,6 +492,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Prepa
             if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
         }
     }
+    if (kSends && threadIdx.x % 128 == 0) wait_sent();
+    if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
 }
 
 }  // namespace cuquant

@@ -22,19 +22,15 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
     }
 }
 
-struct Nothing {  // of what there is not
-    template <class... Arguments> __device__ Nothing(Arguments...) {}
-};
-
 // kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
 // through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are
-// kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, kStrips at a time.
-// kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
+// kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
+// `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing, int kSpan>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int tokens, int copies) {
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
     constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
@@ -81,7 +77,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
     const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
     // The warp's strips, each of two weights if gated: every kStrips-th, of which `turns` are left.
-    const int first_strip = static_cast<int>(blockIdx.x / kSplit) * taken + warp % kStrips, all_strips = min(weights.strips - first_strip, taken - warp % kStrips);
+    const auto own_strips = [&](int most) { return Taken(static_cast<int>(blockIdx.x) / kSplit, most, fewer); };
+    const int first_strip = own_strips(taken).first + warp % kStrips, all_strips = own_strips(taken).count - warp % kStrips;
     struct Chunk { int turns, at; bool other; } now = {max((all_strips + kStrips - 1) / kStrips, 0), 0, false};  // `other`: of the second weight
     const int behind_last = first_strip + now.turns * kStrips;
     const auto strip_of = [&](const Chunk& chunk) { return behind_last - chunk.turns * kStrips; };
@@ -249,9 +246,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         step(after);
         copy(kRingBytes, after);
     };
-    // Whether a warp's weights come before x: x would wait behind all of them. Where codes have more bits memory takes longest,
-    // and half of the warps ask for theirs behind it only where these are few.
-    const bool early = !kRing || warp % 2 == 0 || (kBits > 3 && count * now.turns > kRingChunks * kAhead);
+    // Whether a warp's weights come before x, which would wait behind those of all of many warps. Where codes have more bits memory
+    // takes longest, and half of the warps ask for theirs behind it only where these are few.
+    const bool early = !kRing || kThreads <= 32 * kFewWarps || warp % 2 == 0 || (kBits > 3 && count * now.turns > kRingChunks * kAhead);
     locate();
     // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
     // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
@@ -274,7 +271,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto load_levels = [&] { filling.load(weights.values, filler, kRows && Format::Packing::order == Order::High); };
     if constexpr (!kTight) load_levels();  // no kernel writes them
     if constexpr (kOneWarp) arrival.begin();
-    if (threadIdx.x == kThreads - 1) ending.set(epilogue, token, static_cast<i64>(blockIdx.x / kSplit) * rows, M, N, tokens, rows);
+    if (threadIdx.x == kThreads - 1) ending.set(epilogue, token, static_cast<i64>(own_strips(taken).first) * kStrip, M, N, tokens, own_strips(taken).count * kStrip);
     if constexpr (kEarly) { if (warp != 0) filling.store(tables, filler); }
     wait_for_earlier();
     arrival.ask_first();
@@ -509,14 +506,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kSplit > 1) cluster_sync();
     else __syncthreads();
     // What the beginning knew would take registers in the loop.
-    const int own_rows = kStrip * anew(taken), own_pitch = own_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int late_rows = kStrip * anew(taken), late_pitch = late_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const Ending end = ending;
-    const Turn turn(own_rows, threadIdx.x, kThreads, end.reciprocal);
+    const Taken own = own_strips(anew(taken));
+    const Turn turn(own.count * kStrip, threadIdx.x, kThreads, end.reciprocal);
     if (__builtin_expect(end.type >= 0, 1)) {
-        store_whole<kSplit, kParts, kGated>(end, sums, own_pitch, kLines * own_pitch, own_rows, turn, own_rank);
+        store_whole<kSplit, kParts, kGated>(end, sums, late_pitch, kLines * late_pitch, late_rows, turn, own_rank);
     } else {
-        store_sums<kSplit, kParts, kGated>(epilogue, sums, own_pitch, kLines * own_pitch, end.lines, own_rows, static_cast<i64>(blockIdx.y) * anew(tokens),
-                                           static_cast<i64>(blockIdx.x / kSplit) * own_rows, M, N, turn, own_rank);
+        store_sums<kSplit, kParts, kGated>(epilogue, sums, late_pitch, kLines * late_pitch, end.lines, late_rows, static_cast<i64>(blockIdx.y) * anew(tokens),
+                                           static_cast<i64>(own.first) * kStrip, M, N, turn, own_rank);
     }
 }
 

@@ -208,6 +208,17 @@ def test_boxes_give_the_same_bits_as_copies(case, numbers, run_boxes):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q3_k", "q6_k"])
+def test_a_short_product_is_spread(name, built):
+    """5 strips on 4 multiprocessors, of which one takes two; and on 3 and 5."""
+    case = Case(name, "float16", 3, (70, 1280))
+    for processors in (3, 4, 5):
+        assert divide(name, 3, *case.shape, BOX_ARCH, processors).spread
+        run = Products(Emulator(arch=BOX_ARCH, multiprocessors=processors))
+        y = run_case(run, case, out_dtype="float32")
+        assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
 def test_boxes_of_every_order_of_threads(built):
     case, numbers = BOXES_DIVIDED[6]
     runs = []
@@ -408,6 +419,25 @@ def test_a_block_fits_and_all_strips_are_taken(name, arch):
 )
 def test_how_products_are_divided(rows, columns, depth, arch, split, strips, warps, chunk):
     assert divide("q4_0", rows, columns, depth, arch, 132) == Shape(split, strips, warps, chunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "depth", "arch", "gated", "spread"),
+    [
+        ("q4_0", 1, 4096, 4096, 90, False, True),
+        ("q4_0", 8, 4096, 4096, 90, False, True),
+        ("q3_k", 1, 6144, 4096, 90, False, True),
+        ("q4_0", 1, 2048, 4096, 90, False, False),  # fewer strips than multiprocessors
+        ("q4_0", 1, 4096, 14336, 90, False, False),  # memory is busy for long
+        ("q4_0", 1, 4096, 4096, 90, True, False),  # so it is with two weights
+        ("q4_0", 9, 4096, 4096, 90, False, False),
+        ("q4_0", 1, 4096, 4096, 86, False, False),  # no product begins beside another
+        ("iq4_nl", 1, 4096, 4096, 90, False, False),  # each block would fill a table of levels
+    ],
+)
+def test_short_products_are_spread(name, rows, columns, depth, arch, gated, spread):
+    shape = divide(name, rows, columns, depth, arch, 132, gated)
+    assert (shape.spread, shape.warps == 8) == (spread, spread)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,10 @@ SHAPES = [
     (16, 2, 2, 1, 4, 2, 2, 2, hopper.ONE, False, False, True),
     (32, 1, 3, 1, 6, 2, 2, 4, hopper.ONE, True, False, True),
     (256, 2, 1, 1, 2, 1, 2, 4, hopper.ONE, True),
+    # Two blocks with the same rows of x.
+    (256, 2, 1, 1, 2, 1, 2, 4, hopper.ONE, False, False, False, True),
+    (32, 2, 1, 1, 3, 1, 2, 4, hopper.ONE, False, False, False, True),
+    (64, 2, 1, 1, 4, 1, 2, 4, hopper.ONE, False, True, False, True),
 ]
 DIVIDED = [
     *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in SHAPES),
@@ -171,6 +175,45 @@ def test_every_way_to_divide(case, numbers, run):
     with divided(numbers):
         y = run_case(run, case, out_dtype="float32")
     assert expected(case).admits(y, case.shape[1])
+
+
+def test_blocks_that_share_x_and_the_last_tiles(built):
+    """Of 6 tiles 4 blocks take one each, which have the same x in pairs, and then two pairs one."""
+    case = Case("nf4", "float16", 190, (150, 1160))
+    with divided(SHAPES[-1]):
+        y = run_case(Products(Emulator(multiprocessors=4, arch=ARCH)), case, out_dtype="float32")
+    assert expected(case).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "tile_rows"),
+    [
+        (Case("int4", "float16", 300, (200, 320)), 128),
+        (Case("nf4", "bfloat16", 257, (136, 320)), 128),
+        (Case("int4", "bfloat16", 300, (224, 320)), 112),  # a box of one tile has rows of another
+        (Case("int4", "float16", 1030, (224, 64)), 112),  # and follows one that has none
+    ],
+    ids=str,
+)
+def test_results_that_the_copy_engine_stores(case, tile_rows, built):
+    """Tiles end within the rows of x and of the weight; what is beside the output stays."""
+    rows, columns = case.rows, case.shape[0]
+    bias = normal((columns,), "float32")
+    rule = mock.patch.object(hopper, "_tile_rows", lambda *_: tile_rows)
+    shape = divided((256, 2, 1, 1, 3, 1, 2, 4))
+    with shape, rule:  # by threads, which round once too
+        wide = run_case(Products(Emulator(arch=ARCH)), case, out_dtype="float32", bias=bias)
+    for begin, sent in ((8, True), (3, False)):
+        around = np.full((rows + 1, 256), 7, dtype=case.x.dtype)
+        out = around[:rows, begin : begin + columns]
+        emulator = Emulator(arch=ARCH)
+        spy = mock.patch.object(emulator, "tensor_map", side_effect=emulator.tensor_map)
+        with shape, rule, spy as made:
+            run_case(Products(emulator), case, out=out, bias=bias)
+        assert {call.args[4] for call in made.call_args_list} == ({256, 64} if sent else {256})
+        assert bits_equal(out, wide.astype(out.dtype))
+        around[:rows, begin : begin + columns] = 7
+        assert (values(around) == 7).all()
 
 
 def test_the_same_bits_in_every_order_of_threads(built):

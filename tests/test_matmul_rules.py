@@ -145,6 +145,9 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     if shape.beside:
         assert kind == hopper.ONE and shape.split == 1 < shape.depth_groups
         assert tiles > processors and shape.tokens <= 32
+    if shape.shared_x:  # and both blocks of a cluster always have a tile
+        assert shape.alone and shape.span == 1 and kind == hopper.ONE and token_tiles > 1
+        assert processors % 2 == 0 and tiles // token_tiles % 2 == 0
     if shape.paired:  # each cluster has one of the last tiles, or none
         assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
 
@@ -164,6 +167,16 @@ def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():
     one_each = hopper._shape(replace(nf4, columns=8192))
     assert one_each.depth_groups > 1 and not one_each.beside and not one_each.persistent
     assert not hopper._shape(replace(nf4, rows=300)).beside
+
+
+def test_blocks_share_x_where_two_have_the_same_rows_at_a_time():
+    several = replace(PROBLEM, rows=1024, format=LAID["int4"], columns=14336, depth=4096)
+    assert hopper._shape(several).shared_x and hopper._shape(several).box_rows == 128
+    one_tile = replace(several, rows=256)  # all blocks have them
+    odd = replace(several, columns=14336 + 128)  # tiles of the weight's rows
+    for problem in (one_tile, odd, replace(several, multiprocessors=131)):
+        shape = hopper._shape(problem)
+        assert shape.tokens == shape.box_rows and not shape.shared_x
 
 
 def test_the_large_table_of_levels_leaves_enough_stages():

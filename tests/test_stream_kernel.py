@@ -26,6 +26,7 @@ from products import ULP, UNIT, Products, exact, is_close, normal, values, weigh
 import cuquant as cq
 from cuquant.jit import Launch, Program
 from cuquant.ops.kernels import hopper, prepacked, stream
+from cuquant.ops.kernels.operands import Problem, Weight
 from cuquant.ops.kernels.stream import Shape
 from cuquant.reference import ACTIVATIONS
 
@@ -176,6 +177,12 @@ RING += [
     for rows, shape in ((1, (35, 128)), (3, (17, 384)), (9, (70, 1152)))
 ]
 RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -1)]
+# Strips of a block are not alike, and a row may begin with any column of the result.
+SPREAD = [
+    Case(name, TYPES[i % 2], (1, 8)[i % 2], (70, 512), options=(("block_size", 128),))
+    for i, name in enumerate(("int3", "uint3", "int5", "uint5"))
+]
+SPREAD_ON = (3, 4, 5)  # multiprocessors
 RING_GATED = ("nvfp4", "nvfp4", {})
 # There the copy engine brings x, in parts: fewer units than parts, a last part that is cut short,
 # units that K ends within, and warps that need one part, several, or none.
@@ -280,6 +287,10 @@ def built() -> None:
     for case, numbers in RING_DIVIDED:
         with divided(numbers):
             run(cq.linear, case.x, case.weight)
+    for processors in SPREAD_ON:
+        on_hopper.multiprocessors = processors
+        for case in SPREAD:
+            run(cq.linear, case.x, case.weight)
     run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
     assert all(program.arguments[-2] for program in on_hopper.programs)  # what K is shared in
     for case, numbers in PARTS:
@@ -354,6 +365,19 @@ def test_codes_that_go_through_shared_memory_divided(case, numbers, built):
     with divided(numbers):
         y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize("case", SPREAD, ids=str)
+def test_a_short_product_is_spread(case, built):
+    """5 strips on 4 multiprocessors, of which one takes two; then as many on each, and one more."""
+    expected = Expected.of(case.x, case.weight)
+    for processors in SPREAD_ON:
+        rest = case.weight.format, Weight.layout, case.dtype, True, HOPPER, processors
+        shape = stream.shape_of(Problem(case.rows, *case.shape, *rest))
+        assert shape is not None and shape.spread
+        run = Products(Emulator(arch=HOPPER, multiprocessors=processors))
+        y = run(cq.linear, case.x, case.weight, out_dtype="float32")
+        assert expected.admits(y, case.shape[1])
 
 
 @pytest.mark.parametrize(("case", "numbers"), PARTS, ids=str)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cuquant as cq
 from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.ops.kernels import stream
-from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
+from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.plan import Plan
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.packed import ROWS_LAYOUT, layout_components
@@ -157,7 +157,7 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     ],
 )
 def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk, share):
-    for name in ("int2", "uint3", "int1"):
+    for name in ("int2", "k3", "int1"):
         fmt = cq.get_format(name, block_size=128)
         problem = Problem(1, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
         found = stream.division_of(problem)
@@ -167,6 +167,45 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
         borders = parts_of_k(found.shape, found.groups, units, share)
         most = max(b - a for a, b in pairwise(borders))
         assert most == -(-units // parts // 4) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "spread"),
+    [
+        ("int3", {}, True),
+        ("uint5", {"rows": 8, "dtype": "bfloat16"}, True),
+        ("int3", {"depth": 14336}, True),
+        ("int3", {"depth": 14336, "rows": 8}, False),  # two blocks share x
+        ("int5", {"depth": 14336}, False),  # memory is busy for long
+        ("int3", {"columns": 6144}, False),  # three strips for two warps
+        ("int3", {"columns": 2048}, False),  # fewer strips than multiprocessors
+        ("int3", {"rows": 9}, False),
+        ("int3", {"gated": True}, False),
+        ("int3", {"arch": 80}, False),
+        ("int3", {"layout": FRAGMENTS_LAYOUT}, False),
+        ("int2", {}, False),
+        ("int6", {}, False),
+        ("k3", {}, False),
+    ],
+)
+def test_short_products_are_spread_where_codes_take_long(name, changes, spread):
+    fmt = cq.get_format(name, block_size=128)
+    problem = Problem(1, 4096, 4096, fmt, Weight.layout, "float16", True, 90, 132)
+    shape = stream.shape_of(replace(problem, **changes))
+    assert shape is not None and shape.spread == spread
+    if spread:
+        assert shape.strips * shape.depth == 8 and shape.split == 1
+        assert shape.taken == 2  # 256 strips, of which 132 blocks have two, or one
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 4, 5, 131, 132])
+def test_strips_are_shared_evenly(clusters):
+    for strips in range(clusters, 4 * clusters + 2):
+        most, fewer = shared_evenly(strips, clusters)
+        firsts = [rank * (most - 1) + min(rank, fewer) for rank in range(clusters + 1)]  # Taken
+        counts = [most - (rank >= fewer) for rank in range(clusters)]
+        assert firsts[0] == 0 and firsts[-1] == strips and 0 < fewer <= clusters
+        assert [b - a for a, b in pairwise(firsts)] == counts and min(counts) >= most - 1 > -1
 
 
 @pytest.mark.parametrize(

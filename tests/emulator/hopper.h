@@ -44,6 +44,18 @@ inline void barrier_expect(unsigned long long* barrier, int bytes) {
     emulator_arrived(found, 1, 0);
 }
 inline void barrier_arrive(unsigned long long* barrier) { emulator_arrived(emulator_barrier(barrier), 1, 0); }
+inline EmulatorBarrier& emulator_barrier_of(const unsigned long long* barrier, unsigned rank) {
+    auto& found = *reinterpret_cast<EmulatorBarrier*>(emulator_remote(barrier, 8, rank, "barrier"));
+    if (found.wanted == 0xFFFF) emulator::fail("another block's barrier that was not initialised");
+    return found;
+}
+struct RemoteBarriers {
+    const unsigned long long* first;
+    unsigned rank;
+
+    RemoteBarriers(const unsigned long long* own, unsigned rank) : first(own), rank(rank) {}
+    void arrive(int i) const { emulator_arrived(emulator_barrier_of(first + i, rank), 1, 0); }
+};
 inline void barrier_wait(unsigned long long* barrier, unsigned parity, Place place = Place::here()) {
     const auto over = [](const void* about, std::uint64_t phase) {
         return static_cast<const EmulatorBarrier*>(about)->phase != phase;
@@ -63,9 +75,7 @@ struct Remote {
     void store(int offset, const float4& v) const {
         if (reinterpret_cast<std::uintptr_t>(to + offset) % 16) emulator::fail("misaligned Remote::store");
         std::memcpy(emulator_remote(to + offset, sizeof v, rank, "Remote::store"), &v, sizeof v);
-        auto& counted = *reinterpret_cast<EmulatorBarrier*>(emulator_remote(barrier, 8, rank, "Remote::store"));
-        if (counted.wanted == 0xFFFF) emulator::fail("Remote::store: a barrier that was not initialised");
-        emulator_arrived(counted, 0, -static_cast<int>(sizeof v));
+        emulator_arrived(emulator_barrier_of(barrier, rank), 0, -static_cast<int>(sizeof v));
     }
 };
 
@@ -89,6 +99,7 @@ struct EmulatorBox {
     int column, row;
     const unsigned char* from;  // of a run, which has no map
     int bytes;
+    bool both = false;  // whether the other block of the cluster gets it too
     void run() const {
         if (from) {
             std::memcpy(emulator_shared(to, 16, "copy_run"), from, bytes);
@@ -102,9 +113,13 @@ struct EmulatorBox {
                 unsigned char* const element = emulator_shared(at, 2, "copy_box");
                 if (inside) std::memcpy(element, map.pointer + (row + i) * map.stride + (column + j) * 2, 2);
                 else std::memset(element, 0, 2);
+                if (both) std::memcpy(emulator_remote(element, 2, other(), "copy_box_to_both"), element, 2);
             }
-        emulator_arrived(emulator_barrier(barrier), 0, -static_cast<int>(map.height * map.width) * 2);
+        const int came = static_cast<int>(map.height * map.width) * 2;
+        emulator_arrived(emulator_barrier(barrier), 0, -came);
+        if (both) emulator_arrived(emulator_barrier_of(barrier, other()), 0, -came);
     }
+    static unsigned other() { return emulator::machine.rank ^ 1; }
 };
 inline std::vector<EmulatorBox> emulator_boxes[2];  // by block
 inline bool emulator_next_box() {
@@ -121,8 +136,8 @@ inline const bool emulator_boxes_dropped = emulator::at_block_start([] {
 });
 
 inline void prefetch_map(const TensorMap*) {}
-inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) {
-    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row, nullptr, 0};
+inline void emulator_copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row, bool both) {
+    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row, nullptr, 0, both};
     std::memcpy(&box.map, map, sizeof box.map);
     if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
     if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
@@ -130,7 +145,41 @@ inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier
     if (blockIdx.x % 2) box.run();
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
+inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) { emulator_copy_box(to, map, barrier, column, row, false); }
+inline void copy_box_to_both(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) {
+    emulator_copy_box(to, map, barrier, column, row, true);
+}
 
+// Boxes that go to global memory when the thread that sends them waits.
+struct EmulatorSend {
+    unsigned thread, from;
+    EmulatorMap map;
+    int column, row;
+    void run() const {
+        for (int i = 0; i < map.height; ++i)
+            for (int j = 0; j < map.width; ++j) {
+                if (row + i < 0 || row + i >= map.rows || column + j < 0 || column + j >= map.columns) continue;
+                const unsigned straight = static_cast<unsigned>(from + (i * map.width + j) * 2);
+                std::memcpy(const_cast<unsigned char*>(map.pointer) + (row + i) * map.stride + (column + j) * 2, emulator_shared(emulator_swizzled(straight), 2, "send_box"), 2);
+            }
+    }
+};
+inline std::vector<EmulatorSend> emulator_sends[2];  // by block
+inline const bool emulator_sends_dropped = emulator::at_block_start([] { emulator_sends[emulator::machine.rank].clear(); });
+inline void send_box(const TensorMap* map, const void* from, int column, int row) {
+    EmulatorSend send{threadIdx.x, static_cast<unsigned>(__cvta_generic_to_shared(from)), {}, column, row};
+    std::memcpy(&send.map, map, sizeof send.map);
+    if (send.map.mark != kEmulatorMap || send.map.width != 64) emulator::fail("send_box: this is no tensor map of swizzled boxes");
+    if (send.from % 1024) emulator::fail("misaligned send_box: %u is no multiple of 1024", send.from);
+    emulator_sends[emulator::machine.rank].push_back(send);
+}
+inline void wait_sent() {
+    auto& sends = emulator_sends[emulator::machine.rank];
+    for (const EmulatorSend& send : sends)
+        if (send.thread == threadIdx.x) send.run();
+    sends.erase(std::remove_if(sends.begin(), sends.end(), [](const EmulatorSend& send) { return send.thread == threadIdx.x; }), sends.end());
+}
+inline void show_copies() {}
 
 inline void copy_run(void* to, const void* from, int bytes, unsigned long long* barrier) {
     const auto* source = static_cast<const unsigned char*>(from);

@@ -9,7 +9,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
-from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight
+from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.q8_1 import ROWS, SHARED, WARP, Operand, operand
 
 TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
@@ -22,6 +22,8 @@ ENDING_BYTES, OWNERS_BYTES = 32, 8  # what the end needs to know: of a block, an
 LINE_BYTES = 80  # of 16 sums of a row of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
+# Groups of a multiprocessor, of a product that is over before memory has been busy for long.
+MOST_SHORT = 48
 FEW_ROWS = 2  # of x, which leave time for bytes that nobody wants
 MOST_DEPTH = 1 << 30  # the bytes of a row are 32-bit numbers
 
@@ -95,6 +97,8 @@ class Shape:
         Whether the table of pairs of levels is the larger one.
     boxes
         Whether the copy engine brings weights.
+    spread
+        Whether each multiprocessor has a block, and as many strips as any other, but for one.
     """
 
     split: int
@@ -103,6 +107,7 @@ class Shape:
     chunk: int
     wide: bool = False
     boxes: bool = False
+    spread: bool = False
 
 
 def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
@@ -139,7 +144,8 @@ def divide(
 
     One wave of blocks where the sums of their strips fit into shared memory. Two blocks share K
     where x is large, and where there are few strips; warps share it in any case. Fewer warps, and
-    then chunks of K, where x does not fit.
+    then chunks of K, where x does not fit. A short product takes half of the warps, so that the
+    weights of the next one come beside it.
     """
     made, groups, strips = operand(name), -(-depth // GROUP), -(-columns // ROWS)
     limit, sets = SHARED.get(arch, SHARED[86]), 2 if gated else 1
@@ -148,10 +154,15 @@ def divide(
         large = rows * depth * 2 > LARGE_X
         split = 2 if large or 2 * strips <= multiprocessors else 1
     most = -(-groups // split)
+    short = sets * strips * groups <= MOST_SHORT * multiprocessors and rows <= TILE
+    early = arch >= 90 and split == 1  # the next product's blocks begin beside this one's
+    spread = short and early and strips >= multiprocessors and not made.lookup
 
     def shapes(each: int) -> Iterator[Shape]:
-        for warps in range(_most_warps(rows, arch), FEW_WARPS - 1, -2):
-            yield Shape(split, each, warps, most, boxes=boxes)
+        all_at_once = spread and each * multiprocessors >= strips
+        many = FEW_WARPS if all_at_once else _most_warps(rows, arch)
+        for warps in range(many, FEW_WARPS - 1, -2):
+            yield Shape(split, each, warps, most, boxes=boxes, spread=all_at_once)
         for warps in range(FEW_WARPS, LEAST_WARPS - 1, -2):
             none = Shape(split, each, warps, 0, boxes=boxes)
             room = limit - shared_bytes(made, rows, none, sets)
@@ -204,9 +215,10 @@ class BlocksProduct:
         boxes = in_boxes(name, product.rows, product.depth, pointers, backend.arch)
         shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
+        clusters = backend.multiprocessors if shape.spread else -(-strips // shape.strips)
         launch = Launch(
             _program(name, product.x.dtype.name, -(-product.rows // TILE), shape, gated),
-            (-(-strips // shape.strips) * shape.split, 1, 1),
+            (clusters * shape.split, 1, 1),
             WARP * shape.warps,
             shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),
         )
@@ -218,7 +230,7 @@ class BlocksProduct:
             width = operand(name).box_bytes // 2
             blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
         stride, levels = product.x.row_stride, operand(name).levels
-        division = (shape.strips, strips, shape.chunk, groups)
+        division = (*shared_evenly(strips, clusters), shape.chunk, groups)
         reciprocal = (1 << 32) // shape.warps + 1
         rest = (*sizes, *division, int(product.x.is_aligned()), reciprocal)
 

@@ -11,13 +11,15 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
+from cuquant.ops.kernels.epilogue import TYPES, UNPACK
 from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, pitch
+from cuquant.ops.tensor_map import MAP_BYTES
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
-DRAIN_PITCH = 68
+DRAIN_PITCH = 72  # floats that each of them has room for
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 SPANS = {16: (2,), 32: (2,), 64: (2,), 128: (2, 1), 256: (1,)}  # units of a stage, by rows of x
@@ -25,6 +27,7 @@ TOKENS = (16, 32, 64, 128, 256)
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 NOT_ROUTED = bytes(24)  # its Routed
+NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class Shape:
         Whether the last tiles, that are too few for all multiprocessors, are shared by two blocks.
     beside
         Whether parts of sums, of warpgroups that share K, have a place beside x.
+    shared_x
+        Whether the two blocks of a cluster have the same rows of x, of which each brings half to
+        both.
     """
 
     tokens: int
@@ -66,11 +72,17 @@ class Shape:
     wide: bool = False
     paired: bool = False
     beside: bool = False
+    shared_x: bool = False
 
     @property
     def rows(self) -> int:
         """Columns of the result, of a block."""
         return GROUP_ROWS if self.kind == GATED else self.row_groups * GROUP_ROWS
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of x that a copy brings."""
+        return self.tokens // (2 if self.shared_x else 1)
 
     @property
     def threads(self) -> int:
@@ -81,6 +93,11 @@ class Shape:
     def alone(self) -> bool:
         """Whether a warpgroup's sums are the whole ones."""
         return self.depth_groups == self.split == 1
+
+    @property
+    def sends(self) -> bool:
+        """Whether the copy engine stores whole tiles of results."""
+        return self.alone and self.kind == ONE and self.tokens == TOKENS[-1]
 
     @property
     def persistent(self) -> bool:
@@ -243,6 +260,7 @@ def divide(
         shape = found
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
+        shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
         cost = _cost(shape, rows, tile_rows, tiles, units, bits, decoding, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
@@ -255,6 +273,15 @@ def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
     left = tiles % processors
     fits = shape.alone and shape.kind == ONE and units > 1
     return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
+
+
+def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bool:
+    """Whether the two blocks of a cluster have the same rows of x, of which each brings half.
+
+    With one tile of them all blocks read the same ones at the same time.
+    """
+    large = shape.tokens == TOKENS[-1] and shape.alone and shape.kind == ONE and shape.span == 1
+    return large and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
 
 
 def _is_beside(shape: Shape, tiles: int, processors: int) -> bool:
@@ -361,6 +388,7 @@ class Hopper:
             prepacked.pack(backend, fmt, weight.parts, (columns, depth), scaling.unit)
             for weight, scaling in zip(weights, scalings, strict=True)
         ]
+        packed_pair = (packed[0], packed[-1])
         numbers = (rows, columns, token_tiles, row_tiles, tile_rows, whole)
         if routing is not None:
             copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
@@ -369,15 +397,26 @@ class Hopper:
             def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
                 copy(backend, pointer)
                 x = backend.tensor_map(routing.end, rows, depth, stride, shape.tokens, dtype)
-                backend.launch(launch, x, packed[0], packed[-1], epilogue, routed, *numbers)
+                backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
 
             return run_sorted
+
+        def map_of_results(backend: Backend, epilogue: bytes) -> bytes:
+            """Of those of x's type, in rows of whole vectors: the kernel sends no others."""
+            out, _, _, out_stride, out_column, _, out_type, *_ = UNPACK(epilogue)
+            whole = out_column == 1 and not (out | out_stride * ELEMENT_BYTES) % 16
+            if not whole or out_type != TYPES[dtype]:
+                return NO_MAP
+            matrix = (rows, columns, out_stride * ELEMENT_BYTES)
+            return backend.tensor_map(out, *matrix, _drain(shape), dtype)
+
         # One row may have any stride, but a tensor map wants one of whole vectors.
         stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            x = backend.tensor_map(pointer, rows, depth, stride, shape.tokens, dtype)
-            backend.launch(launch, x, packed[0], packed[-1], epilogue, NOT_ROUTED, *numbers)
+            x = backend.tensor_map(pointer, rows, depth, stride, shape.box_rows, dtype)
+            y = map_of_results(backend, epilogue) if shape.sends else NO_MAP
+            backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
 
         return run
 
@@ -427,6 +466,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         int(shape.wide),
         int(shape.paired),
         int(shape.beside),
+        int(shape.shared_x),
     )
     return Program(
         "matmul_hopper.cu",

@@ -25,6 +25,13 @@ MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 
 
+def shared_evenly(strips: int, clusters: int) -> tuple[int, int]:
+    """Strips of a cluster at most, and the number of the first one that has one less: what
+    cluster.cuh's Taken is told."""
+    most = -(-strips // clusters)
+    return most, strips - clusters * (most - 1)
+
+
 @dataclass(frozen=True)
 class Problem:
     """All that the choice of a kernel looks at.

@@ -11,7 +11,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight
+from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.prepacked import Groups
 
 ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
@@ -27,6 +27,9 @@ ALONE = 114 << 10
 # through shared memory.
 LIGHT, USUAL, BLOCKS, FINE = range(4)
 TILE = 8  # rows of x that one product of a warp takes
+# Bits of codes by rows that take long to decode, and their bytes, of a multiprocessor, in a product
+# that is over before memory has been busy for long.
+SLOW_BITS, MOST_SHORT = (3, 5), 176 << 10
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
@@ -55,6 +58,8 @@ class Shape:
         Strips that a block takes, so many as its warps share at a time.
     ahead
         Units that are loaded ahead.
+    spread
+        Whether each multiprocessor has a block, and as many strips as any other, but for one.
     """
 
     tokens: int
@@ -64,6 +69,7 @@ class Shape:
     split: int
     taken: int
     ahead: int
+    spread: bool = False
 
     @property
     def rounds(self) -> int:
@@ -148,6 +154,7 @@ def divide(
     bits: int = 4,
     most: int = 0,
     farther: int = 0,
+    short: bool = False,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
@@ -155,6 +162,7 @@ def divide(
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
     `most`: bytes of shared memory, but for all that a block may have. `farther`: see _farther.
+    `short`: half of the warps will do, so that the next product's weights come beside this one.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = _has_clusters(arch)
@@ -170,10 +178,11 @@ def divide(
         large = tokens > TILE or tokens * units * ROW_BYTES > LARGE_X
         splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
-        most_warps = _warps(tiles, pressure, clusters)
+        most_warps = FEW_WARPS if short else _warps(tiles, pressure, clusters)
         for warps in sorted({most_warps, FEW_WARPS}, reverse=True):
             for split, each in _shares(splits, all_each, warps):
-                blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
+                spread = short and split == 1 and each * multiprocessors >= strips
+                blank = Shape(tokens, tiles, 1, 1, split, each, ahead, spread)
                 shape = _of_block(blank, warps, units, bits <= 2 and not memory.chunk, fits)
                 if shape is None:
                     continue
@@ -275,8 +284,10 @@ def division_of(problem: Problem) -> Division | None:
     tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
 
+    short = codes and _is_short(p, groups)
+
     def divided(memory: Memory, most: int = 0) -> Division | None:
-        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, short
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
@@ -339,6 +350,18 @@ def _has_ring(bits: int, groups: Groups, units: int, paired: bool) -> bool:
     return bits in (3, 5, 6, 7) or (bits == 4 and many) or (bits <= 2 and paired)
 
 
+def _is_short(problem: Problem, groups: Groups) -> bool:
+    """Whether a product with codes by rows is short, of two strips for each multiprocessor."""
+    p, fmt = problem, problem.format
+    assert fmt is not None
+    strips = -(-p.columns // STRIP)
+    nbytes = p.columns * p.depth * fmt.bits // 8
+    small = p.multiprocessors <= strips <= 2 * p.multiprocessors
+    plain = p.rows <= TILE and not p.gated and groups.fine == 1
+    slow = isinstance(fmt.codec, Uniform) and fmt.bits in SLOW_BITS
+    return plain and slow and small and nbytes <= MOST_SHORT * p.multiprocessors
+
+
 def _in_pairs(bits: int, groups: Groups, units: int) -> bool:
     """Whether units are multiplied two at a time: of few bits, where groups are not shorter."""
     return bits <= 3 and units % 2 == 0 and groups.units in (0, 2, 4)
@@ -377,12 +400,12 @@ class Stream:
         shape, groups, memory = division.shape, division.groups, division.memory
         strips = -(-product.columns // STRIP)
         dtype = product.x.dtype.name
-        blocks = -(-strips // shape.taken) * shape.split
+        clusters = backend.multiprocessors if shape.spread else -(-strips // shape.taken)
         units = -(-product.depth // UNIT)
-        alone = memory.ring > 0 and _has_clusters(backend.arch)
+        alone = memory.ring > 0 and _has_clusters(backend.arch) and not shape.spread
         launch = Launch(
             _program(fmt, dtype, division, first.layout, gated),
-            (blocks, -(-product.rows // shape.tokens), 1),
+            (clusters * shape.split, -(-product.rows // shape.tokens), 1),
             32 * shape.strips * shape.depth,
             max(shared_bytes(shape, groups, units, memory, gated), ALONE if alone else 0),
         )
@@ -395,7 +418,7 @@ class Stream:
         if product.x.is_aligned():
             copies = IN_RUNS if backend.arch >= 90 else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
-        rest = (*numbers, shape.taken, shape.tokens, copies)
+        rest = (*numbers, *shared_evenly(strips, clusters), shape.tokens, copies)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
