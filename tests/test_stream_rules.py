@@ -157,7 +157,8 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     ],
 )
 def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk, share):
-    for name in ("int2", "k3", "int1"):
+    names = ["int2", "k3", "int1"] + ["uint3"] * (columns > 4096)  # of which others are short
+    for name in names:
         fmt = cq.get_format(name, block_size=128)
         problem = Problem(1, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
         found = stream.division_of(problem)
@@ -196,6 +197,11 @@ def test_short_products_are_spread_where_codes_take_long(name, changes, spread):
     if spread:
         assert shape.strips * shape.depth == 8 and shape.split == 1
         assert shape.taken == 2  # 256 strips, of which 132 blocks have two, or one
+        found = stream.division_of(replace(problem, **changes))
+        units = changes.get("depth", problem.depth) // 64
+        borders = parts_of_k(shape, found.groups, units, found.memory.share)
+        whole = {b - a for a, b in pairwise(borders)}  # chunks
+        assert whole == {units // 4} and units // 4 % found.memory.chunk == 0
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 4, 5, 131, 132])
