@@ -108,7 +108,7 @@ struct ChunkScales {
     static constexpr int bytes = kCount * Group::bytes, words = bytes / 4;
     static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double;
     u32 w[2][fits ? words : 1];
-    u32 zeros[2];  // of both rows in turn
+    u32 zeros[2];  // of a row, then of both rows in turn
 
     // Whether chunks of these rows begin on as many bytes as they have.
     __device__ static bool aligned(const Prepacked& rows) {
@@ -117,22 +117,33 @@ struct ChunkScales {
     }
 
     // `left`: scales of a row from `from` on. So many of them, which begin on as many bytes as they have, are loaded
-    // together: kAligned where rows are aligned, kTogether in any case.
+    // together: kAligned where rows are aligned, kTogether in any case; of zero points one.
     template <int kAligned, int kTogether>
-    __device__ void load(const typename Group::Cursor& from, i64 left, bool aligned, int t) {
-        if (aligned) load_by<kAligned, kAligned>(from, left - t * kCount, t);
-        else load_by<kTogether, 1>(from, left - t * kCount, t);
-    }
-    template <int kScales, int kZeros>
-    __device__ void load_by(const typename Group::Cursor& from, i64 left, int t) {
-        u32 own[2][1];
+    __device__ void load_scales(const typename Group::Cursor& from, i64 left, bool aligned, int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const i64 row = r ? from.apart : 0;
-            several<kScales, Group::bytes>(from.scale + row * Group::bytes + t * bytes, left, w[r]);
-            if constexpr (Group::zeros) several<kZeros, 1>(from.zero + row + t * kCount, left, own[r]);
+            const u8* const own = from.scale + ((r ? from.apart : 0) + t * kCount) * Group::bytes;
+            if (aligned) several<kAligned, Group::bytes>(own, left - t * kCount, w[r]);
+            else several<kTogether, Group::bytes>(own, left - t * kCount, w[r]);
         }
-        if constexpr (Group::zeros) zeros[0] = __byte_perm(own[0][0], own[1][0], 0x5140), zeros[1] = __byte_perm(own[0][0], own[1][0], 0x7362);
+    }
+    template <int kAligned>
+    __device__ void load_zeros(const typename Group::Cursor& from, i64 left, bool aligned, int t) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const u8* const zero = from.zero + (r ? from.apart : 0) + t * kCount;
+            u32 own[1];
+            if (aligned) several<kAligned, 1>(zero, left - t * kCount, own);
+            else several<1, 1>(zero, left - t * kCount, own);
+            zeros[r] = own[0];
+        }
+    }
+    // Before `get`, and late: it waits for the zero points.
+    __device__ void make_ready() {
+        if constexpr (Group::zeros) {
+            const u32 first = zeros[0], second = zeros[1];
+            zeros[0] = __byte_perm(first, second, 0x5140), zeros[1] = __byte_perm(first, second, 0x7362);
+        }
     }
     // kCount numbers of kBytes, kEach at a time; 0 behind the last one.
     template <int kEach, int kBytes, int kWords>

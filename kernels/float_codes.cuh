@@ -18,9 +18,8 @@ struct FloatCodes : Block {
     static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
     // Of the table of pairs of levels, where codes are looked up: an entry a byte of two codes, a copy a lane.
     static constexpr int apart = kWide ? 256 : 128, table_bytes = Block::lookup ? 256 * apart : 0;
-    // Bytes between tokens of x: what lanes read at a time is of all banks, 16 bytes by 4 lanes of 2 tokens or 8
-    // bytes by 4 lanes of 4.
-    static constexpr int pad = Block::lookup ? 64 : 32;
+    // Bytes between tokens of x: what lanes read at a time, 8 bytes by 4 lanes of 4 tokens, is of all banks.
+    static constexpr int pad = 32;
 
     // Bytes i and j of a word, exactly, that are 2^kLeft times codes. A byte u below 0x64 is the float16 1024 + u; below 0x43 and
     // up to 127, the bfloat16 128 + u. Of signed bytes the top bit takes off another 128: it makes -256 of the bfloat16 -128.
@@ -83,13 +82,13 @@ struct FloatCodes : Block {
             }
         }
     }
-    // Those of x. `x`: the address of the lane's columns; `here`: whether they are wanted.
-    __device__ static void columns_of(u32 x, bool here, uint2 (&b)[2]) {
-        if constexpr (Block::lookup) {
-            const uint4 both = load16_shared_if(x, here);
-            b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
-        } else {
-            b[0] = load8_shared(x), b[1] = load8_shared(x + 32);
+    // Those of x. `x`: the address of the lane's columns.
+    __device__ static void columns_of(u32 x, uint2 (&b)[2]) {
+        const uint2 first = load8_shared(x), second = load8_shared(x + 32);
+        b[0] = first, b[1] = second;
+        if constexpr (Block::lookup) {  // columns i and i + 16 share a byte
+            b[0] = make_uint2(__byte_perm(first.x, second.x, 0x5410), __byte_perm(first.x, second.x, 0x7632));
+            b[1] = make_uint2(__byte_perm(first.y, second.y, 0x5410), __byte_perm(first.y, second.y, 0x7632));
         }
     }
 };

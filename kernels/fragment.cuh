@@ -93,17 +93,21 @@ struct RowPairs {
 
 // Of strings of codes as a row lies, of kRun pairs and kWords words: neighbours, which are looked up.
 template <int kRun, int kWords> struct JoinedString {};
-// Of a string of 32 codes of 3 bits: those that lie 15 or 18 bits apart, so that some 32 bits have one in each half.
+// Of a string of 32 codes of 3 or 5 bits: those that lie 15 or 18 bits apart, so that some 32 bits have one in each half;
+// and of 5 bits the last two.
+template <int kBits>
 struct ApartString {
-    __device__ static constexpr int low(int pair) { return pair < 6 ? pair : pair < 11 ? pair + 6 : pair + 11; }
-    __device__ static constexpr int high(int pair) { return low(pair) + (pair < 6 ? 6 : 5); }
+    static constexpr bool five = kBits == 5;
+    __device__ static constexpr bool last(int pair) { return five && pair == 15; }
+    __device__ static constexpr int low(int pair) { return five ? pair / 3 * 6 + pair % 3 : pair < 6 ? pair : pair < 11 ? pair + 6 : pair + 11; }
+    __device__ static constexpr int high(int pair) { return low(pair) + (last(pair) ? 1 : five ? 3 : pair < 6 ? 6 : 5); }
     // Where these 32 bits begin, if the lowest `reach` of each half will do: neighbours share them, or they are a word.
     __device__ static constexpr int from(int pair, int reach) {
         int at = 0;
         for (int p = 0;; ++p) {
-            const int first = 3 * low(p), second = 3 * high(p) - 16, most = first < second ? first : second;
-            const int least = first + second - most + 3 - reach, word = most / 32 * 32;
-            if (at < least || at > most) at = word < least ? most : word;
+            const int first = kBits * low(p), second = kBits * high(p) - 16, most = first < second ? first : second;
+            const int least = first + second - most + kBits - reach, word = most / 32 * 32;
+            if (at < least || at > most) at = word < least || word > most ? most : word;
             if (p == pair) return at;
         }
     }
@@ -172,14 +176,22 @@ struct Magic {
     __device__ static constexpr u32 zero(int offset) { return constant_pair<T>(-base / (1 << place) - offset); }
 };
 // Places differ in the halves.
-template <class T, int kPair>
-struct Magic<T, ApartString, 3, kPair> {
+template <class T, int kBits, int kPair>
+struct Magic<T, ApartString<kBits>, kBits, kPair> {
     using Usual = Magic<T, FragmentPairs<1>, 1, 0>;
-    static constexpr int from = ApartString::from(kPair, Usual::reach);
-    static constexpr int low = 3 * ApartString::low(kPair) - from, high = 3 * ApartString::high(kPair) - 16 - from;
-    static_assert(low >= 0 && high >= 0 && low + 3 <= Usual::reach && high + 3 <= Usual::reach, "codes in reach");
+    using String = ApartString<kBits>;
+    static constexpr int from = String::last(kPair) ? 0 : String::from(kPair, Usual::reach);
+    static constexpr int low = String::last(kPair) ? 1 : kBits * String::low(kPair) - from;
+    static constexpr int high = String::last(kPair) ? 0 : kBits * String::high(kPair) - 16 - from;
+    static constexpr u32 mask = (1u << kBits) - 1;
+    static_assert(low >= 0 && high >= 0 && low + kBits <= Usual::reach && high + kBits <= Usual::reach, "codes in reach");
 
-    __device__ static u32 raised(const u32* w) { return and_or(bits_from<3>(w, from), 7u << low | 7u << (16 + high), Usual::bits); }
+    __device__ static u32 window(const u32* w) {
+        if constexpr (String::last(kPair)) return __byte_perm(w[kBits - 1] >> (31 - 2 * kBits), w[kBits - 1] >> (32 - kBits), 0x5410);
+        else if constexpr (from < 0) return w[0] << -from;
+        else return bits_from<kBits>(w, from);
+    }
+    __device__ static u32 raised(const u32* w) { return and_or(window(w), mask << low | mask << (16 + high), Usual::bits); }
     static constexpr u32 factor = constant<T>(1.0 / (1 << low)) | constant<T>(1.0 / (1 << high)) << 16;
     __device__ static constexpr u32 zero(int offset) {
         return constant<T>(-Usual::base / (1 << low) - offset) | constant<T>(-Usual::base / (1 << high) - offset) << 16;

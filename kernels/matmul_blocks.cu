@@ -49,7 +49,7 @@ struct Sums {
     }
     // Add a group. `scales`: the table, if there is one; `x`: addresses of the lane's columns of token g of each tile.
     template <class R>
-    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, int tokens, u32 table, int lane) {
+    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, u32 table, int lane) {
         constexpr u32 one = constant_pair<T>(1);
         const u32 ones[4] = {one, one, one, one};
         const int from = scales + 4 * (lane / 4) * Place::stride;
@@ -72,7 +72,7 @@ struct Sums {
                 for (int n = 0; n < kTiles; ++n) {
                     float part[4], sum[4];
                     uint2 b[2];
-                    Own::columns_of(x[n] + columns + 64 * (q + s), kTiles > 1 || lane / 4 < tokens, b);
+                    Own::columns_of(x[n] + columns + 64 * (q + s), b);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         if (h == 0 || per_step == 2)
@@ -163,36 +163,6 @@ __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, 
     }
 }
 
-// The same with columns i and i + 16 of each 32 side by side, as the codes of a byte. A thread has 8 such pairs at a
-// time, and kAhead of these on their way.
-template <class T>
-__device__ void stage_pairs(int place, int pitch, const T* x, i64 row_stride, int vectors, int tokens, i64 first, int columns, i64 K, int thread, int threads) {
-    constexpr int kAhead = 4;
-    int m = 0, eight = thread;
-    do {
-        uint4 low[kAhead], high[kAhead];
-        int to[kAhead];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j, eight += threads) {
-            while (m < tokens && eight >= columns / 16) eight -= columns / 16, ++m;
-            to[j] = m < tokens ? place + m * pitch + eight * 32 : -1;
-            const i64 k = first + eight / 2 * 32 + eight % 2 * 8;  // K is a multiple of 32
-            low[j] = high[j] = make_uint4(0, 0, 0, 0);
-            if (m < tokens && k < K) {
-                low[j] = eight_of(x + m * row_stride + k, vectors);
-                high[j] = eight_of(x + m * row_stride + k + 16, vectors);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (to[j] < 0) break;
-            const uint4 a = low[j], b = high[j];
-            shared_at<uint4>(to[j]) = make_uint4(__byte_perm(a.x, b.x, 0x5410), __byte_perm(a.x, b.x, 0x7632), __byte_perm(a.y, b.y, 0x5410), __byte_perm(a.y, b.y, 0x7632));
-            shared_at<uint4>(to[j] + 16) = make_uint4(__byte_perm(a.z, b.z, 0x5410), __byte_perm(a.z, b.z, 0x7632), __byte_perm(a.w, b.w, 0x5410), __byte_perm(a.w, b.w, 0x7632));
-        }
-    } while (m < tokens);
-}
-
 // weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
 // `strips` strips, and from cluster `fewer` on one less; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
 // silu(x w^T) * (x second^T). kWide: see FloatCodes. kBoxes: the copy engine brings weights, by their tensor maps.
@@ -209,7 +179,9 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     if constexpr (kSplit > 1) cluster_arrive();
     using Partial = Sums<Block, T, kTiles, kWide>;
     constexpr int kRingBytes = kRing * Place::group_bytes;
-    const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, warps = threads / 32, lane = thread % 32;
+    const int thread = threadIdx.x, threads = blockDim.x, warps = threads / 32, lane = thread % 32;
+    // The compiler sees that all lanes have one warp, which takes 2 to 3 % off short products; two blocks that share K have no registers for it.
+    const int warp = kSplit == 1 ? __shfl_sync(~0u, thread / 32, 0) : thread / 32;
     const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
     const Taken taken(static_cast<int>(blockIdx.x) / kSplit, strips, fewer);
     const int tokens = static_cast<int>(M), first_strip = taken.first;
@@ -233,12 +205,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const auto share_of = [&](int number) { return Share(all, groups_of(number), warp, warps, reciprocal); };
     const auto stage = [&](int number) {
         const int first = first_group + number * chunk, columns = groups_of(number) * kGroup;
-        constexpr auto how = Block::lookup ? stage_pairs<T> : stage_columns<T>;
-        how(staged, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
-        if constexpr (!Block::lookup) close_copies();
-    };
-    const auto wait_for_x = [] {
-        if constexpr (!Block::lookup) wait_copies<0>();
+        stage_columns(staged, pitch, x, x_stride, vectors, tokens, static_cast<i64>(first) * kGroup, columns, K, thread, threads);
+        close_copies();
     };
 
     Choice<kBoxes != 0, Boxes<Own>, Weights<Own, u32>> rows;
@@ -272,8 +240,8 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
     // that are: where decoding takes longer than memory, and where weights are few, half of many warps ask for theirs after it,
     // unless what threads copy has to come in order.
-    constexpr bool kAnyOrder = kBoxes || Block::lookup, kLong = Block::lookup || Block::bits < 4;
-    const bool early = !kAnyOrder || warps <= kFewWarps || warp % 2 == 0 || (!kLong && next.left * Place::group_bytes >= kFewBytes);
+    constexpr bool kLong = Block::lookup || Block::bits < 4;
+    const bool early = !kBoxes || warps <= kFewWarps || warp % 2 == 0 || (!kLong && next.left * Place::group_bytes >= kFewBytes);
     locate();
     if (early) copy(0);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
@@ -281,7 +249,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     wait_for_earlier();
     stage(0);
     copy(early);
-    if constexpr (!Block::lookup) wait_copies<kBoxes ? 0 : 1>();  // else only weights are on their way
+    wait_copies<kBoxes ? 0 : 1>();
     __syncthreads();
     if (!early) copy(1);
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
@@ -289,7 +257,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
     u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) own_x[n] = start + staged + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * (Block::lookup ? 16 : 8);
+    for (int n = 0; n < kTiles; ++n) own_x[n] = start + staged + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * 8;
     Partial own;
     own.clear();
     int slot = 0;
@@ -312,7 +280,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
                 rows.put_scales(scales, stage_now, group, lane);
                 __syncwarp();
             }
-            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, tokens, table, lane);
+            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, lane);
             __syncwarp();  // nobody reads this stage or the table any more
             copy(slot);
             phase ^= slot, slot ^= 1;
@@ -338,7 +306,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
             else sum = total;
         }
         if (finish) return;
-        if (has(number + 1)) wait_for_x();
+        if (has(number + 1)) wait_copies<0>();
         if (kSplit == 1 || has(number + 1)) __syncthreads();  // so are the sums, and more of x
     }
 

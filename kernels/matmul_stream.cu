@@ -203,14 +203,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kFour) return Scales::aligned(weights) && Scales::aligned(second);
         else return true;
     }();
-    const auto load_four = [&](Scales& to) {
-        if (next_count <= 0) return;
-        next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
-        to.template load<kChunkScales * kShare / kAhead, kFine>(next_group, weights.groups - next_group.group, aligned, t);
+    constexpr int kInChunks = kFour ? kChunkScales * kShare / kAhead : 1;  // scales that begin on as many bytes as they have
+    const auto locate_four = [&] { next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g); };
+    const auto zeros_of_four = [&](Scales& to) {
+        if constexpr (Own::zeros) to.template load_zeros<kInChunks>(next_group, weights.groups - next_group.group, aligned, t);
     };
+    const auto scales_of_four = [&](Scales& to) { to.template load_scales<kInChunks, kFine>(next_group, weights.groups - next_group.group, aligned, t); };
     const auto load_first_groups = [&] {
         if constexpr (kGroupRing) return;
-        if constexpr (kFour) return load_four(four);
+        if constexpr (kFour) { if (next_count > 0) scales_of_four(four); return; }
 #pragma unroll
         for (int d = 0; d < kAhead; d += kSpan) load_groups(d, false);
         load_coming(groups);
@@ -262,6 +263,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if constexpr (!kRing) copy_second();
         }
         if constexpr (kSoon == Soon::Run) prefetch_more();
+        if constexpr (kFour) {
+            locate_four();
+            zeros_of_four(four);  // which no kernel writes that lets the next one start
+        }
     }
     if constexpr (!kRows) load_first_groups();
     typename Decode::template Filling<kThreads> filling;
@@ -351,6 +356,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kFourZeros = kFour && kFine == 1 && Own::zeros;  // operands need the group before its sums do
     Own of_four;
     u32 near[3];
+    if constexpr (kFour) four.make_ready();
     const auto multiply = [&](int d, int unit) {
         u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
@@ -429,7 +435,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         const bool four_ends = static_cast<u32>(next.at) / kAhead % 4 == 0;
         if constexpr (kFour) {
             four_lane = lane - t + static_cast<u32>(now.at) / kAhead % 4;
-            if (four_ends) load_four(coming_four);
+            if (four_ends && next_count > 0) {
+                locate_four();
+                scales_of_four(coming_four);
+                zeros_of_four(coming_four);
+            }
         }
         if constexpr (kRingBytes) {
             wait_copies<kRingChunks - 1>();
@@ -483,7 +493,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int f = 0; f < kFine; ++f) groups[f] = coming[f];
         }
-        if constexpr (kFour) { if (four_ends) four = coming_four; }
+        if constexpr (kFour) {
+            if (four_ends) {
+                four = coming_four;
+                four.make_ready();
+            }
+        }
         if (ends) {
             const int rows = kStrip * anew(taken), pitch = rows * (kGated + 1) + 4;
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;

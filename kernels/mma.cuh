@@ -85,13 +85,6 @@ __device__ inline u32 load4_shared(u32 address) {
     return v;
 }
 
-// The same of lanes that are here: others get anything, and keep no bank busy.
-__device__ inline uint4 load16_shared_if(u32 address, bool here) {
-    uint4 v;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address), "r"(static_cast<u32>(here)));
-    return v;
-}
-
 // 16 bytes to shared memory behind the back of the registers; of them `bytes` are read, the rest is 0.
 __device__ inline void copy16_async(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");

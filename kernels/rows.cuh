@@ -5,7 +5,7 @@
 // one; but 16 columns that meet in one step of a product must share a scale. Where a unit is one group these are the
 // columns from 16 t on. Where it has kFine groups, 2 or 4, a lane has as many of each, in runs; but codes of 2, 4 and 8
 // bits are loaded in one run, or of 4 bits from shared memory in two, and the lanes of a row exchange what they have then,
-// so that step s has columns 16 s .. 16 s + 15. Of up to 3 bits in shared memory, where groups are not shorter, a lane has
+// so that step s has columns 16 s .. 16 s + 15. Of up to 3 bits in shared memory, or 5, where groups are not shorter, a lane has
 // the 32 columns of two units from 32 t on, which are whole words; lanes 2 and 3 the second 16 of them first, since lanes
 // that read x together would meet banks twice.
 #pragma once
@@ -47,20 +47,20 @@ struct RowWords {
     static constexpr bool exchanged = kFine > 1 && (bits == 2 || bits == 4 || bits == 8);
     static constexpr bool fours = exchanged ? kFine == 4 || !halves : kFine == 4;  // a lane has four columns of each 16
     static constexpr int span = kSpan;
-    static_assert(span == 1 || (kFine == 1 && bits <= 3 && kRing > 0), "pairs of units");
+    static_assert(span == 1 || (kFine == 1 && (bits <= 3 || (bits == 5 && !kLooked)) && kRing > 0), "pairs of units");
     static constexpr int runs = halves ? 2 : exchanged ? 1 : kFine;
     static constexpr int run_columns = 16 * span / runs, run_bits = run_columns * bits, run_words = (run_bits + 31) / 32;
     using Places = RunPlaces<runs, run_bits, 4 * run_bits>;
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8 || (bits == 1 && span == 2);  // pairs are 16 bits apart
     static constexpr bool joined = kLooked && bits < 8 && !(bits == 2 && exchanged);                   // pairs are neighbours
-    static constexpr bool string = (joined && bits != 4) || (bits == 3 && span == 2);                  // a run stays as it is
+    static constexpr bool string = (joined && bits != 4) || ((bits == 3 || bits == 5) && span == 2);                  // a run stays as it is
     // Else its first half is brought to the low halves of words, and the second to the high ones.
     using InHalves = RowPairs<bits, in_place ? 8 * span : run_columns / 2>;
-    using Pairs = Choice<!string, InHalves, Choice<joined, JoinedString<run_columns / 2, run_words>, ApartString>>;
+    using Pairs = Choice<!string, InHalves, Choice<joined, JoinedString<run_columns / 2, run_words>, ApartString<bits>>>;
     static constexpr int loads = Places::most_words(), loaded = runs * loads;  // words of a run, and of a row
     static constexpr int words = string || in_place ? runs * run_words : runs * InHalves::words;
     // Of a chunk: lanes that read together meet no bank twice.
-    static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 ? 16 : 0);
+    static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 || span == 2 ? 16 : 0);
     static_assert(!string || Packing::order != Order::High, "neighbours are in order");
     u32 w[2 * loaded];
 
@@ -85,15 +85,15 @@ struct RowWords {
         }
     }
 
-    // What lanes 2 and 3 do in another order, of two units: the last word of a run lies `last` bytes behind where its first
-    // one would, and the third and fourth vector of x `across` bytes behind the first two; `pieces`: of neighbouring words.
+    // What lanes 2 and 3 do in another order, of two units: the words behind the middle of a run lie from `last` bytes behind where its
+    // first one would on, and the third and fourth vector of x `across` bytes behind the first two; `pieces`: of neighbouring words.
     struct Sides {
         int last, across;
         u32 pieces;
         __device__ explicit Sides(int t) : last(0), across(0), pieces(0) {
             if constexpr (span == 2) {
                 const bool first = t < 2;
-                last = anew(first ? 4 * (loaded - 1) : loaded > 1 ? -4 : 0);
+                last = anew(first ? 4 * (loaded - loaded / 2) : -4 * (loaded / 2));
                 across = anew(first ? 32 : -32);
                 if constexpr (run_bits % 64) pieces = anew(first ? 0x3210 : 0x5432);
             }
@@ -110,7 +110,7 @@ struct RowWords {
             } else {
 #pragma unroll
                 for (int i = 0; i < loaded; ++i) {
-                    const int at = span == 1 ? byte_from(i / loads, i % loads, t) : i + 1 == loaded ? sides.last : 4 * i;
+                    const int at = span == 1 ? byte_from(i / loads, i % loads, t) : i < loaded - loaded / 2 ? 4 * i : sides.last + 4 * (i - (loaded - loaded / 2));
                     w[r * loaded + i] = load4_shared(line + at + unit * 8 * bits + r * 8 * row_bytes);
                 }
             }
@@ -123,7 +123,7 @@ struct RowWords {
             }
         }
     }
-    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t) + (span == 2 && loaded > 1 && t >= 2 ? 4 : 0)); }
+    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t) + (span == 2 && t >= 2 ? loaded / 2 * 4 : 0)); }
 
     // Row g + 8 kRow as PairDecoder takes it.
     template <int kRow>
@@ -191,7 +191,7 @@ struct RowWords {
     __device__ static constexpr int place_in_step(int t) { return halves ? t % 2 * 8 + t / 2 * 4 : 4 * t; }
     // Which of a lane's columns (`fours`: of its 4 of a step) pair `pair` has as element e.
     __device__ static constexpr int column(int pair, int e) {
-        if (string) return e ? ApartString::high(pair) : ApartString::low(pair);
+        if (string) return e ? ApartString<bits>::high(pair) : ApartString<bits>::low(pair);
         constexpr int apart = in_place ? 16 / bits : run_columns / 2;
         return Packing::place(fours ? pair % 2 + 2 * e : pair / apart * 2 * apart + pair % apart + e * apart);
     }

@@ -208,12 +208,14 @@ def test_boxes_give_the_same_bits_as_copies(case, numbers, run_boxes):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q3_k", "q6_k"])
-def test_a_short_product_is_spread(name, built):
+@pytest.mark.parametrize(
+    ("name", "rows"), [("q4_0", 3), ("q3_k", 3), ("q6_k", 3), ("iq4_nl", 2), ("iq4_nl", 3)]
+)
+def test_a_short_product_is_spread(name, rows, built):
     """5 strips on 4 multiprocessors, of which one takes two; and on 3 and 5."""
-    case = Case(name, "float16", 3, (70, 1280))
+    case = Case(name, "float16", rows, (70, 1280))
     for processors in (3, 4, 5):
-        assert divide(name, 3, *case.shape, BOX_ARCH, processors).spread
+        assert divide(name, rows, *case.shape, BOX_ARCH, processors).spread
         run = Products(Emulator(arch=BOX_ARCH, multiprocessors=processors))
         y = run_case(run, case, out_dtype="float32")
         assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
@@ -432,7 +434,7 @@ def test_how_products_are_divided(rows, columns, depth, arch, split, strips, war
         ("q4_0", 1, 4096, 4096, 90, True, False),  # so it is with two weights
         ("q4_0", 9, 4096, 4096, 90, False, False),
         ("q4_0", 1, 4096, 4096, 86, False, False),  # no product begins beside another
-        ("iq4_nl", 1, 4096, 4096, 90, False, False),  # each block would fill a table of levels
+        ("iq4_nl", 8, 4096, 4096, 90, False, True),
     ],
 )
 def test_short_products_are_spread(name, rows, columns, depth, arch, gated, spread):
@@ -447,6 +449,8 @@ def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps, wide):
     """The larger table takes none."""
     shape = divide("iq4_nl", rows, 4096, 14336, 90, 132)
     assert (shape.warps, shape.wide) == (warps, wide)
+    short = divide("iq4_nl", rows, 4096, 4096, 90, 132)
+    assert short.spread and short.wide == (rows > 2)  # the next block beside it has one too
 
 
 @pytest.mark.parametrize(

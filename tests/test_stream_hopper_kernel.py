@@ -60,18 +60,21 @@ RING += [
                     ("int3", 32),
                     ("uint5", 16),
                     ("k6", 32),
+                    ("uint5", 128),
+                    ("int5", 256),
                 )
             ),
         ]
     )
     for rows, shape in ((1, (35, 128)), (3, (17, 384)), (9, (70, 1152)))
 ]
-RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -1)]
+RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -7, -2)]
 # Strips of a block are not alike, and a row may begin with any column of the result.
 SPREAD = [
     Case(name, TYPES[i % 2], (1, 8)[i % 2], (70, 512), options=(("block_size", 128),))
     for i, name in enumerate(("int3", "uint3", "int5", "uint5"))
 ]
+SPREAD.append(Case("uint2", "float16", 2, (70, 512), options=(("block_size", 128),)))
 SPREAD_ON = (3, 4, 5)  # multiprocessors
 RING_GATED = ("nvfp4", "nvfp4", {})
 # The copy engine brings x, in parts: fewer units than parts, a last part that is cut short,

@@ -143,8 +143,10 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     problem = Problem(1, 4096, depth, fmt, Weight.layout, "float16", True, 90, 132)
     found = stream.division_of(problem)
     assert found is not None and bool(found.memory.chunk) == through
-    assert found.span == (2 if through and fmt.bits <= 3 and block > 32 else 1)
-    row = 4 * found.span * 8 * fmt.bits + (16 if fmt.bits <= 3 else 0)
+    paired = fmt.bits <= 3 or fmt.bits == 5
+    assert found.span == (2 if through and paired and block > 32 else 1)
+    row = found.memory.chunk * 8 * fmt.bits + (16 if paired else 0)
+    assert found.memory.chunk == (8 if found.span == 2 and fmt.bits <= 3 else 4 if through else 0)
     assert found.memory.ring == (2 * 16 * row if through else 0)
 
 
@@ -160,7 +162,7 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
     names = ["int2", "k3", "int1"] + ["uint3"] * (columns > 4096)  # of which others are short
     for name in names:
         fmt = cq.get_format(name, block_size=128)
-        problem = Problem(1, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
+        problem = Problem(3, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
         found = stream.division_of(problem)
         assert found is not None and (found.memory.chunk, found.memory.share) == (chunk, share)
         assert found.shape.split * found.shape.depth == parts
@@ -184,7 +186,9 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
         ("int3", {"gated": True}, False),
         ("int3", {"arch": 80}, False),
         ("int3", {"layout": FRAGMENTS_LAYOUT}, False),
-        ("int2", {}, False),
+        ("int2", {}, True),
+        ("uint2", {"depth": 14336, "rows": 2}, True),
+        ("int2", {"rows": 3}, False),
         ("int6", {}, False),
         ("k3", {}, False),
     ],
@@ -207,11 +211,14 @@ def test_short_products_are_spread_where_codes_take_long(name, changes, spread):
 @pytest.mark.parametrize("clusters", [1, 2, 4, 5, 131, 132])
 def test_strips_are_shared_evenly(clusters):
     for strips in range(clusters, 4 * clusters + 2):
-        most, fewer = shared_evenly(strips, clusters)
+        found, most, fewer = shared_evenly(strips, 9, clusters)
+        assert found == clusters
         firsts = [rank * (most - 1) + min(rank, fewer) for rank in range(clusters + 1)]  # Taken
         counts = [most - (rank >= fewer) for rank in range(clusters)]
         assert firsts[0] == 0 and firsts[-1] == strips and 0 < fewer <= clusters
         assert [b - a for a, b in pairwise(firsts)] == counts and min(counts) >= most - 1 > -1
+        fewest, most, _ = shared_evenly(strips, clusters, 0)
+        assert (fewest - 1) * clusters < strips <= fewest * most <= fewest * clusters
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,6 @@ inline uint4 load_matrices(unsigned shared_address, Place place = Place::here())
 inline uint4 load16_shared(unsigned address) {
     return *reinterpret_cast<const uint4*>(emulator_shared(address, 16, "load16_shared"));
 }
-inline uint4 load16_shared_if(unsigned address, bool here) {
-    return here ? load16_shared(address) : uint4{~0u, ~0u, ~0u, ~0u};
-}
 inline uint2 load8_shared(unsigned address) {
     return *reinterpret_cast<const uint2*>(emulator_shared(address, 8, "load8_shared"));
 }

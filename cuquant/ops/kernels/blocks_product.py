@@ -20,6 +20,7 @@ BOX_ARCHS = range(90, 120)  # for sm_120 CUDA 12.9 makes boxes with stores to lo
 BARRIER_BYTES = 8  # for each of them, of what counts their bytes
 ENDING_BYTES, OWNERS_BYTES = 32, 8  # what the end needs to know: of a block, and of a strip
 LINE_BYTES = 80  # of 16 sums of a row of x
+PAD_BYTES = 32  # between rows of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
 # Groups of a multiprocessor, of a product that is over before memory has been busy for long.
@@ -113,8 +114,8 @@ class Shape:
 def shared_bytes(made: Operand, rows: int, shape: Shape, sets: int) -> int:
     """Dynamic shared memory of a block; `sets`: weights, 2 where gated."""
     tokens, strips = -(-rows // TILE) * TILE, sets * shape.strips
-    table, pad = (LEVELS_BYTES[shape.wide], 64) if made.lookup else (0, 32)
-    x = rows * (shape.chunk * 2 * GROUP + pad)
+    table = LEVELS_BYTES[shape.wide] if made.lookup else 0
+    x = rows * (shape.chunk * 2 * GROUP + PAD_BYTES)
     row = made.box_bytes if shape.boxes else made.row_bytes
     warp = RING * (ROWS * row + BARRIER_BYTES) + FloatCodes(made).table_bytes
     pieces = (shape.warps + strips) * tokens * LINE_BYTES
@@ -156,7 +157,7 @@ def divide(
     most = -(-groups // split)
     short = sets * strips * groups <= MOST_SHORT * multiprocessors and rows <= TILE
     early = arch >= 90 and split == 1  # the next product's blocks begin beside this one's
-    spread = short and early and strips >= multiprocessors and not made.lookup
+    spread = short and early and strips >= multiprocessors
 
     def shapes(each: int) -> Iterator[Shape]:
         all_at_once = spread and each * multiprocessors >= strips
@@ -175,7 +176,8 @@ def divide(
     while True:
         for shape in shapes(-(-each // waves)):
             if shared_bytes(made, rows, shape, sets) <= limit:
-                wide = replace(shape, wide=made.lookup)
+                # The next product's block finds room beside a small table, which is soon filled.
+                wide = replace(shape, wide=made.lookup and not (shape.spread and rows <= FEW_ROWS))
                 return wide if shared_bytes(made, rows, wide, sets) <= limit else shape
         waves += 1
 
@@ -215,7 +217,8 @@ class BlocksProduct:
         boxes = in_boxes(name, product.rows, product.depth, pointers, backend.arch)
         shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
-        clusters = backend.multiprocessors if shape.spread else -(-strips // shape.strips)
+        each = backend.multiprocessors if shape.spread else 0
+        clusters, *taken = shared_evenly(strips, shape.strips, each)
         launch = Launch(
             _program(name, product.x.dtype.name, -(-product.rows // TILE), shape, gated),
             (clusters * shape.split, 1, 1),
@@ -230,9 +233,8 @@ class BlocksProduct:
             width = operand(name).box_bytes // 2
             blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
         stride, levels = product.x.row_stride, operand(name).levels
-        division = (*shared_evenly(strips, clusters), shape.chunk, groups)
         reciprocal = (1 << 32) // shape.warps + 1
-        rest = (*sizes, *division, int(product.x.is_aligned()), reciprocal)
+        rest = (*sizes, *taken, shape.chunk, groups, int(product.x.is_aligned()), reciprocal)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, blocks[0], blocks[-1], levels, epilogue, *rest)

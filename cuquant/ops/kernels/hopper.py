@@ -28,6 +28,7 @@ WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 NOT_ROUTED = bytes(24)  # its Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
+BOX_ALIGNMENT = 1024  # of results on their way, behind a codebook's table
 
 
 @dataclass(frozen=True)
@@ -381,9 +382,10 @@ class Hopper:
             _program(fmt, dtype, shape, Groups.of(fmt, depth), any(s.wide for s in scalings)),
             shape,
             tiles,
-            shared_bytes(shape, fmt.bits, prepacked.table_bytes(fmt, shape.wide)),
+            shared_bytes(shape, fmt.bits, table := prepacked.table_bytes(fmt, shape.wide)),
             backend.multiprocessors,
         )
+        sends = shape.sends and table % BOX_ALIGNMENT == 0
         packed = [
             prepacked.pack(backend, fmt, weight.parts, (columns, depth), scaling.unit)
             for weight, scaling in zip(weights, scalings, strict=True)
@@ -415,7 +417,7 @@ class Hopper:
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             x = backend.tensor_map(pointer, rows, depth, stride, shape.box_rows, dtype)
-            y = map_of_results(backend, epilogue) if shape.sends else NO_MAP
+            y = map_of_results(backend, epilogue) if sends else NO_MAP
             backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
 
         return run

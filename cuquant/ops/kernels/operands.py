@@ -25,11 +25,13 @@ MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 
 
-def shared_evenly(strips: int, clusters: int) -> tuple[int, int]:
-    """Strips of a cluster at most, and the number of the first one that has one less: what
+def shared_evenly(strips: int, most: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Clusters, as many as there are multiprocessors, or 0: as few as strips need where each has
+    `most`; strips of one at most, and the number of the first one that has one less: what
     cluster.cuh's Taken is told."""
+    clusters = multiprocessors or -(-strips // most)
     most = -(-strips // clusters)
-    return most, strips - clusters * (most - 1)
+    return clusters, most, strips - clusters * (most - 1)
 
 
 @dataclass(frozen=True)

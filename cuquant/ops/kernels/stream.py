@@ -27,9 +27,9 @@ ALONE = 114 << 10
 # through shared memory.
 LIGHT, USUAL, BLOCKS, FINE = range(4)
 TILE = 8  # rows of x that one product of a warp takes
-# Bits of codes by rows that take long to decode, and their bytes, of a multiprocessor, in a product
-# that is over before memory has been busy for long.
-SLOW_BITS, MOST_SHORT = (3, 5), 176 << 10
+# Bits of codes by rows that take long to decode, with few rows of x or more of them; and their
+# bytes, of a multiprocessor, in a product that is over before memory has been busy for long.
+FEW_ROWS, SLOW_BITS, MORE_SLOW_BITS, MOST_SHORT = 2, (3, 5), (2, 3, 5), 176 << 10
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
@@ -276,7 +276,7 @@ def division_of(problem: Problem) -> Division | None:
     groups = Groups.of(fmt, p.depth)
     units = -(-p.depth // UNIT)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    paired = by_rows and _in_pairs(fmt.bits, groups, units)
+    paired = by_rows and _in_pairs(fmt, groups, units, p.rows)
     codes = by_rows and _has_ring(fmt.bits, groups, units, paired)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
@@ -297,10 +297,10 @@ def division_of(problem: Problem) -> Division | None:
         # The larger table saves instructions, and long chunks of small codes are whole bursts of
         # memory's, unless they leave room for fewer warps or half of x.
         chunks = [(CHUNK, CHUNK)]
-        if paired:
+        if paired and fmt.bits <= 3:
             chunks = [(LONG_CHUNK, LONG_CHUNK), (LONG_CHUNK, CHUNK), *chunks]
         rooms = [
-            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk), chunk, share)
+            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk, paired), chunk, share)
             for table in tables[::-1]
             for chunk, share in chunks
         ]
@@ -358,18 +358,20 @@ def _is_short(problem: Problem, groups: Groups) -> bool:
     nbytes = p.columns * p.depth * fmt.bits // 8
     small = p.multiprocessors <= strips <= 2 * p.multiprocessors
     plain = p.rows <= TILE and not p.gated and groups.fine == 1
-    slow = isinstance(fmt.codec, Uniform) and fmt.bits in SLOW_BITS
+    slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
+    slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
     return plain and slow and small and nbytes <= MOST_SHORT * p.multiprocessors
 
 
-def _in_pairs(bits: int, groups: Groups, units: int) -> bool:
+def _in_pairs(fmt: Format, groups: Groups, units: int, rows: int) -> bool:
     """Whether units are multiplied two at a time: of few bits, where groups are not shorter."""
-    return bits <= 3 and units % 2 == 0 and groups.units in (0, 2, 4)
+    five = fmt.bits == 5 and isinstance(fmt.codec, Uniform) and rows <= TILE
+    return (fmt.bits <= 3 or five) and units % 2 == 0 and groups.units in (0, 2, 4)
 
 
-def _row_bytes(bits: int, chunk: int) -> int:
+def _row_bytes(bits: int, chunk: int, paired: bool) -> int:
     """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
-    return chunk * UNIT * bits // 8 + (16 if bits <= 3 else 0)
+    return chunk * UNIT * bits // 8 + (16 if bits <= 3 or paired else 0)
 
 
 def _cost(division: Division, units: int) -> tuple[int, int, int, int, int]:
@@ -400,7 +402,8 @@ class Stream:
         shape, groups, memory = division.shape, division.groups, division.memory
         strips = -(-product.columns // STRIP)
         dtype = product.x.dtype.name
-        clusters = backend.multiprocessors if shape.spread else -(-strips // shape.taken)
+        each = backend.multiprocessors if shape.spread else 0
+        clusters, *taken = shared_evenly(strips, shape.taken, each)
         units = -(-product.depth // UNIT)
         alone = memory.ring > 0 and _has_clusters(backend.arch) and not shape.spread
         launch = Launch(
@@ -418,7 +421,7 @@ class Stream:
         if product.x.is_aligned():
             copies = IN_RUNS if backend.arch >= 90 else BY_VECTORS
         numbers = (product.rows, product.columns, product.depth)
-        rest = (*numbers, *shared_evenly(strips, clusters), shape.tokens, copies)
+        rest = (*numbers, *taken, shape.tokens, copies)
 
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
