@@ -164,7 +164,7 @@ def test_old_drivers_start_kernels_one_after_the_other(monkeypatch, library, the
 
 # ---- what they do first -------------------------------------------------------------------------
 
-NAMES = ("nf4", "int4", "k5", "nvfp4", "q4_k", "q8_1")
+NAMES = ("nf4", "int4", "k5", "uint5", "nvfp4", "q4_k", "q8_1")
 # Reads and writes of global memory, but for lines that come to L2.
 TOUCHES = re.compile(r"(LDG|STG|LD|ST|LDGSTS|UTMALDG|UBLKCP|RED|ATOMG?)\b")
 # With what each kernel reads its weights, which it may before it waits: not with what x is read.
@@ -180,7 +180,7 @@ EARLY = {
 # What comes through shared memory: copies of a lane. Of codes by rows one chunk, since x is wanted
 # before the second: 4 rows at a time of 4 bits, 2 of 5, and one copy in a loop for what is not all
 # there. Of prepacked weights' groups two chunks.
-CODES = {"nf4": 16 // 4 + 1, "nvfp4": 16 // 4 + 1, "k5": 16 // 2 + 1}
+CODES = {"nf4": 16 // 4 + 1, "nvfp4": 16 // 4 + 1, "k5": 16 // 2 + 1, "uint5": 16 // 2 + 1}
 GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}
 RING = 12  # matmul_stream's kRing among its arguments: whether codes come so
 
@@ -238,6 +238,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         if streamed and copies:
             kinds = Counter(op.split(".")[0] for op in before)
             assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
+            assert kinds["LDG"] or name != "uint5", "zero points come after the wait"
             continue
         early = "UTMALDG" if key == "matmul_blocks 1" else EARLY.get(program.entry)
         assert {op.split(".")[0] for op in before} <= {early}, program.name
