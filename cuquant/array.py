@@ -289,6 +289,7 @@ class QuantArray(Stored):
         return OPERATIONS["matmul"](other, self)
 
     @classmethod
+    @interop.untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

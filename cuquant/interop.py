@@ -5,8 +5,9 @@ torch and CuPy are never imported here: an array of theirs can only exist once i
 """
 
 import sys
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,10 @@ from cuquant.reference.memory import aligned
 
 INPUT_DTYPES = ("float32", "float16", "bfloat16")
 INSTALL_GPU = "pip install 'cuquant[cuda12]' (or 'cuquant[cuda13]')"
+
+MOST_WORK = 1 << 16  # of NumPy, to find out whether strided arrays meet
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOATS = {np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16}
@@ -300,6 +305,62 @@ def may_share_memory(a: Any, b: Any) -> bool:
     return first < other_end and other < end
 
 
+def shares_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays have a byte in common; also where that is too hard to find out."""
+    if not may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(_places(a), _places(b), max_work=MOST_WORK)
+    except RuntimeError:  # NumPy's TooHardError
+        return True
+
+
+class _Places:
+    """Where an array's elements lie, in NumPy's protocol; nobody reads them."""
+
+    def __init__(self, x: Any) -> None:
+        torch_tensor = kind(x) == "torch"
+        size = x.element_size() if torch_tensor else x.itemsize
+        strides = tuple(step * size for step in x.stride()) if torch_tensor else x.strides
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(x.shape),
+            "strides": strides,
+            "typestr": f"|V{size}",
+            "data": (x.data_ptr() if torch_tensor else x.data.ptr, False),
+        }
+
+
+def _places(x: Any) -> np.ndarray:
+    return x if kind(x) == "numpy" else np.asarray(_Places(x))
+
+
+def overlaps_itself(x: Any) -> bool:
+    """Whether an array may hold an element more than once; no view by slices and axes does."""
+    strides = x.stride() if kind(x) == "torch" else x.strides
+    if 0 in tuple(x.shape):
+        return False
+    reach = 1 if kind(x) == "torch" else x.itemsize
+    for step, n in sorted((abs(step), n) for step, n in zip(strides, x.shape, strict=True)):
+        if n > 1:
+            if step < reach:
+                return True
+            reach += step * (n - 1)
+    return False
+
+
+def is_negated(x: Any) -> bool:
+    """Whether an array is a view that torch negates when it is read."""
+    return kind(x) == "torch" and x.is_neg()
+
+
+def mark_written(x: Any) -> None:
+    """Tell torch that a tensor changes, as its own operations in place do: what autograd has saved
+    of it is out of date."""
+    if kind(x) == "torch" and not x.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x)
+
+
 def span(x: Any) -> tuple[int, int]:
     """Addresses of an array's first byte and of the one behind its last."""
     torch_tensor = kind(x) == "torch"
@@ -320,13 +381,42 @@ def span(x: Any) -> tuple[int, int]:
     return start + low, start + high + size
 
 
+def wants_gradient(x: Any) -> bool:
+    """Whether torch would expect a gradient to flow back to `x`, or forward from it."""
+    if kind(x) != "torch":
+        return False
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None
+
+
 def refuse_gradient(x: Any, name: str) -> None:
-    """RuntimeError where torch would expect a gradient to flow back to `x`, which none does."""
-    if kind(x) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+    """RuntimeError where torch would expect a gradient of `x`, which there is none of."""
+    if wants_gradient(x):
         raise RuntimeError(
             f"{name} requires grad, and products with a QuantArray have no gradient; "
             "call them under torch.no_grad(), or pass x.detach()"
         )
+
+
+def untraced(function: F) -> F:
+    """The function, into which torch.compile does not look: a graph ends before a call of it, and
+    another one begins behind."""
+    hidden: list[Any] = []
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if sys.modules.get("torch._dynamo") is None:  # nobody has compiled anything
+            return function(*args, **kwargs)
+        if not hidden:
+            hidden.append(sys.modules["torch"].compiler.disable(function))
+        return hidden[0](*args, **kwargs)
+
+    # torch.compile keeps what it makes of a function by its code, which these would have in common.
+    called.__code__ = called.__code__.replace(co_name=function.__name__)
+    return called  # type: ignore[return-value]
 
 
 def reject_stream(stream: object) -> None:

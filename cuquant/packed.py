@@ -72,6 +72,17 @@ class PackedWeight(Stored):
     def _wanted(self) -> tuple[Component, ...]:
         return layout_components(self.format, self.shape, self.layout)
 
+    def check(self) -> None:
+        """FormatError unless the arrays have the names, dtypes and shapes of the layout."""
+        wanted = self._wanted()
+        found = {
+            name: (interop.dtype_of(part), tuple(part.shape)) if interop.kind(part) else type(part)
+            for name, part in self.components.items()
+        }
+        if found != {part.name: (part.dtype, part.shape) for part in wanted}:
+            said = f"{self.format}, layout={self.layout}, shape={self.shape}"
+            raise FormatError(f"PackedWeight({said}) holds {found}; its layout is {list(wanted)}")
+
     def __repr__(self) -> str:
         return (
             f"PackedWeight({self.format}, layout={self.layout}, shape={self.shape}, "
@@ -79,6 +90,7 @@ class PackedWeight(Stored):
         )
 
     @classmethod
+    @interop.untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -94,6 +106,7 @@ class PackedWeight(Stored):
         )
 
 
+@interop.untraced
 def prepack(q: QuantArray) -> PackedWeight:
     """Lay a weight out for the matmul kernels; `unpack` gives it back bit for bit.
 
@@ -135,6 +148,7 @@ def prepack(q: QuantArray) -> PackedWeight:
     return PackedWeight(q.format, layout, parts, q.shape, q.dtype)
 
 
+@interop.untraced
 def unpack(p: PackedWeight) -> QuantArray:
     """The QuantArray that was prepacked, bit for bit.
 
@@ -154,8 +168,8 @@ def unpack(p: PackedWeight) -> QuantArray:
     """
     if not isinstance(p, PackedWeight):
         raise TypeError(f"unpack takes a PackedWeight, got {type(p).__name__}")
+    p.check()
     parts = p.arrays()
-    _check_parts(parts, p)
     if p.layout == FRAGMENTS_LAYOUT:
         parts = _converted(Fragments(p.format, p.shape), "rows", parts, p.device)
     return QuantArray(p.format, p.shape, p.dtype, parts, tuple(range(p.ndim)))
@@ -171,11 +185,3 @@ def _converted(
     host = {name: interop.to_numpy(part, name) for name, part in parts.items()}
     made = layout.lay_out(host) if way == "lay_out" else layout.rows(host)
     return {name: interop.from_numpy(part, kind) for name, part in made.items()}
-
-
-def _check_parts(parts: Mapping[str, Any], p: PackedWeight) -> None:
-    """FormatError unless the arrays have the names, dtypes and shapes of p's layout."""
-    wanted = p._wanted()
-    found = {name: (interop.dtype_of(v), tuple(v.shape)) for name, v in parts.items()}
-    if found != {part.name: (part.dtype, part.shape) for part in wanted}:
-        raise FormatError(f"{p!r} holds {found}; its layout is {list(wanted)}")

@@ -214,3 +214,33 @@ def test_prepack_loses_nothing(name):
 def test_precompile_says_what_is_missing():
     with pytest.raises(cq.BackendUnavailable, match="pip install"):
         cq.precompile("nf4")
+
+
+def test_out_that_holds_an_element_twice_or_lies_beside_an_input():
+    q, both = weight("nf4", (8, 64)), np.ones((3, 72), np.float32)
+    for strides in ((0, 4), (4, 4), (28, 4)):
+        out = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), (3, 8), strides)
+        with pytest.raises(ValueError, match="more than once"):
+            cq.linear(both[:, :64], q, out=out)
+    wanted = cq.linear(both[:, :64], q)
+    for out in (
+        both[:, 64:],
+        np.zeros((8, 3), np.float32).T,
+        np.zeros((6, 16))[::-2, ::2].astype("f4"),
+    ):
+        assert bits_equal(np.ascontiguousarray(cq.linear(both[:, :64], q, out=out)), wanted)
+    with pytest.raises(ValueError, match="overlaps"):
+        cq.linear(both[:, :64], q, out=both[:, 60:68])
+
+
+@pytest.mark.parametrize("rows", range(1, 6))
+def test_results_start_on_256_bytes(rows):
+    q, x = weight("int4", (8, 64)), np.zeros((rows, 64), np.float32)
+    experts = cq.quantize(np.zeros((2, 8, 64), np.float32), "int4")
+    for y in (
+        cq.linear(x, q),
+        x @ q.T,
+        cq.swiglu(x, q, q),
+        cq.grouped_linear(x, experts, np.zeros(rows, int)),
+    ):
+        assert y.ctypes.data % 256 == 0

@@ -3,7 +3,7 @@
 import json
 import pickle
 import tracemalloc
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import prepack_cases as cases
@@ -389,3 +389,11 @@ def test_weights_in_rows_are_read_as_they_are(tmp_path):
     cq.save(tmp_path / "w", {"w": p}, nonfinite="propagate")
     again = cq.load(tmp_path / "w")["w"]
     assert again.layout == "rows/1" and same(cq.unpack(again), q)
+
+
+@pytest.mark.parametrize("parts", [{}, {"codes": None, "scale": None}, {"codes": np.zeros(3)}])
+def test_a_packed_weight_of_other_arrays_is_refused(parts):
+    p = replace(cq.prepack(Case("nf4", (8, 64)).weight()), components=parts)
+    for call in (lambda: cq.unpack(p), lambda: cq.linear(np.ones((2, 64), np.float32), p)):
+        with pytest.raises(cq.FormatError, match="its layout is"):
+            call()

@@ -1,6 +1,7 @@
 """torch tensors on the CPU, in and out, without a copy."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -131,3 +132,88 @@ def test_lazy_negatives():
 def test_no_gpu_to_move_to():
     with pytest.raises(cq.BackendUnavailable, match="torch"):
         cq.quantize(torch.randn(2, 64), "nf4").to("cuda")
+
+
+# ---- what torch expects of its tensors ----------------------------------------------------------
+
+
+def product_args():
+    return torch.randn(3, 64), cq.quantize(torch.randn(8, 64), "nf4")
+
+
+def test_no_argument_may_want_a_gradient():
+    x, q = product_args()
+    bias, residual = torch.zeros(8, requires_grad=True), torch.zeros(3, 8, requires_grad=True)
+    for call in (
+        lambda: cq.linear(x, q, bias),
+        lambda: cq.matmul(x, q.T, bias=bias),
+        lambda: torch.nn.functional.linear(x, q, bias),
+        lambda: cq.linear(x, q, residual=residual),
+        lambda: cq.linear(x, q, out=torch.zeros(3, 8, requires_grad=True)),
+        lambda: q.dequantize(out=torch.zeros(8, 64, requires_grad=True)),
+    ):
+        with pytest.raises(RuntimeError, match=r"requires grad.*no_grad"):
+            call()
+        with torch.no_grad():
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_tangent_is_not_dropped():
+    x, q = product_args()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert cq.linear(x, q).shape == (3, 8)
+        with pytest.raises(RuntimeError, match="x requires grad"):
+            cq.linear(dual, q)
+
+
+def test_out_counts_as_changed():
+    x, q = product_args()
+    for call, shape in ((partial(cq.linear, x, q), (3, 8)), (q.dequantize, (8, 64))):
+        out, factor = torch.randn(shape), torch.randn(shape, requires_grad=True)
+        total = (factor * out).sum()
+        call(out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+    with torch.inference_mode():
+        assert cq.linear(x, q, out=torch.zeros(3, 8)).abs().sum() > 0
+
+
+def test_out_that_cannot_hold_a_result():
+    x, q = product_args()
+    for out, message in (
+        (torch.zeros(1, 8).expand(3, 8), "more than once"),
+        (torch.zeros(11).as_strided((3, 8), (1, 1)), "more than once"),
+        (torch.zeros(3, 8, dtype=torch.complex64).conj().imag, "negates"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cq.linear(x, q, out=out)
+
+
+def test_out_beside_an_input_in_the_same_memory():
+    x, q = product_args()
+    both = torch.cat([x, torch.zeros(3, 8)], 1)
+    out = both[:, 64:]
+    assert cq.linear(both[:, :64], q, out=out) is out and torch.equal(out, cq.linear(x, q))
+    with pytest.raises(ValueError, match="overlaps"):
+        cq.linear(both[:, :64], q, out=both[:, 63:71])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, q: torch.relu(cq.linear(x + 1, q)) * 2,
+        lambda x, q: x @ q.T,
+        lambda x, q: cq.swiglu(x, q, q),
+        lambda x, q: torch.nn.functional.linear(x, q),
+        lambda x, q: cq.linear(x, cq.prepack(q)),
+        lambda x, q: x @ cq.dequantize(q).T,
+    ],
+)
+def test_products_in_a_compiled_function(function):
+    """The graph ends at them, and goes on behind."""
+    x, q = product_args()
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x, q), function(x, q))

@@ -203,6 +203,39 @@ def test_lost_gradients_are_errors():
     assert [p.requires_grad for p in layer.parameters()] == [False]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", ["grad", "jvp", "jacrev", "jacfwd"])
+def test_gradients_that_functions_take_are_errors(way):
+    layer, x = QuantLinear.from_linear(linear(), "nf4"), random(2, 256)
+    ways = {
+        "grad": lambda: torch.func.grad(lambda v: layer(v).sum())(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "jacrev": lambda: torch.func.jacrev(layer)(x),
+        "jacfwd": lambda: torch.func.jacfwd(layer)(x),
+    }
+    with pytest.raises(RuntimeError, match="x requires grad"):
+        ways[way]()
+
+
+def test_a_layer_without_its_weight_is_an_error():
+    """On the meta device nothing is computed, and what is computed elsewhere must be there."""
+    with torch.device("meta"):
+        layer = quantize_(nn.Sequential(linear()), "nf4")
+    assert layer(random(2, 256).to("meta")).is_meta
+    with pytest.raises(ValueError, match="is on meta, and x on cpu"):
+        layer(random(2, 256))
+    with pytest.raises(Exception, match="is on meta, and x on cpu"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(random(2, 256))
+    whole = QuantLinear.from_linear(linear(), "nf4")
+    with pytest.raises(ValueError, match="bias is on meta"):
+        op.LINEAR(random(2, 256), *arguments(whole), torch.zeros(24, device="meta"))
+
+
+def test_x_must_be_a_tensor():
+    with pytest.raises(TypeError, match="x must be a tensor, got ndarray"):
+        QuantLinear.from_linear(linear(), "nf4")(random(2, 256).numpy())
+
+
 def test_autocast_as_for_nn_linear():
     plain = linear()
     layer = QuantLinear.from_linear(plain, "int8")
@@ -241,6 +274,7 @@ def test_compile_without_graph_breaks(prepack):
     quantize_(model, {"mlp.gate": "k3", "*": "nf4"}, prepack=prepack)
     tokens = torch.arange(12).reshape(2, 6)
     wanted = model(tokens)
+    torch._dynamo.utils.counters.clear()  # other tests' breaks
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     assert torch.equal(compiled(tokens), wanted)
     assert torch.equal(compiled(tokens[:, :5]), model(tokens[:, :5]))

@@ -13,7 +13,7 @@ from cuquant import interop
 from cuquant.array import QuantArray
 from cuquant.formats import Format
 from cuquant.functional.checks import floats, integer, like, number
-from cuquant.ops.dequantize import writable_out
+from cuquant.ops.outputs import writable_out
 from cuquant.ops.quantize import quantize
 from cuquant.reference import silu
 

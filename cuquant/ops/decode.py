@@ -10,6 +10,7 @@ from cuquant.array import QuantArray
 from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.pack import pack
+from cuquant.ops.outputs import check_out
 
 F32 = np.dtype(np.float32)
 
@@ -59,13 +60,7 @@ def _check_out(q: QuantArray, dtype: object, out: Any) -> None:
         raise TypeError(f"out must be a {q.kind} array, got {type(out).__name__}")
     if interop.device(out) != q.device:
         raise ValueError(f"out is on {interop.device(out)}, and the array on {q.device}")
-    if tuple(out.shape) != q.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}; the result has shape {q.shape}")
-    found = interop.float_dtype(interop.dtype_of(out), "out")
-    if dtype is not None and interop.float_dtype(dtype) != found:
-        raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
-    if any(interop.may_share_memory(out, part) for part in q.components.values()):
-        raise ValueError("out overlaps an input in memory")
+    check_out(out, q.shape, dtype, q.components.values())
 
 
 def codes(q: QuantArray) -> Any:

@@ -8,9 +8,11 @@ from cuquant import interop, jit, reference
 from cuquant.array import QuantArray
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
+from cuquant.ops.outputs import writable_out
 from cuquant.stored import OPERATIONS
 
 
+@interop.untraced
 def dequantize(
     q: QuantArray, *, dtype: object = None, out: Any = None, stream: object = None
 ) -> Any:
@@ -57,25 +59,6 @@ def dequantize(
     target = writable_out(out, q.shape, q.kind, dtype, list(host.values()))
     reference.dequantize(host, q.format, q.stored_shape, target.dtype, target.transpose(order))
     return out
-
-
-def writable_out(
-    out: Any, shape: tuple[int, ...], kind: str | None, dtype: object, sources: list[np.ndarray]
-) -> np.ndarray:
-    """`out` as a NumPy array after every check: kind, shape, dtype, writeable, no overlap."""
-    if interop.kind(out) != kind:
-        raise TypeError(f"out must be a {kind} array, got {type(out).__name__}")
-    target = interop.to_numpy(out, "out")
-    if target.shape != shape:
-        raise ValueError(f"out has shape {target.shape}; the result has shape {shape}")
-    found = interop.float_dtype(target.dtype, "out")
-    if dtype is not None and interop.float_dtype(dtype) != found:
-        raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
-    if not target.flags.writeable:
-        raise ValueError("out is read-only")
-    if any(np.may_share_memory(target, source) for source in sources):
-        raise ValueError("out overlaps an input in memory")
-    return target
 
 
 OPERATIONS["dequantize"] = dequantize

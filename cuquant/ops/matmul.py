@@ -24,6 +24,7 @@ from cuquant.reference import ACTIVATIONS
 from cuquant.stored import OPERATIONS
 
 
+@interop.untraced
 def matmul(
     a: Any,
     b: Any,
@@ -84,6 +85,7 @@ def matmul(
     return finish(lambda: flat_matmul(left.values(), right.values()))
 
 
+@interop.untraced
 def linear(
     x: Any,
     w: QuantArray | PackedWeight,
@@ -143,6 +145,7 @@ def linear(
     return finish(lambda: flat_matmul(left.values(), right.values().T))
 
 
+@interop.untraced
 def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     """silu(x @ w_gate.T) * (x @ w_up.T): the gated half of a transformer's MLP (Shazeer, 2020).
 
@@ -191,6 +194,7 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     return finish(product)
 
 
+@interop.untraced
 def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
     """Each row of x through its own expert's weight: y[i] = x[i] @ w[experts[i]].T.
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
-from cuquant.ops.dequantize import writable_out
+from cuquant.ops.outputs import check_out, writable_out
 from cuquant.packed import PackedWeight, unpack
 from cuquant.reference import ACTIVATIONS
+from cuquant.reference.memory import empty
 
 F32 = np.float32
 
@@ -74,6 +75,8 @@ class Operand:
     @classmethod
     def of(cls, value: Any, name: str) -> "Operand":
         if isinstance(value, (QuantArray, PackedWeight)):
+            if isinstance(value, PackedWeight):
+                value.check()
             first = next(iter(value.components.values()))
             if not interop.is_on_gpu(first):
                 interop.refuse_gpu(first, name)
@@ -201,7 +204,9 @@ class Finish:
         if self.residual is not None:
             result = result + self.residual.astype(F32)
         if self.out is None:
-            return interop.from_numpy(result.astype(self.dtype, copy=False), self.place.kind)
+            made = empty(result.shape, self.dtype)
+            made[...] = result
+            return interop.from_numpy(made, self.place.kind)
         interop.to_numpy(self.out)[...] = result
         return self.out
 
@@ -210,6 +215,7 @@ def _addend(value: Any, name: str, shape: tuple[int, ...], near: Operand) -> Any
     """bias or residual, as it is on a GPU and as NumPy's on the CPU."""
     if value is None:
         return None
+    interop.refuse_gradient(value, name)
     near.place.check(place_of(value, name), name, near.name)
     interop.float_dtype(interop.dtype_of(value), name)
     if tuple(value.shape) != shape:
@@ -223,19 +229,8 @@ def _check_out(
     """The dtype of `out`, after every check of it."""
     near.place.check(place_of(out, "out"), "out", near.name)
     if not near.place.is_gpu:
-        host = [interop.to_numpy(part) for part in memory]
-        return writable_out(out, shape, interop.kind(out), dtype, host).dtype
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}; the result has shape {shape}")
-    found = interop.float_dtype(interop.dtype_of(out), "out")
-    if dtype is not None and interop.float_dtype(dtype) != found:
-        raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
-    if any(interop.may_share_memory(out, part) for part in memory):
-        raise ValueError("out overlaps an input in memory")
-    strides = out.stride() if near.place.kind == "torch" else out.strides
-    if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
-        raise ValueError("out holds an element more than once; pass one that was not expanded")
-    return found
+        return writable_out(out, shape, interop.kind(out), dtype, memory).dtype
+    return check_out(out, shape, dtype, memory)
 
 
 def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:

@@ -15,6 +15,7 @@ from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
 
 
+@interop.untraced
 def quantize(
     x: Any,
     format: str | Format = "nf4",

@@ -5,7 +5,6 @@ weights live: a model's layers are called over and over with the same shapes, an
 cost less than its kernel. QuantArrays that are made anew of the same arrays share it, as `q.T`.
 """
 
-import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def _key(call: Call) -> Any:
     signature = _SIGNATURE.get(kind)  # type: ignore[arg-type]
     if signature is None:
         return None
-    if kind == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled():
+    if kind == "torch" and _wants_gradient(x, bias, residual, out):
         return None
     first = weights[0]
     try:  # what is no array of x's library lacks something
@@ -140,6 +139,10 @@ def _key(call: Call) -> Any:
         return None
 
 
+def _wants_gradient(*tensors: Any) -> bool:
+    return any(t is not None and interop.wants_gradient(t) for t in tensors)
+
+
 def _parts(call: Call) -> Collection[Any]:
     """The components of a call's weights."""
     if len(call.weights) == 1:
@@ -150,12 +153,7 @@ def _parts(call: Call) -> Collection[Any]:
 def again(call: Call) -> Any:
     """The product, by the plan of an earlier call with arrays alike on the current device.
 
-    None where there is none.
-
-    Raises
-    ------
-    ValueError
-        Where `out` overlaps an input.
+    None where there is none, or where `out` may overlap an input.
     """
     for weight in call.weights:
         if not isinstance(weight, (QuantArray, PackedWeight)):
@@ -180,12 +178,15 @@ def again(call: Call) -> Any:
         to = address(out)
     else:
         to = address(out)
-        _check_overlap(plan, at, bias, residual, to)
+        if _may_overlap(plan, at, bias, residual, to):
+            return None
+        interop.mark_written(out)
     plan.run(backend, at, PACK(to, bias, residual, *plan.constants))
     return out
 
 
-def _check_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> None:
+def _may_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> bool:
+    """Whether the memory that `out` spans overlaps that of an input."""
     own, of_bias, of_residual, (first, end) = plan.reaches
     low, high = first + out, end + out
     first, end = plan.around
@@ -196,8 +197,7 @@ def _check_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> No
         overlaps |= residual + of_residual[0] < high and low < residual + of_residual[1]
     if first < high and low < end:
         overlaps |= any(first < high and low < end for first, end in plan.spans)
-    if overlaps:
-        raise ValueError("out overlaps an input in memory")
+    return overlaps
 
 
 def keep(

@@ -140,6 +140,8 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         kind = x.device.type
         if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))

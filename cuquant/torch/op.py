@@ -19,6 +19,7 @@ from cuquant import interop
 from cuquant.ops.matmul import linear
 from cuquant.torch.spec import Weight, WeightSpec
 
+_product = linear.__wrapped__  # torch.compile does not look into the operator anyway
 _SCHEMA = (
     "linear(Tensor x, Tensor[] components, str format, str layout, int[] shape, ScalarType dtype, "
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None) "
@@ -90,9 +91,8 @@ def _linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    _refuse_gradients(x, bias, residual)
     weight = weight_of(components, format, layout, shape, dtype)
-    return linear(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
+    return _product(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
 
 
 def _fake_linear(
@@ -107,7 +107,9 @@ def _fake_linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    _refuse_gradients(x, bias, residual)
+    for name, tensor in (*_named(components), ("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, and x on {x.device}; move one there")
     width, depth = shape
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(
@@ -116,19 +118,37 @@ def _fake_linear(
     return x.new_empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype)
 
 
-def _refuse_gradients(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
-            if tensor is not None:
-                interop.refuse_gradient(tensor, name)
+def _named(components: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"components[{i}]", part) for i, part in enumerate(components)]
+
+
+def _checked_linear(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Where autograd looks at a call: once it is known that nobody expects a gradient, go on."""
+    for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
+        if tensor is not None:
+            interop.refuse_gradient(tensor, name)
+    with torch._C._AutoDispatchBelowAutograd():
+        return LINEAR(
+            x, components, format, layout, shape, dtype, bias, activation, residual, out_dtype
+        )
 
 
 _library = torch.library.Library("cuquant", "FRAGMENT")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("linear", _linear, "CPU")
 _library.impl("linear", _linear, "CUDA")
+_library.impl("linear", _checked_linear, "Autograd")
 torch.library.register_fake("cuquant::linear", _fake_linear, lib=_library)
 
 LINEAR = torch.ops.cuquant.linear.default

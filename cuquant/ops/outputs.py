@@ -1,0 +1,57 @@
+"""`out=`: the checks of an array that a result is written to, the same on the CPU and on a GPU."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable[Any]) -> np.dtype:
+    """The dtype of `out`, once it is known that a result of this shape can be written there.
+
+    Parameters
+    ----------
+    dtype
+        What the caller asks for beside `out`, or None.
+    sources
+        Arrays that are read while the result is written.
+
+    Raises
+    ------
+    TypeError
+        For a dtype that no result has.
+    ValueError
+        Where shape or dtype differ, it is read-only, holds an element more than once, is a view
+        that torch negates when it is read, or shares memory with a source.
+    RuntimeError
+        Where torch would expect a gradient to flow through it.
+    """
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}; the result has shape {shape}")
+    found = interop.float_dtype(interop.dtype_of(out), "out")
+    if dtype is not None and interop.float_dtype(dtype) != found:
+        raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
+    if not interop.is_writeable(out):
+        raise ValueError("out is read-only")
+    if interop.is_negated(out):
+        raise ValueError("out is a view that torch negates when it is read; pass another one")
+    interop.refuse_gradient(out, "out")
+    if interop.overlaps_itself(out):
+        raise ValueError("out holds an element more than once; pass one that was not expanded")
+    if any(interop.shares_memory(out, source) for source in sources):
+        raise ValueError("out overlaps an input in memory")
+    interop.mark_written(out)
+    return found
+
+
+def writable_out(
+    out: Any, shape: tuple[int, ...], kind: str | None, dtype: object, sources: Iterable[Any]
+) -> np.ndarray:
+    """An `out` on the CPU as a NumPy array, after `check_out`; it must be of this kind."""
+    if interop.kind(out) != kind:
+        raise TypeError(f"out must be a {kind} array, got {type(out).__name__}")
+    target = interop.to_numpy(out, "out")
+    check_out(out, shape, dtype, sources)
+    return target
