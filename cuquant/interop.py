@@ -310,7 +310,7 @@ def shares_memory(a: Any, b: Any) -> bool:
     if not may_share_memory(a, b):
         return False
     try:
-        return np.shares_memory(_places(a), _places(b), max_work=MOST_WORK)
+        return np.shares_memory(_places(a), _places(b), MOST_WORK)  # type: ignore[arg-type]
     except RuntimeError:  # NumPy's TooHardError
         return True
 
@@ -415,8 +415,9 @@ def untraced(function: F) -> F:
         return hidden[0](*args, **kwargs)
 
     # torch.compile keeps what it makes of a function by its code, which these would have in common.
-    called.__code__ = called.__code__.replace(co_name=function.__name__)
-    return called  # type: ignore[return-value]
+    made: Any = called
+    made.__code__ = made.__code__.replace(co_name=function.__name__)
+    return made
 
 
 def reject_stream(stream: object) -> None:

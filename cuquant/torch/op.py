@@ -9,6 +9,7 @@ tensors and, as a calculation of the result's shape, for fake and meta ones: tor
 and CUDA graphs see one operator and do not look inside. It has no gradient.
 """
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from cuquant import interop
 from cuquant.ops.matmul import linear
 from cuquant.torch.spec import Weight, WeightSpec
 
-_product = linear.__wrapped__  # torch.compile does not look into the operator anyway
+_product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway
 _SCHEMA = (
     "linear(Tensor x, Tensor[] components, str format, str layout, int[] shape, ScalarType dtype, "
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None) "
