@@ -223,11 +223,8 @@ def test_out_that_holds_an_element_twice_or_lies_beside_an_input():
         with pytest.raises(ValueError, match="more than once"):
             cq.linear(both[:, :64], q, out=out)
     wanted = cq.linear(both[:, :64], q)
-    for out in (
-        both[:, 64:],
-        np.zeros((8, 3), np.float32).T,
-        np.zeros((6, 16))[::-2, ::2].astype("f4"),
-    ):
+    backwards = np.zeros((6, 16), np.float32)[::-2, ::2]
+    for out in (both[:, 64:], np.zeros((8, 3), np.float32).T, backwards):
         assert bits_equal(np.ascontiguousarray(cq.linear(both[:, :64], q, out=out)), wanted)
     with pytest.raises(ValueError, match="overlaps"):
         cq.linear(both[:, :64], q, out=both[:, 60:68])

@@ -12,7 +12,7 @@ and CUDA graphs see one operator and do not look inside. It has no gradient.
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,7 +108,8 @@ def _fake_linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    for name, tensor in (*_named(components), ("bias", bias), ("residual", residual)):
+    parts = [(f"components[{i}]", part) for i, part in enumerate(components)]
+    for name, tensor in (*parts, ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, and x on {x.device}; move one there")
     width, depth = shape
@@ -119,30 +120,13 @@ def _fake_linear(
     return x.new_empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype)
 
 
-def _named(components: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(f"components[{i}]", part) for i, part in enumerate(components)]
-
-
-def _checked_linear(
-    x: torch.Tensor,
-    components: list[torch.Tensor],
-    format: str,
-    layout: str,
-    shape: list[int],
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def _checked_linear(*args: Any, **named: Any) -> torch.Tensor:
     """Where autograd looks at a call: once it is known that nobody expects a gradient, go on."""
-    for name, tensor in (("x", x), ("bias", bias), ("residual", residual)):
-        if tensor is not None:
-            interop.refuse_gradient(tensor, name)
+    for name, value in (*zip(_NAMES, args, strict=False), *named.items()):
+        if isinstance(value, torch.Tensor):
+            interop.refuse_gradient(value, name)
     with torch._C._AutoDispatchBelowAutograd():
-        return LINEAR(
-            x, components, format, layout, shape, dtype, bias, activation, residual, out_dtype
-        )
+        return LINEAR(*args, **named)
 
 
 _library = torch.library.Library("cuquant", "FRAGMENT")
@@ -153,3 +137,4 @@ _library.impl("linear", _checked_linear, "Autograd")
 torch.library.register_fake("cuquant::linear", _fake_linear, lib=_library)
 
 LINEAR = torch.ops.cuquant.linear.default
+_NAMES = [argument.name for argument in LINEAR._schema.arguments]
