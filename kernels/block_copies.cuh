@@ -83,18 +83,19 @@ __device__ __noinline__ void copy_bytes(int stage, const u8* first, i64 row_byte
     }
 }
 
-// The scales of a row's group, and behind them its minimums, to tables of rows of floats: two lanes for each row.
-template <class Block, class R>
+// The scales of a row's group, and behind them its minimums, to tables of rows of what Numbers makes of them: two lanes for
+// each row.
+template <class Block, class Numbers, class R>
 __device__ void put_scales_of(const R& row, int table, int lane) {
     using Place = Geometry<typename Block::Layout>;
     constexpr int half = Place::subs / 2;
     const bool upper = lane >= kRows;
     const int to = table + 4 * (lane % kRows * Place::stride + (upper ? half : 0));
     float numbers[half];
-    numbers_in<Block, false, half>(row, upper, numbers);
+    Numbers::template numbers<false, half>(row, upper, numbers);
     put(to, numbers);
     if constexpr (Place::tables == 2) {
-        numbers_in<Block, true, half>(row, upper, numbers);
+        Numbers::template numbers<true, half>(row, upper, numbers);
         put(to + Place::table_bytes, numbers);
     }
 }
@@ -153,8 +154,9 @@ struct Weights {
         const int phase = by_bytes() ? 0 : (row * static_cast<int>(row_bytes % 16) + start) & 15;
         return {stage + row * Place::pitch + (phase & ~3), Place::in_place ? 0 : phase & 3};
     }
+    template <class Numbers = FloatNumbers<Block>>
     __device__ void put_scales(int table, int stage, int group, int lane) const {
-        put_scales_of<Block>(at(stage, lane % kRows, group), table, lane);
+        put_scales_of<Block, Numbers>(at(stage, lane % kRows, group), table, lane);
     }
 };
 
@@ -175,8 +177,9 @@ struct Boxes {
         const int phase = group % 16 * (Place::bytes % 16) & 15;
         return {stage + row * Place::pitch + (phase & ~3), Place::in_place ? 0 : phase & 3};
     }
+    template <class Numbers = FloatNumbers<Block>>
     __device__ void put_scales(int table, int stage, int group, int lane) const {
-        put_scales_of<Block>(at(stage, lane % kRows, group), table, lane);
+        put_scales_of<Block, Numbers>(at(stage, lane % kRows, group), table, lane);
     }
 };
 

@@ -130,6 +130,11 @@ __device__ void numbers_in(const R& row, bool upper, float* out) {
     }
 }
 
+template <class Block> struct FloatNumbers {
+    template <bool kMinimum, int kCount, class R>
+    __device__ static void numbers(const R& row, bool upper, float* out) { numbers_in<Block, kMinimum, kCount>(row, upper, out); }
+};
+
 // Between registers and tables, by 16 bytes.
 template <int kCount>
 __device__ inline void put(int place, const float (&from)[kCount]) {

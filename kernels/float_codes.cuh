@@ -13,7 +13,12 @@ struct FloatCodes : Block {
     static constexpr bool half = is_same<T, Half>;
     // A byte u alone is the float16 u * 2^-24, which tensor cores multiply as exactly as any other.
     static constexpr bool tiny = half && Block::zero == 0 && !Block::wide;
-    static constexpr float unit = tiny ? Block::unit * 16777216.0f : Block::unit;
+    // Whether codes times the integers that scale them are whole numbers of T, so that products have these: such an integer,
+    // from -most_number up, makes the factor of a multiply-add that has been there anyway, and what it adds. A byte u alone is
+    // u * 2^-tiny_bits of T; what comes out is divided by 2^excess, so that neither is out of range.
+    static constexpr int most_number = Block::Layout::scale_zero, tiny_bits = half ? 24 : 133, excess = half ? 14 : 13;
+    static constexpr bool scaled = Block::Layout::ScaleRuns::any && Block::Layout::minimum_byte < 0 && !Block::wide && most_number > 0 && (most_number << (Block::bits - 1)) <= (half ? 2048 : 256);
+    static constexpr float unit = tiny ? Block::unit * 16777216.0f : scaled ? Block::unit * (1 << excess) : Block::unit;
     static constexpr int zero = Block::wide ? 128 : Block::zero;
     static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
     // Of the table of pairs of levels, where codes are looked up: an entry a byte of two codes, a copy a lane.
@@ -32,6 +37,11 @@ struct FloatCodes : Block {
         else if constexpr (!Block::wide) return fma_pair<T>(__byte_perm(word, 0x43434343u, order), constant_pair<T>(part), constant_pair<T>(-128 * part - zero));
         else return add_pair<T>(__byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, order), __byte_perm(word & 0x80808080u, 0xC3C3C3C3u, order));
     }
+    // The same times the integer that `number` has in its halves, as a factor and an addend: see numbers.
+    template <int i, int j>
+    __device__ static u32 scaled_pair(u32 word, u32 number) {
+        return fma_line<T>(__byte_perm(word, 0u, 0x4040u | i | j << 8), number);
+    }
     // The same of `left` that the compiler knows.
     template <int i, int j, int kLeft = 0>
     __device__ static u32 pair(u32 word, int left) {
@@ -47,6 +57,30 @@ struct FloatCodes : Block {
         const int place = (32 * step % Block::Layout::elements + 16 * part) / First::span % (8 / First::bits) * First::bits - First::shift;
         return !tiny && !Block::wide && place > 0 && place + Block::bits <= (half ? 8 : 7) ? place : 0;
     }
+    // What scales meet: kCount of a group's (kMinimum: minimums), as numbers_in has them or, where codes are scaled, a pair of
+    // T for each. `upper`: the second half of them.
+    template <bool kMinimum, int kCount, class R>
+    __device__ static void numbers(const R& row, bool upper, float* out) {
+        if constexpr (!scaled) return numbers_in<FloatCodes, kMinimum, kCount>(row, upper, out);
+        constexpr int subs = 32 / Block::Layout::sub_block, mantissa = half ? 10 : 7, bias = half ? 15 : 127;
+        constexpr u32 addend = constant<T>(-Block::zero / static_cast<double>(1 << excess)) << 16;
+        using Integers = typename Block::Layout::ScaleRuns;
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+            const u32 low = four_of(Integers{}, row, i), high = four_of(Integers{}, row, kCount + i), four = upper ? high : low;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int left = left_of((i + j) / subs, (i + j) % subs);  // of both halves
+                const u32 factor = static_cast<u32>(bias + tiny_bits - excess - left) << mantissa;
+                const u32 both = __byte_perm(four, half ? 0x64646464u : 0x43434343u, 0x4040u | j * 0x101u);
+                const u32 integer = add_pair<T>(both, constant_pair<T>((half ? -1024.0 : -128.0) - most_number));
+                out[i + j] = float_of(mul_pair<T>(integer, factor | addend));
+            }
+        }
+    }
+    // What the whole block is multiplied by where codes are scaled.
+    template <class R>
+    __device__ static float common_of(const R& row) { return in_units<FloatCodes>(float_of_half(row.half(Block::Layout::scale_byte))); }
     // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
     template <int i>
     __device__ static u32 entry(u32 word, u32 table) {
@@ -62,9 +96,9 @@ struct FloatCodes : Block {
         }
     }
     // The operands of 32 columns, rows g and g + 8. Lane t has columns 4 t .. 4 t + 3 of both halves of them: first
-    // those of one half, or two of each where codes are looked up.
-    template <class R>
-    __device__ static void operands(const R& upper, const R& lower, int step, int t, u32 table, u32 (&a)[2][4]) {
+    // those of one half, or two of each where codes are looked up. `number`: what codes of a half of a row are scaled by.
+    template <class R, class Numbers>
+    __device__ static void operands(const R& upper, const R& lower, int step, int t, u32 table, const Numbers& number, u32 (&a)[2][4]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const R& row = r ? lower : upper;
@@ -77,7 +111,8 @@ struct FloatCodes : Block {
                 for (int h = 0; h < 2; ++h) {
                     const int left = left_of(step, h);
                     const u32 word = codes_in<FloatCodes>(row, step, h, t, left) ^ flip;
-                    a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
+                    if constexpr (scaled) a[h][r] = scaled_pair<0, 1>(word, number(r, h)), a[h][2 + r] = scaled_pair<2, 3>(word, number(r, h));
+                    else a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
                 }
             }
         }

@@ -53,6 +53,13 @@ struct Sums {
         constexpr u32 one = constant_pair<T>(1);
         const u32 ones[4] = {one, one, one, one};
         const int from = scales + 4 * (lane / 4) * Place::stride;
+        float part[kTiles][4], sum[kTiles][4];
+        const auto begin = [&](int n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) part[n][i] = sum[n][i] = 0.0f;
+        };
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) begin(n);
 #pragma unroll
         for (int q = 0; q < kSteps; q += ahead) {
             if (meets) __syncwarp();
@@ -67,29 +74,34 @@ struct Sums {
 #pragma unroll
             for (int s = 0; s < ahead; ++s) {
                 u32 a[2][4];
-                Own::operands(upper, lower, q + s, lane % 4, table, a);
+                const auto number = [&](int r, int h) { return bits_of(scale[r][per_step * s + (per_step == 2 ? h : 0)]); };
+                Own::operands(upper, lower, q + s, lane % 4, table, number, a);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
-                    float part[4], sum[4];
                     uint2 b[2];
                     Own::columns_of(x[n] + columns + 64 * (q + s), b);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        if (h == 0 || per_step == 2)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) part[i] = sum[i] = 0.0f;
-                        mma<T>(part, a[h], b[h].x, b[h].y);
-                        if constexpr (has_minimum) mma<T>(sum, ones, b[h].x, b[h].y);
-                        if (h == 0 && per_step == 1) continue;
+                        mma<T>(part[n], a[h], b[h].x, b[h].y);
+                        if constexpr (has_minimum) mma<T>(sum[n], ones, b[h].x, b[h].y);
+                        if (Own::scaled || (h == 0 && per_step == 1)) continue;
                         const int j = per_step * s + (per_step == 2 ? h : 0);
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            total[n][i] = __fmaf_rn(scale[i / 2][j], part[i], total[n][i]);
-                            if constexpr (has_minimum) total[n][i] = __fmaf_rn(minimum[i / 2][j], sum[i % 2], total[n][i]);
+                            total[n][i] = __fmaf_rn(scale[i / 2][j], part[n][i], total[n][i]);
+                            if constexpr (has_minimum) total[n][i] = __fmaf_rn(minimum[i / 2][j], sum[n][i % 2], total[n][i]);
                         }
+                        begin(n);
                     }
                 }
             }
+        }
+        if constexpr (Own::scaled) {
+            const float common[2] = {Own::common_of(upper), Own::common_of(lower)};
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) total[n][i] = __fmaf_rn(common[i / 2], part[n][i], total[n][i]);
         }
     }
     // [token][16 rows], lines of kLine floats.
@@ -277,7 +289,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
                 __syncwarp();  // all lanes' copies are there
             }
             if constexpr (!Partial::direct) {
-                rows.put_scales(scales, stage_now, group, lane);
+                rows.template put_scales<Own>(scales, stage_now, group, lane);
                 __syncwarp();
             }
             own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, lane);

@@ -30,6 +30,14 @@ template <class T> __device__ inline u32 fma_pair(u32 a, u32 b, u32 c) {
     return d;
 }
 
+// a * b + c, where both elements of b are the lower one of `line`, and those of c the upper one.
+template <class T> __device__ inline u32 fma_line(u32 a, u32 line) {
+    u32 d;
+    if constexpr (is_same<T, Half>) asm("{.reg .b16 l, h; .reg .b32 b, c; mov.b32 {l, h}, %2; mov.b32 b, {l, l}; mov.b32 c, {h, h}; fma.rn.f16x2 %0, %1, b, c;}" : "=r"(d) : "r"(a), "r"(line));
+    else asm("{.reg .b16 l, h; .reg .b32 b, c; mov.b32 {l, h}, %2; mov.b32 b, {l, l}; mov.b32 c, {h, h}; fma.rn.bf16x2 %0, %1, b, c;}" : "=r"(d) : "r"(a), "r"(line));
+    return d;
+}
+
 // (a & b) | c in one instruction, which the compiler does not find where b and c are constants.
 __device__ inline u32 and_or(u32 a, u32 b, u32 c) {
     u32 d;

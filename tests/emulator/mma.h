@@ -55,6 +55,9 @@ template <class T> inline unsigned emulator_fma(unsigned a, unsigned b, unsigned
 template <class T> inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     return emulator_fma<T>(a & 0xFFFFu, b & 0xFFFFu, c & 0xFFFFu) | emulator_fma<T>(a >> 16, b >> 16, c >> 16) << 16;
 }
+template <class T> inline unsigned fma_line(unsigned a, unsigned line) {
+    return fma_pair<T>(a, (line & 0xFFFFu) * 0x10001u, (line >> 16) * 0x10001u);
+}
 inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 
 // ---- products of a warp -------------------------------------------------------------------------
