@@ -83,8 +83,8 @@ __device__ __noinline__ void copy_bytes(int stage, const u8* first, i64 row_byte
     }
 }
 
-// The scales of a row's group, and behind them its minimums, to tables of rows of what Numbers makes of them: two lanes for
-// each row.
+// The scales of a row's group, and behind them its minimums if Numbers has these too, to tables of rows of what it makes of
+// them: two lanes for each row.
 template <class Block, class Numbers, class R>
 __device__ void put_scales_of(const R& row, int table, int lane) {
     using Place = Geometry<typename Block::Layout>;
@@ -94,7 +94,7 @@ __device__ void put_scales_of(const R& row, int table, int lane) {
     float numbers[half];
     Numbers::template numbers<false, half>(row, upper, numbers);
     put(to, numbers);
-    if constexpr (Place::tables == 2) {
+    if constexpr (Place::tables == 2 && Numbers::minimums) {
         Numbers::template numbers<true, half>(row, upper, numbers);
         put(to + Place::table_bytes, numbers);
     }

@@ -131,6 +131,7 @@ __device__ void numbers_in(const R& row, bool upper, float* out) {
 }
 
 template <class Block> struct FloatNumbers {
+    static constexpr bool minimums = true;
     template <bool kMinimum, int kCount, class R>
     __device__ static void numbers(const R& row, bool upper, float* out) { numbers_in<Block, kMinimum, kCount>(row, upper, out); }
 };

@@ -14,10 +14,12 @@ struct FloatCodes : Block {
     // A byte u alone is the float16 u * 2^-24, which tensor cores multiply as exactly as any other.
     static constexpr bool tiny = half && Block::zero == 0 && !Block::wide;
     // Whether codes times the integers that scale them are whole numbers of T, so that products have these: such an integer,
-    // from -most_number up, makes the factor of a multiply-add that has been there anyway, and what it adds. A byte u alone is
+    // from -most_number up, makes the factor of a multiply-add that is there anyway, and what it adds. A byte u alone is
     // u * 2^-tiny_bits of T; what comes out is divided by 2^excess, so that neither is out of range.
-    static constexpr int most_number = Block::Layout::scale_zero, tiny_bits = half ? 24 : 133, excess = half ? 14 : 13;
-    static constexpr bool scaled = Block::Layout::ScaleRuns::any && Block::Layout::minimum_byte < 0 && !Block::wide && most_number > 0 && (most_number << (Block::bits - 1)) <= (half ? 2048 : 256);
+    using Layout = typename Block::Layout;
+    static constexpr int most_number = Layout::scale_zero, tiny_bits = half ? 24 : 133, excess = half ? 14 : 13;
+    static constexpr bool scaled = Layout::ScaleRuns::any && Layout::minimum_byte < 0 && !Block::wide
+                                && most_number > 0 && (most_number << (Block::bits - 1)) <= (half ? 2048 : 256);
     static constexpr float unit = tiny ? Block::unit * 16777216.0f : scaled ? Block::unit * (1 << excess) : Block::unit;
     static constexpr int zero = Block::wide ? 128 : Block::zero;
     static constexpr u32 flip = half && Block::wide ? 0x80808080u : 0u;  // float16 wants them unsigned
@@ -53,18 +55,19 @@ struct FloatCodes : Block {
     }
     // How far from their bytes' lowest bit codes of half a step are left: where their first bits lie, if there is room.
     __device__ static constexpr int left_of(int step, int part) {
-        using First = FirstOf<typename Block::Layout::Codes>;
-        const int place = (32 * step % Block::Layout::elements + 16 * part) / First::span % (8 / First::bits) * First::bits - First::shift;
+        using First = FirstOf<typename Layout::Codes>;
+        const int place = (32 * step % Layout::elements + 16 * part) / First::span % (8 / First::bits) * First::bits - First::shift;
         return !tiny && !Block::wide && place > 0 && place + Block::bits <= (half ? 8 : 7) ? place : 0;
     }
-    // What scales meet: kCount of a group's (kMinimum: minimums), as numbers_in has them or, where codes are scaled, a pair of
-    // T for each. `upper`: the second half of them.
+    // What scales meet: kCount of a group's, as numbers_in has them or, where codes are scaled, a pair of T for each.
+    // `upper`: the second half of them.
+    static constexpr bool minimums = false;  // which meet sums of x
     template <bool kMinimum, int kCount, class R>
     __device__ static void numbers(const R& row, bool upper, float* out) {
         if constexpr (!scaled) return numbers_in<FloatCodes, kMinimum, kCount>(row, upper, out);
-        constexpr int subs = 32 / Block::Layout::sub_block, mantissa = half ? 10 : 7, bias = half ? 15 : 127;
+        constexpr int subs = 32 / Layout::sub_block, mantissa = half ? 10 : 7, bias = half ? 15 : 127;
         constexpr u32 addend = constant<T>(-Block::zero / static_cast<double>(1 << excess)) << 16;
-        using Integers = typename Block::Layout::ScaleRuns;
+        using Integers = typename Layout::ScaleRuns;
 #pragma unroll
         for (int i = 0; i < kCount; i += 4) {
             const u32 low = four_of(Integers{}, row, i), high = four_of(Integers{}, row, kCount + i), four = upper ? high : low;
@@ -80,7 +83,7 @@ struct FloatCodes : Block {
     }
     // What the whole block is multiplied by where codes are scaled.
     template <class R>
-    __device__ static float common_of(const R& row) { return in_units<FloatCodes>(float_of_half(row.half(Block::Layout::scale_byte))); }
+    __device__ static float common_of(const R& row) { return in_units<FloatCodes>(float_of_half(row.half(Layout::scale_byte))); }
     // The entry of byte i of a word; `table`: where the lane's own copy of the first one lies, which is where shared memory begins.
     template <int i>
     __device__ static u32 entry(u32 word, u32 table) {
@@ -111,8 +114,11 @@ struct FloatCodes : Block {
                 for (int h = 0; h < 2; ++h) {
                     const int left = left_of(step, h);
                     const u32 word = codes_in<FloatCodes>(row, step, h, t, left) ^ flip;
-                    if constexpr (scaled) a[h][r] = scaled_pair<0, 1>(word, number(r, h)), a[h][2 + r] = scaled_pair<2, 3>(word, number(r, h));
-                    else a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
+                    if constexpr (scaled) {
+                        a[h][r] = scaled_pair<0, 1>(word, number(r, h)), a[h][2 + r] = scaled_pair<2, 3>(word, number(r, h));
+                    } else {
+                        a[h][r] = pair<0, 1>(word, left), a[h][2 + r] = pair<2, 3>(word, left);
+                    }
                 }
             }
         }

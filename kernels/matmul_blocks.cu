@@ -7,7 +7,7 @@
 // the same order.
 #include "block_copies.cuh"
 #include "cluster.cuh"
-#include "float_codes.cuh"
+#include "minimums.cuh"
 
 namespace cuquant {
 
@@ -26,19 +26,21 @@ template <class Block, class T, int kTiles, bool kWide>
 struct Sums {
     using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout>;
-    static constexpr bool has_minimum = Place::tables == 2;
     // Whether lanes read scales where they lie: one number of each 32 columns.
-    static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16 && !has_minimum;
+    static constexpr bool direct = Block::Layout::elements == 32 && Block::stored == Stored::Float16;
+    using Least = Choice<Place::tables == 2, Minimums<Block, T>, NoMinimums<T>>;
+    using Ones = typename Least::Ones;
     // Whether lanes meet before they read them: loads made too far ahead spill registers, and constants for signed bytes
     // of bfloat16 products would be moved from uniform registers 112 times in a group.
-    static constexpr bool meets = has_minimum || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
+    static constexpr bool meets = Least::any || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
     // Whether there is a way out, which nobody takes: for sm_100 and sm_120 the compiler puts sums off, and spills what they
     // wait for, but not past one.
-    static constexpr bool leaves = has_minimum && (kResident == 8 ? Place::subs == 2 * kSteps : kBlackwell && kTiles > 1);
-    static constexpr int table_bytes = direct ? 0 : Place::tables * Place::table_bytes;
+    static constexpr bool leaves = Least::any && (kResident == 8 ? Place::subs == 2 * kSteps : kBlackwell && kTiles > 1);
+    static constexpr int table_bytes = direct ? 0 : Place::table_bytes;
     // Steps whose scales are read together; half as many where addresses of levels take the registers.
     static constexpr int few = kTiles > 1 && Block::lookup && !direct && !kWide ? 2 : 1;
-    static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / Place::tables / few;
+    static constexpr int per_step = Place::subs / kSteps, ahead = 4 / per_step / few;
+    static constexpr float unit = direct ? Own::unit : 1.0f;  // of totals, where scales are read as they are
     float total[kTiles][4];  // rows g and g + 8, tokens 2 t and 2 t + 1
 
     __device__ void clear() {
@@ -49,14 +51,13 @@ struct Sums {
     }
     // Add a group. `scales`: the table, if there is one; `x`: addresses of the lane's columns of token g of each tile.
     template <class R>
-    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, u32 table, int lane) {
-        constexpr u32 one = constant_pair<T>(1);
-        const u32 ones[4] = {one, one, one, one};
+    __device__ void add(const R& upper, const R& lower, int scales, const u32 (&x)[kTiles], int columns, u32 table, const Ones& ones, int lane) {
         const int from = scales + 4 * (lane / 4) * Place::stride;
-        float part[kTiles][4], sum[kTiles][4];
+        Least least[kTiles];
+        float part[kTiles][4];
         const auto begin = [&](int n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) part[n][i] = sum[n][i] = 0.0f;
+            for (int i = 0; i < 4; ++i) part[n][i] = 0.0f;
         };
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) begin(n);
@@ -64,12 +65,11 @@ struct Sums {
         for (int q = 0; q < kSteps; q += ahead) {
             if (meets) __syncwarp();
             if (leaves && q == kSteps / 2 && columns < 0) return;
-            float scale[2][ahead * per_step], minimum[2][ahead * per_step];
+            float scale[2][ahead * per_step];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 if constexpr (direct) numbers_in<Block, false, ahead>((h ? lower : upper).after(q * Block::Layout::bytes), false, scale[h]);
                 else get(scale[h], from + 4 * (8 * h * Place::stride + q * per_step));
-                if constexpr (has_minimum) get(minimum[h], from + 4 * (8 * h * Place::stride + q * per_step) + Place::table_bytes);
             }
 #pragma unroll
             for (int s = 0; s < ahead; ++s) {
@@ -83,18 +83,19 @@ struct Sums {
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         mma<T>(part[n], a[h], b[h].x, b[h].y);
-                        if constexpr (has_minimum) mma<T>(sum[n], ones, b[h].x, b[h].y);
+                        if constexpr (Least::any) least[n].collect(b[h], per_step * (q + s) + (per_step == 2 ? h : 0), ones);
                         if (Own::scaled || (h == 0 && per_step == 1)) continue;
                         const int j = per_step * s + (per_step == 2 ? h : 0);
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            total[n][i] = __fmaf_rn(scale[i / 2][j], part[n][i], total[n][i]);
-                            if constexpr (has_minimum) total[n][i] = __fmaf_rn(minimum[i / 2][j], sum[n][i % 2], total[n][i]);
-                        }
+                        for (int i = 0; i < 4; ++i) total[n][i] = __fmaf_rn(scale[i / 2][j], part[n][i], total[n][i]);
                         begin(n);
                     }
                 }
             }
+        }
+        if constexpr (Least::any) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) least[n].add(upper, lower, lane % 4, 1.0f / unit, total[n]);
         }
         if constexpr (Own::scaled) {
             const float common[2] = {Own::common_of(upper), Own::common_of(lower)};
@@ -110,7 +111,7 @@ struct Sums {
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                shared_at<float>(place + 4 * ((8 * n + lane % 4 * 2 + i % 2) * kLine + lane / 4 + i / 2 * 8)) = total[n][i];
+                shared_at<float>(place + 4 * ((8 * n + lane % 4 * 2 + i % 2) * kLine + lane / 4 + i / 2 * 8)) = total[n][i] * unit;
     }
 };
 
@@ -270,6 +271,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     u32 own_x[kTiles];  // tokens that are not there are copies of the last one, whose sums nobody stores
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) own_x[n] = start + staged + min(8 * n + lane / 4, tokens - 1) * pitch + lane % 4 * 8;
+    const typename Partial::Ones ones(lane / 4);
     Partial own;
     own.clear();
     int slot = 0;
@@ -292,7 +294,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
                 rows.template put_scales<Own>(scales, stage_now, group, lane);
                 __syncwarp();
             }
-            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, lane);
+            own.add(rows.at(stage_now, lane / 4, group), rows.at(stage_now, lane / 4 + 8, group), scales, own_x, columns, table, ones, lane);
             __syncwarp();  // nobody reads this stage or the table any more
             copy(slot);
             phase ^= slot, slot ^= 1;

@@ -56,6 +56,23 @@ template <class T> __device__ inline void mma(float (&d)[4], const u32 (&a)[4], 
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of 8 columns, of which a lane has the first two.
+template <class T> __device__ inline void mma_8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    if constexpr (is_same<T, Half>)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
+    else
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+
+// d[16, 8] += a[16, 8] b[8, 8]^T of float32, of whose mantissas the upper 10 bits count. Lane 4 g + t has of a rows g, g + 8, g, g + 8
+// at column t and, in the last two, 4 more; of b row g at the same columns; of d what mma has.
+__device__ inline void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // The same value, which the compiler works out where this is, not long before.
 __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));

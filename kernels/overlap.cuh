@@ -1,6 +1,6 @@
 // A kernel that starts while the one before it on its stream ends (programmatic dependent launch, sm_90 and newer).
-// Until it waits it reads codes, their zero points and prepacked weights alone, and writes nothing: a kernel that lets the next one start
-// early never makes these. What any other kernel made is there, since it ends before this one starts.
+// Until it waits it reads codes, their zero points and prepacked weights alone, and writes nothing: a kernel that lets the next
+// one start early never makes these. What any other kernel made is there, since it ends before this one starts.
 #pragma once
 #include "vector.cuh"
 

@@ -53,7 +53,7 @@ struct RowWords {
     using Places = RunPlaces<runs, run_bits, 4 * run_bits>;
     static constexpr bool in_place = bits == 2 || bits == 4 || bits == 8 || (bits == 1 && span == 2);  // pairs are 16 bits apart
     static constexpr bool joined = kLooked && bits < 8 && !(bits == 2 && exchanged);                   // pairs are neighbours
-    static constexpr bool string = (joined && bits != 4) || ((bits == 3 || bits == 5) && span == 2);                  // a run stays as it is
+    static constexpr bool string = (joined && bits != 4) || ((bits == 3 || bits == 5) && span == 2);  // a run stays as it is
     // Else its first half is brought to the low halves of words, and the second to the high ones.
     using InHalves = RowPairs<bits, in_place ? 8 * span : run_columns / 2>;
     using Pairs = Choice<!string, InHalves, Choice<joined, JoinedString<run_columns / 2, run_words>, ApartString<bits>>>;

@@ -92,7 +92,7 @@ def divided(numbers: tuple[int, ...]) -> Iterator[None]:
 @contextmanager
 def everywhere() -> Iterator[None]:
     """Boxes also where they do not pay."""
-    with mock.patch.object(blocks_product, "FEW_ROWS", 16):
+    with mock.patch.object(blocks_product, "MOST_BOX", 2):
         yield
 
 
@@ -463,12 +463,13 @@ def test_a_table_of_levels_takes_warps_where_x_is_large(rows, warps, wide):
         ("q4_0", 1, 288, (256,), 90, False),  # rows that start within a vector
         ("q4_0", 1, 256, (256, 520), 90, False),
         ("q6_k", 8, 2048, (256,), 90, True),  # 240 bytes instead of 210
-        ("q3_k", 2, 2048, (256,), 90, True),
-        ("q3_k", 3, 2048, (256,), 90, False),  # 144 instead of 110
+        ("q3_k", 8, 2048, (256,), 90, False),  # 144 instead of 110, in a short product
+        ("q3_k", 8, 14336, (256,), 90, True),
+        ("q3_k", 9, 2048, (256,), 90, True),
     ],
 )
 def test_which_weights_come_by_boxes(name, rows, depth, pointers, arch, wanted):
-    assert in_boxes(name, rows, depth, pointers, arch) == wanted
+    assert in_boxes(name, rows, 4096, depth, pointers, arch, 132) == wanted
 
 
 @pytest.mark.parametrize(

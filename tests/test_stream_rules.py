@@ -159,7 +159,7 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     ],
 )
 def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk, share):
-    names = ["int2", "k3", "int1"] + ["uint3"] * (columns > 4096)  # of which others are short
+    names = ["k3", "int1"] + ["int2", "uint3"] * (columns > 4096)  # of which others are short
     for name in names:
         fmt = cq.get_format(name, block_size=128)
         problem = Problem(3, columns, depth, fmt, Weight.layout, "float16", True, 90, 132)
@@ -170,6 +170,27 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
         borders = parts_of_k(found.shape, found.groups, units, share)
         most = max(b - a for a, b in pairwise(borders))
         assert most == -(-units // parts // 4) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "span"),
+    [
+        ("uint2", {}, 2),
+        ("uint2", {"rows": 4}, 2),
+        ("uint2", {"rows": 5}, 1),
+        ("int2", {"rows": 8}, 1),
+        ("int2", {"rows": 9}, 2),
+        ("int2", {"rows": 8, "depth": 14336}, 2),
+        ("int2", {"rows": 8, "columns": 14336}, 2),
+        ("int1", {"rows": 8}, 2),
+        ("int3", {"rows": 8}, 2),
+    ],
+)
+def test_x_is_not_paired_where_a_product_is_over_too_soon(name, changes, span):
+    fmt = cq.get_format(name, block_size=128)
+    problem = Problem(1, 4096, 4096, fmt, Weight.layout, "float16", True, 90, 132)
+    found = stream.division_of(replace(problem, **changes))
+    assert found is not None and found.span == span
 
 
 @pytest.mark.parametrize(
@@ -188,7 +209,8 @@ def test_chunks_are_whole_where_warps_have_as_many(columns, depth, parts, chunk,
         ("int3", {"layout": FRAGMENTS_LAYOUT}, False),
         ("int2", {}, True),
         ("uint2", {"depth": 14336, "rows": 2}, True),
-        ("int2", {"rows": 3}, False),
+        ("int2", {"rows": 4}, True),
+        ("int2", {"rows": 5}, False),
         ("int6", {}, False),
         ("k3", {}, False),
     ],

@@ -80,6 +80,24 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
     __syncwarp(~0u, place);
 }
 
+template <class T>
+inline void mma_8(float (&d)[4], unsigned a0, unsigned a1, unsigned b, Place place = Place::here()) {
+    mma<T>(d, {a0, a1, 0, 0}, b, 0, place);
+}
+
+inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Place place = Place::here()) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
+    const auto cut = [](unsigned x) { return __uint_as_float(x & 0xFFFFE000u); };
+    lanes[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp(~0u, place);
+    for (int i = 0; i < 4; ++i)
+        for (int t = 0; t < 4; ++t)
+            for (int half = 0; half < 2; ++half)
+                d[i] += cut(lanes[4 * row + t].a[2 * half + i / 2]) * cut(lanes[4 * (column + i % 2) + t].b[half]);
+    __syncwarp(~0u, place);
+}
+
 inline uint4 load_matrices(unsigned shared_address, Place place = Place::here()) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];

@@ -23,9 +23,9 @@ LINE_BYTES = 80  # of 16 sums of a row of x
 PAD_BYTES = 32  # between rows of x
 LEVELS_BYTES = (32 << 10, 64 << 10)  # of the table of pairs of levels, and of a wide one
 MOST_STRIPS = 64  # of a thread block
-# Groups of a multiprocessor, of a product that is over before memory has been busy for long.
-MOST_SHORT = 48
-FEW_ROWS = 2  # of x, which leave time for bytes that nobody wants
+MOST_SHORT = 48  # groups of a multiprocessor, of a short product
+FEW_ROWS = 2  # of x, with which a small table is enough
+MOST_BOX = 1.25  # bytes of boxes for one of a group's, in a short product
 MOST_DEPTH = 1 << 30  # the bytes of a row are 32-bit numbers
 
 
@@ -53,10 +53,10 @@ class FloatCodes:
 
     @property
     def table_bytes(self) -> int:
-        """Of a warp's table of scales; none where each 32 columns have one number."""
+        """Of a warp's table of scales; none where each 32 columns have one."""
         layout, stored = self.made.layout, self.made.stored
-        direct = layout.elements == 32 and stored == "Float16" and not layout.has_min
-        return 0 if direct else self.made.table_bytes
+        direct = layout.elements == 32 and stored == "Float16"
+        return 0 if direct else 4 * ROWS * (GROUP // layout.sub_block + 4)
 
     @property
     def facts(self) -> words.Facts:
@@ -130,6 +130,14 @@ def _most_warps(rows: int, arch: int) -> int:
     return most if rows <= TILE else most - 4
 
 
+def _is_short(
+    rows: int, columns: int, depth: int, multiprocessors: int, gated: bool = False
+) -> bool:
+    """Whether a product is over before memory has been busy for long."""
+    groups = -(-columns // ROWS) * -(-depth // GROUP) * (2 if gated else 1)
+    return groups <= MOST_SHORT * multiprocessors and rows <= TILE
+
+
 @lru_cache(maxsize=4096)
 def divide(
     name: str,
@@ -155,7 +163,7 @@ def divide(
         large = rows * depth * 2 > LARGE_X
         split = 2 if large or 2 * strips <= multiprocessors else 1
     most = -(-groups // split)
-    short = sets * strips * groups <= MOST_SHORT * multiprocessors and rows <= TILE
+    short = _is_short(rows, columns, depth, multiprocessors, gated)
     early = arch >= 90 and split == 1  # the next product's blocks begin beside this one's
     spread = short and early and strips >= multiprocessors
 
@@ -189,15 +197,25 @@ def takes(problem: Problem) -> bool:
     return p.format is not None and p.format.is_blocks and p.direct and small
 
 
-def in_boxes(name: str, rows: int, depth: int, pointers: Sequence[int], arch: int) -> bool:
+def in_boxes(
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    pointers: Sequence[int],
+    arch: int,
+    multiprocessors: int,
+    gated: bool = False,
+) -> bool:
     """Whether the copy engine brings weights: it takes rows that start on 16 bytes.
 
-    Boxes do too, so that those of small blocks have up to a third of other groups' bytes; this
-    pays where little else is done.
+    Boxes do too, so that those of small blocks have up to a third of other groups' bytes, which
+    does not pay in a short product.
     """
     layout, box = operand(name).layout, operand(name).box_bytes
     group, row = (n // layout.elements * layout.nbytes for n in (GROUP, depth))
-    pays = rows <= FEW_ROWS or 4 * box <= 5 * group
+    short = _is_short(rows, columns, depth, multiprocessors, gated)
+    pays = box <= MOST_BOX * group or not short
     return pays and arch in BOX_ARCHS and not any(n % 16 for n in (row, *pointers))
 
 
@@ -214,8 +232,9 @@ class BlocksProduct:
         name, gated = first.fmt.layout.name, len(weights) > 1
         sizes = (product.rows, product.columns, product.depth)
         pointers = [backend.pointer(w.parts["blocks"]) for w in weights]
-        boxes = in_boxes(name, product.rows, product.depth, pointers, backend.arch)
-        shape = divide(name, *sizes, backend.arch, backend.multiprocessors, gated, boxes)
+        machine = backend.arch, backend.multiprocessors
+        boxes = in_boxes(name, *sizes, pointers, *machine, gated)
+        shape = divide(name, *sizes, *machine, gated, boxes)
         strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
         each = backend.multiprocessors if shape.spread else 0
         clusters, *taken = shared_evenly(strips, shape.strips, each)

@@ -27,9 +27,11 @@ ALONE = 114 << 10
 # through shared memory.
 LIGHT, USUAL, BLOCKS, FINE = range(4)
 TILE = 8  # rows of x that one product of a warp takes
-# Bits of codes by rows that take long to decode, with few rows of x or more of them; and their
-# bytes, of a multiprocessor, in a product that is over before memory has been busy for long.
-FEW_ROWS, SLOW_BITS, MORE_SLOW_BITS, MOST_SHORT = 2, (3, 5), (2, 3, 5), 176 << 10
+# Bits of codes by rows that take long to decode, with few rows of x or more of them.
+FEW_ROWS, SLOW_BITS, MORE_SLOW_BITS = 4, (3, 5), (2, 3, 5)
+# Bytes of codes, of a multiprocessor, in a product that is over before memory has been busy for
+# long, and in one that has hardly begun then.
+MOST_SHORT, SHORTEST = 176 << 10, 64 << 10
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
@@ -276,7 +278,7 @@ def division_of(problem: Problem) -> Division | None:
     groups = Groups.of(fmt, p.depth)
     units = -(-p.depth // UNIT)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    paired = by_rows and _in_pairs(fmt, groups, units, p.rows)
+    paired = by_rows and _in_pairs(p, groups, units)
     codes = by_rows and _has_ring(fmt.bits, groups, units, paired)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
@@ -351,22 +353,39 @@ def _has_ring(bits: int, groups: Groups, units: int, paired: bool) -> bool:
 
 
 def _is_short(problem: Problem, groups: Groups) -> bool:
-    """Whether a product with codes by rows is short, of two strips for each multiprocessor."""
+    """Whether a product with codes by rows is short, and these take long to decode."""
+    p, fmt = problem, problem.format
+    assert fmt is not None
+    plain = not p.gated and groups.fine == 1
+    slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
+    slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
+    return plain and slow and _is_small(p, MOST_SHORT)
+
+
+def _is_small(problem: Problem, most: int) -> bool:
+    """Whether a product has at most so many bytes of codes, and two strips, for each
+    multiprocessor."""
     p, fmt = problem, problem.format
     assert fmt is not None
     strips = -(-p.columns // STRIP)
     nbytes = p.columns * p.depth * fmt.bits // 8
-    small = p.multiprocessors <= strips <= 2 * p.multiprocessors
-    plain = p.rows <= TILE and not p.gated and groups.fine == 1
-    slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
-    slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
-    return plain and slow and small and nbytes <= MOST_SHORT * p.multiprocessors
+    all_busy = p.multiprocessors <= strips <= 2 * p.multiprocessors
+    return p.rows <= TILE and all_busy and nbytes <= most * p.multiprocessors
 
 
-def _in_pairs(fmt: Format, groups: Groups, units: int, rows: int) -> bool:
-    """Whether units are multiplied two at a time: of few bits, where groups are not shorter."""
-    five = fmt.bits == 5 and isinstance(fmt.codec, Uniform) and rows <= TILE
-    return (fmt.bits <= 3 or five) and units % 2 == 0 and groups.units in (0, 2, 4)
+def _in_pairs(problem: Problem, groups: Groups, units: int) -> bool:
+    """Whether units are multiplied two at a time: of few bits, where groups are not shorter.
+
+    Of integers of 2 bits x is paired for it before warps begin, which very short products with more
+    than a few rows of it do not make up for.
+    """
+    p, fmt = problem, problem.format
+    assert fmt is not None
+    uniform = isinstance(fmt.codec, Uniform)
+    five = fmt.bits == 5 and uniform and p.rows <= TILE
+    late = fmt.bits == 2 and uniform and p.rows > FEW_ROWS and _is_small(p, SHORTEST)
+    few_bits = (fmt.bits <= 3 and not late) or five
+    return few_bits and units % 2 == 0 and groups.units in (0, 2, 4)
 
 
 def _row_bytes(bits: int, chunk: int, paired: bool) -> int:
