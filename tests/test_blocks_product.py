@@ -268,12 +268,21 @@ def test_weights_of_0_give_0(name, dtype, run):
     assert not run(cq.linear, normal((9, 256), dtype), q).any()
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "q8_0"])
-def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        *(
+            (name, "scale_byte")
+            for name in ("q4_0", "q4_1", "q2_k", "q3_k", "q4_k", "q6_k", "q8_0")
+        ),
+        *((name, "minimum_byte") for name in ("q4_1", "q5_1", "q2_k", "q5_k")),
+    ],
+)
+def test_a_number_that_is_nan_hurts_its_row_alone(name, field, run):
     q, x = of_bytes(name, 35, 768), normal((9, 768), "float16")
     clean = run(cq.linear, x, q, out_dtype="float32")
     blocks = q.arrays()["blocks"].copy()
-    at = BLOCK_LAYOUTS[name].scale_byte
+    at = getattr(BLOCK_LAYOUTS[name], field)
     blocks[[4, 21], [0, -1], at + 1] = 0x7E
     y = run(cq.linear, x, with_blocks(name, blocks, 768), out_dtype="float32")
     others = np.delete(np.arange(35), [4, 21])
@@ -281,7 +290,10 @@ def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
     assert np.isfinite(clean).all() and bits_equal(y[:, others], clean[:, others])
 
 
-@pytest.mark.parametrize(("name", "depth"), [("q4_0", 800), ("q4_k", 768)])
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("q4_0", 800), ("q4_1", 800), ("q2_k", 768), ("q3_k", 768), ("q4_k", 768)],
+)
 @pytest.mark.parametrize("rows", [3, 12])
 def test_nan_and_infinity_of_x_stay_in_their_row(name, depth, rows, run):
     """K may end within a group of 256."""
