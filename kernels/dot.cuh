@@ -58,6 +58,15 @@ __device__ inline void copy_ahead(void* to, const void* from, int count) {
     }
 #endif
 }
+// The same of 8 bytes.
+__device__ inline void copy8_ahead(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;"
+                 :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+    *static_cast<uint2*>(to) = *static_cast<const uint2*>(from);
+#endif
+}
 // What this lane copies from here on belongs to a new group.
 __device__ inline void close_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -420,11 +420,11 @@ struct Decoder : PairDecoder<Codec, T, kBits, kWide> {
         Two::template two<Pairs, 4 * kStep, kZeroPoint>(w, tables, lane, offset[0], offset[1], a[0], a[1]);
         Two::template two<Pairs, 4 * kStep + 2, kZeroPoint>(w, tables, lane, offset[0], offset[1], a[2], a[3]);
     }
-    // The same of two rows, of RowWords.
+    // The same of two rows, of RowWords; each pair has its own offset.
     template <class Pairs, int kStep, bool kZeroPoint>
-    __device__ static void decode_rows(const u32* first, const u32* second, const u8* tables, u32 lane, const u32 (&offset)[2], u32 (&a)[4]) {
-        Two::template two<Pairs, 2 * kStep, kZeroPoint>(first, tables, lane, offset[0], offset[0], a[0], a[2]);
-        Two::template two<Pairs, 2 * kStep, kZeroPoint>(second, tables, lane, offset[1], offset[1], a[1], a[3]);
+    __device__ static void decode_rows(const u32* first, const u32* second, const u8* tables, u32 lane, const u32 (&offset)[4], u32 (&a)[4]) {
+        Two::template two<Pairs, 2 * kStep, kZeroPoint>(first, tables, lane, offset[0], offset[2], a[0], a[2]);
+        Two::template two<Pairs, 2 * kStep, kZeroPoint>(second, tables, lane, offset[1], offset[3], a[1], a[3]);
     }
 };
 

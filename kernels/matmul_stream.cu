@@ -1,38 +1,41 @@
 // x [M, K], M of a tile up to 8 kTiles, times a prepacked weight [N, K]: memory-bound. Each warp streams
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
-// the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and
+// the block holds in shared memory. Scales meet the float32 sums of their group, or see row_groups.cuh. The warps of a block and
 // the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
 #include "named_barrier.cuh"
 #include "overlap.cuh"
 #include "prepacked.cuh"
+#include "row_groups.cuh"
 #include "rows.cuh"
 #include "staged.cuh"
 
 namespace cuquant {
 
-// The four pairs of a step that the compiler knows, of fragments or of two rows.
+// The four pairs of a step that the compiler knows, of fragments or of two rows, with their offsets.
 template <class Decode, class Rows, bool kZeros, bool kRows, int kStep = 0>
-__device__ void decode_step(int step, const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[2], u32 (&a)[4]) {
+__device__ void decode_step(int step, const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[4], u32 (&a)[4]) {
     if (step == kStep) {
         if constexpr (kRows) Decode::template decode_rows<typename Rows::Pairs, kStep, kZeros>(first, second, tables, table, offset, a);
-        else Decode::template decode<kStep, kZeros>(first, tables, table, offset, a);
+        else Decode::template decode<kStep, kZeros>(first, tables, table, {offset[0], offset[1]}, a);
     } else if constexpr (kStep + 1 < 4 * Rows::span) {
         decode_step<Decode, Rows, kZeros, kRows, kStep + 1>(step, first, second, tables, table, offset, a);
     }
 }
 
-// kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a unit, else 1;
+// kGroupUnits: units of a scale group, 0 where a row is one group; kInUnit: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
 // through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are
 // kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
 // `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kFine, int kLie, int kGated, int kWide, int kRing, int kSpan>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
-    constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
+    constexpr bool kScaled = kInUnit > 1 && kSpan == 2;  // operands are, and of sums there is one
+    constexpr int kFine = kScaled ? 1 : kInUnit;         // sums of a unit
+    constexpr int kGroup = kGroupUnits && !kScaled ? kGroupUnits : 1 << 20;  // units
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
@@ -44,13 +47,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan>;
     static_assert(!kRing || (kRows && (kAhead == 4 || kSpan == 2)), "chunks of rows");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
+    using Beside = RowGroups<Own, kScaled ? kInUnit : 1, kAhead>;
+    using Factors = PairFactors<Own, kScaled ? kInUnit : 1>;
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
     constexpr bool kFour = kRing && !kLong && Scales::fits;  // scales of four chunks are loaded at once
     constexpr bool kGroupRing = kLie == kInStrips && kFine > 1 && Own::stored != Stored::Double;  // groups go through shared memory
     using Copied = ChunkGroups<Own, kFine, kAhead>;
     static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
-    constexpr int kRingBytes = kRing ? kChunkBytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
+    constexpr int kRingBytes = kRing ? kChunkBytes + Beside::bytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
     constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
@@ -153,8 +158,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<kRing != 0, ChunkCopies<kBits, kAhead, Rows::row_bytes>, Nothing> copies_of_rows(row_bytes, lane);
-    const auto copy = [&](int to, const Chunk& chunk) {
+    const Choice<kRing != 0, ChunkCopies<Rows, kAhead>, Nothing> copies_of_rows(row_bytes, lane);
+    const auto copy_first = [&](int to, const Chunk& chunk) {
         if (chunk.turns > 0) {
             const Prepacked& own = kGated && chunk.other ? second : weights;
             const int unit = first + chunk.at;
@@ -162,6 +167,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             else if constexpr (kRing)
                 copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + strip_of(chunk) * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - strip_of(chunk) * kStrip, count - chunk.at, lane);
         }
+    };
+    // Groups of rows, which the kernel before may write.
+    const auto copy_rest = [&](int to, const Chunk& chunk) {
+        if constexpr (kScaled) {
+            if (chunk.turns > 0) Beside::copy(own_ring + to + kChunkBytes, kGated && chunk.other ? second : weights, strip_of(chunk), first + chunk.at, count - chunk.at, lane);
+        }
+    };
+    const auto copy = [&](int to, const Chunk& chunk) {
+        copy_first(to, chunk);
+        copy_rest(to, chunk);
         close_copies();
     };
     const auto load_codes = [&](int d, bool whole) {
@@ -194,7 +209,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 if constexpr (kFine > 1) Own::template load_fine<kFine>(to, kGated && next.other ? second : weights, next_group, t, g);
                 else load_group(to[0], t * kOwn / kGroup);
             }
-        } else if constexpr (kFine == 1 && kLong) {
+        } else if constexpr (kFine == 1 && kLong && !kScaled) {
             if (next_count > 0) load_group(to[0], 0);
         }
     };
@@ -259,7 +274,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; d += kSpan) load_codes(d, false);
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
-            if (early) copy(0, now);
+            if (early) copy_first(0, now);
+            if (early && !kScaled) close_copies();
             if constexpr (!kRing) copy_second();
         }
         if constexpr (kSoon == Soon::Run) prefetch_more();
@@ -281,7 +297,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     wait_for_earlier();
     arrival.ask_first();
     if constexpr (kRows) load_first_groups();
-    if (kRing && !early && next_count > 0) copy(0, now);
+    if (kRing && next_count > 0) {
+        if (!early) copy(0, now);
+        else if constexpr (kScaled) {
+            copy_rest(0, now);
+            close_copies();
+        }
+    }
     if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();
@@ -357,7 +379,11 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     Own of_four;
     u32 near[3];
     if constexpr (kFour) four.make_ready();
-    const auto multiply = [&](int d, int unit) {
+    const u32 ring_groups = shared_address(own_ring) + kChunkBytes;
+    const typename Factors::Order order(t);
+    u32 largest_scales = 0;  // of a chunk
+    // `shrunk`: products with scales, where they may be too large.
+    const auto multiply = [&](int d, int unit, bool shrunk) {
         u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
         if constexpr (kRing) words[d].load_shared(ring_lane + reading, d, t, sides);
@@ -384,11 +410,32 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             else if constexpr (kShared || kFour || kGroupRing) return here[kFine > 1 ? s * kFine / 4 : 0];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
+        const auto group_at = [](int pair, int e) { return Rows::column(pair, e) / 16; };  // of the lane's two
+        Factors factors;
+        if constexpr (kScaled) {
+            factors.template load<Beside>(ring_groups + reading, d / kSpan, g, t, order);
+            factors.add_to(largest_scales);
+            if (shrunk) {
+                factors.shrink(lane);
+                factors.shrink_sums(sum);
+            }
+        }
 #pragma unroll
         for (int s = 0; s < 4 * kSpan; ++s) {
-            const Number& own = group_of(s);
-            const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
+            u32 offset[4];  // of pairs of rows g and g + 8, in turn
+            if constexpr (kScaled) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) offset[i] = factors.offset(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
+            } else {
+                const Number& own = group_of(s);
+                offset[0] = offset[2] = own.template offset<T>(0);
+                offset[1] = offset[3] = own.template offset<T>(1);
+            }
             decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table, offset, a[s]);
+            if constexpr (kScaled) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[s][i] = mul_pair<T>(a[s][i], factors.scale_of(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1)));
+            }
         }
         const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
             mma<T>(sum[q], a[s], low, high);
@@ -413,6 +460,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                     multiply_step(q, s + 1, b.z, b.w);
                 }
             }
+        }
+        if constexpr (kScaled) {
+            if (shrunk) factors.unshrink_sums(sum);
         }
     };
     // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
@@ -456,7 +506,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 if (kOneByOne && whole && d > 0 && anew(here) <= d) break;  // never
                 if (whole || d < here) {
                     if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
-                    multiply(d, now.at + d);
+                    multiply(d, now.at + d, !whole);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
                             if constexpr (kFourZeros) all_scaled(of_four);
@@ -475,7 +525,25 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         // Without conditions the compiler mixes neighbouring units.
         constexpr bool kLoads = !kRing;  // units come one by one
         const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
-        if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
+        if constexpr (kScaled) {
+            float before[kTiles][4];
+            const auto copy_sums = [](const float (&from)[kTiles][4], float (&to)[kTiles][4]) {
+#pragma unroll
+                for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) to[q][e] = from[q][e];
+            };
+            bool wanted = here > 0;
+            if (here >= kAhead) {
+                copy_sums(sum, before);
+                largest_scales = 0;
+                chunk(true, false);
+                wanted = Factors::maybe_large(largest_scales);
+                if (wanted) copy_sums(before, sum);
+            }
+            if (wanted) chunk(false, false);
+        }
+        else if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
         else if (kLoads && here >= kAhead && next_count <= 0) chunk(true, false);
         else chunk(false, kLoads);
         if constexpr (kRingBytes) {
@@ -485,7 +553,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             copy(reading, after);
             reading = kRingBytes - reading;
         }
-        if constexpr (kFine == 1 && kLong) {
+        if constexpr (kFine == 1 && kLong && !kScaled) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
             groups[0] = coming[0];
         }
@@ -509,8 +577,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 for (int q = 0; q < kTiles; ++q)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        to.store(8 / kSplit * q * pitch + half * 8, total[q][2 * half + r] * factor);
-                        total[q][2 * half + r] = 0.0f;
+                        float& own = kScaled ? sum[q][2 * half + r] : total[q][2 * half + r];
+                        to.store(8 / kSplit * q * pitch + half * 8, own * factor);
+                        own = 0.0f;
                     }
             }
             own_sums += !kGated ? kStrips * kStrip : now.other ? kStrips * kStrip - rows : rows;

@@ -99,6 +99,11 @@ __device__ inline uint2 load8_shared(u32 address) {
     return v;
 }
 
+__device__ inline u32 load1_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
 __device__ inline u32 load2_shared(u32 address) {
     u32 v;
     asm volatile("{.reg .u16 two; ld.shared.u16 two, [%1]; cvt.u32.u16 %0, two;}" : "=r"(v) : "r"(address));

@@ -43,11 +43,11 @@ struct RunPlaces {
 template <class Packing, int kFine, bool kLooked, int kRing, int kSpan>
 struct RowWords {
     static constexpr int bits = Packing::bits;
-    static constexpr bool halves = kRing > 0 && bits == 4;
+    static constexpr bool halves = kRing > 0 && bits == 4 && kSpan == 1;
     static constexpr bool exchanged = kFine > 1 && (bits == 2 || bits == 4 || bits == 8);
     static constexpr bool fours = exchanged ? kFine == 4 || !halves : kFine == 4;  // a lane has four columns of each 16
     static constexpr int span = kSpan;
-    static_assert(span == 1 || (kFine == 1 && (bits <= 3 || (bits == 5 && !kLooked)) && kRing > 0), "pairs of units");
+    static_assert(span == 1 || (kFine == 1 && (bits <= 3 || (bits <= 5 && !kLooked)) && kRing > 0), "pairs of units");
     static constexpr int runs = halves ? 2 : exchanged ? 1 : kFine;
     static constexpr int run_columns = 16 * span / runs, run_bits = run_columns * bits, run_words = (run_bits + 31) / 32;
     using Places = RunPlaces<runs, run_bits, 4 * run_bits>;
@@ -59,8 +59,9 @@ struct RowWords {
     using Pairs = Choice<!string, InHalves, Choice<joined, JoinedString<run_columns / 2, run_words>, ApartString<bits>>>;
     static constexpr int loads = Places::most_words(), loaded = runs * loads;  // words of a run, and of a row
     static constexpr int words = string || in_place ? runs * run_words : runs * InHalves::words;
-    // Of a chunk: lanes that read together meet no bank twice.
-    static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 || span == 2 ? 16 : 0);
+    // Of a chunk: lanes that read together meet no bank twice. Of 4 bits vector v of a row lies at v ^ turned(row).
+    static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 || bits == 5 && span == 2 ? 16 : 0);
+    __device__ static constexpr int turned(int row) { return bits != 4 ? 0 : span == 2 ? row % 2 * 4 | row & 2 : row % 8; }
     static_assert(!string || Packing::order != Order::High, "neighbours are in order");
     u32 w[2 * loaded];
 
@@ -107,6 +108,10 @@ struct RowWords {
                 const u32 at = (line ^ unit * 32) + r * 8 * row_bytes;
                 w[2 * r] = load4_shared(at);
                 w[2 * r + 1] = load4_shared(at ^ 16);
+            } else if constexpr (bits == 4) {
+                const u32 at = (line ^ unit * 32) + r * 8 * row_bytes;
+                const uint2 first = load8_shared(at), second = load8_shared(at ^ 8);
+                w[4 * r] = first.x; w[4 * r + 1] = first.y; w[4 * r + 2] = second.x; w[4 * r + 3] = second.y;
             } else {
 #pragma unroll
                 for (int i = 0; i < loaded; ++i) {
@@ -123,7 +128,10 @@ struct RowWords {
             }
         }
     }
-    __device__ static constexpr int ring_line(int g, int t) { return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t) + (span == 2 && t >= 2 ? loaded / 2 * 4 : 0)); }
+    __device__ static constexpr int ring_line(int g, int t) {
+        const int second = span == 2 && t >= 2 ? loaded / 2 * 4 : 0;
+        return g * row_bytes + (halves ? g * 16 | t * 4 : bits == 4 ? (t ^ turned(g)) * 16 + second : byte_of(t) + second);
+    }
 
     // Row g + 8 kRow as PairDecoder takes it.
     template <int kRow>
@@ -241,11 +249,12 @@ struct RowWords {
 };
 
 // Chunks of kUnits, of 16 rows, on their way to a warp's ring in shared memory: whole lines take the cache fewer
-// requests than what lanes load of rows. Rows lie kRowBytes apart, and vector v of a row of 4 bits at v ^ row % 8. Rows begin
-// on 16 bytes.
-template <int kBits, int kUnits, int kRowBytes>
+// requests than what lanes load of rows. They lie there as Rows, a RowWords, says. Rows begin on 16 bytes.
+template <class Rows, int kUnits>
 struct ChunkCopies {
-    static constexpr int vectors = kUnits * kBits / 2, at_once = vectors > 8 ? 2 : vectors > 4 ? 4 : 8;  // of a row, and rows
+    static constexpr int bits = Rows::bits;
+    static constexpr int vectors = kUnits * bits / 2, at_once = vectors > 16 ? 1 : vectors > 8 ? 2 : vectors > 4 ? 4 : 8;  // of a row, and rows
+    static_assert(vectors * at_once <= 32, "a lane each");
     u32 from, to;  // the lane's first vector, counted from where the first row begins
     int end;       // where it is in a row of a chunk; far behind where the lane has no row
 
@@ -255,19 +264,19 @@ struct ChunkCopies {
         to = place(row, vector);
         end = row < at_once ? vector * 16 : 1 << 30;
     }
-    __device__ static constexpr int place(int row, int vector) { return row * kRowBytes + (kBits == 4 ? vector ^ row % 8 : vector) * 16; }
+    __device__ static constexpr int place(int row, int vector) { return row * Rows::row_bytes + (vector ^ Rows::turned(row)) * 16; }
     // `first`: where the chunk of the first row begins; of rows that are not there it gets the last one.
     __device__ void copy(u8* ring, const u8* first, i64 row_bytes, i64 rows, int units, int lane) const {
         if (rows >= kStrip) {
-            if (end >= units * 8 * kBits) return;
+            if (end >= units * 8 * bits) return;
 #pragma unroll
             for (int i = 0; i < kStrip / at_once; ++i)
-                copy_ahead(ring + i * at_once * kRowBytes + (kBits == 4 ? to ^ i % 2 * 64 : to), first + from + i * at_once * row_bytes);
+                copy_ahead(ring + i * at_once * Rows::row_bytes + (to ^ Rows::turned(i * at_once) * 16), first + from + i * at_once * row_bytes);
         } else {
 #pragma unroll 1
             for (int v = lane; v < kStrip * vectors; v += 32) {
                 const int row = v / vectors, vector = v % vectors;
-                if (vector * 16 < units * 8 * kBits) copy_ahead(ring + place(row, vector), first + min(static_cast<i64>(row), rows - 1) * row_bytes + vector * 16);
+                if (vector * 16 < units * 8 * bits) copy_ahead(ring + place(row, vector), first + min(static_cast<i64>(row), rows - 1) * row_bytes + vector * 16);
             }
         }
     }

@@ -305,12 +305,14 @@ def test_out_lies_anywhere(run, layout):
 # ---- gated units --------------------------------------------------------------------------------
 
 
-def swiglu_bound(x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray) -> tuple:
+def swiglu_bound(
+    x: np.ndarray, gate: cq.QuantArray, up: cq.QuantArray, unit: float | None = None
+) -> tuple:
     """The exact result and how far off it may be: |silu'| < 1.1 and |silu(a)| <= |a|."""
-    a, b = Expected.of(x, gate), Expected.of(x, up)
+    a, b = (Expected.of(x, w, unit) for w in (gate, up))
     true = a.sums / (1 + np.exp(-a.sums)) * b.sums
-    off = UNIT * (x.shape[1] + 24)
-    bound = 1.1 * off * a.size * (np.abs(b.sums) + off * b.size) + np.abs(a.sums) * off * b.size
+    off_a, off_b = (UNIT * (x.shape[1] + 24) * (e.size + e.off) + e.off for e in (a, b))
+    bound = 1.1 * off_a * (np.abs(b.sums) + off_b) + np.abs(a.sums) * off_b
     return true, bound + 8 * UNIT * np.abs(true)
 
 

@@ -296,13 +296,16 @@ def division_of(problem: Problem) -> Division | None:
         return Division(shape, groups, memory.table > small.table, memory, 1 + paired)
 
     if codes:
-        # The larger table saves instructions, and long chunks of small codes are whole bursts of
-        # memory's, unless they leave room for fewer warps or half of x.
+        beside = _groups_beside(fmt, groups) if paired else 0
+        # The larger table saves instructions; long chunks of small codes are whole bursts of
+        # memory's, and of 5 bits save what a chunk takes where warps are few; unless they leave
+        # room for fewer warps or half of x. Of 4 bits they are slower.
         chunks = [(CHUNK, CHUNK)]
-        if paired and fmt.bits <= 3:
+        if paired and (fmt.bits <= 3 or (fmt.bits == 5 and short)):
             chunks = [(LONG_CHUNK, LONG_CHUNK), (LONG_CHUNK, CHUNK), *chunks]
+        rows = {chunk: _row_bytes(fmt.bits, chunk, paired) + chunk * beside for chunk, _ in chunks}
         rooms = [
-            Memory(table, RING_CHUNKS * STRIP * _row_bytes(fmt.bits, chunk, paired), chunk, share)
+            Memory(table, RING_CHUNKS * STRIP * rows[chunk], chunk, share)
             for table in tables[::-1]
             for chunk, share in chunks
         ]
@@ -356,7 +359,7 @@ def _is_short(problem: Problem, groups: Groups) -> bool:
     """Whether a product with codes by rows is short, and these take long to decode."""
     p, fmt = problem, problem.format
     assert fmt is not None
-    plain = not p.gated and groups.fine == 1
+    plain = not p.gated and (groups.fine == 1 or _scales_operands(p, groups))
     slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
     slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
     return plain and slow and _is_small(p, MOST_SHORT)
@@ -382,15 +385,34 @@ def _in_pairs(problem: Problem, groups: Groups, units: int) -> bool:
     p, fmt = problem, problem.format
     assert fmt is not None
     uniform = isinstance(fmt.codec, Uniform)
+    if groups.fine > 1:
+        return _scales_operands(p, groups) and units % 4 == 0
     five = fmt.bits == 5 and uniform and p.rows <= TILE
     late = fmt.bits == 2 and uniform and p.rows > FEW_ROWS and _is_small(p, SHORTEST)
     few_bits = (fmt.bits <= 3 and not late) or five
     return few_bits and units % 2 == 0 and groups.units in (0, 2, 4)
 
 
+def _scales_operands(problem: Problem, groups: Groups) -> bool:
+    """Whether scales of several groups in a unit meet the operands, not the sums: row_groups.cuh.
+
+    Two groups in a unit meet fewer sums than operands, and 4 bits take little to decode either way.
+    """
+    p, fmt = problem, problem.format
+    assert fmt is not None and fmt.scale is not None
+    stored = fmt.scale.dtype == p.dtype == "float16" and fmt.scale.nested is None
+    slow = fmt.bits in (2, 3, 5) or (fmt.bits == 4 and groups.fine == 4)
+    return stored and slow and isinstance(fmt.codec, Uniform) and p.rows <= TILE
+
+
+def _groups_beside(fmt: Format, groups: Groups) -> int:
+    """Bytes of a unit's scales and zero points, beside a row's codes in shared memory."""
+    return groups.fine * (STORED_BYTES["float16"] + bool(fmt.offset)) if groups.fine > 1 else 0
+
+
 def _row_bytes(bits: int, chunk: int, paired: bool) -> int:
     """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
-    return chunk * UNIT * bits // 8 + (16 if bits <= 3 or paired else 0)
+    return chunk * UNIT * bits // 8 + (16 if bits <= 3 or (paired and bits != 4) else 0)
 
 
 def _cost(division: Division, units: int) -> tuple[int, int, int, int, int]:

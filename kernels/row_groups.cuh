@@ -1,0 +1,115 @@
+// Several groups in a unit, by rows, whose scales meet the operands: on their way to a warp, and as pairs. Sums would meet
+// them as often, but need columns of one group together, for which the lanes of a row change codes or begin within words.
+#pragma once
+#include "dot.cuh"
+#include "mma.cuh"
+#include "prepacked.cuh"
+
+namespace cuquant {
+
+// Scales and zero points of a chunk of kUnits, of a strip, in its warp's ring: 16 bytes of each row, then the next 16; and of zero
+// points those of 4 units. Rows begin on so many bytes.
+template <class Group, int kFine, int kUnits>
+struct RowGroups {
+    static constexpr int scales = kUnits * kFine * Group::bytes / 16, zeros = Group::zeros ? kUnits / 4 : 0;  // pieces of a row
+    static constexpr int zero_bytes = 4 * kFine, zero_at = scales * kStrip * 16, bytes = zero_at + zeros * kStrip * zero_bytes;
+    static_assert(Group::bytes == 2 && kUnits % 4 == 0, "pieces that are whole");
+
+    // From `unit` on, of those that are left `units`, a multiple of 4; of rows that are not there it gets the last one.
+    __device__ static void copy(u8* to, const Prepacked& w, i64 strip, int unit, int units, int lane) {
+        copy_part<scales, 16>(to, static_cast<const u8*>(w.scale) + unit * (kFine * 2), w.groups * 2, w.rows, strip, units * kFine * 2, lane);
+        if constexpr (Group::zeros) copy_part<zeros, zero_bytes>(to + zero_at, w.zero_point + unit * kFine, w.groups, w.rows, strip, units * kFine, lane);
+    }
+    // kCount pieces of a row, `left` bytes of which there are.
+    template <int kCount, int kBytes>
+    __device__ static void copy_part(u8* to, const u8* from, i64 row_bytes, i64 rows, i64 strip, int left, int lane) {
+#pragma unroll
+        for (int i = 0; i < kCount * kStrip; i += 32) {
+            const int row = (i + lane) / kCount, piece = (i + lane) % kCount;
+            if (row >= kStrip || piece * kBytes >= left) continue;
+            u8* const place = to + (piece * kStrip + row) * kBytes;
+            const u8* const own = from + min(strip * kStrip + row, rows - 1) * row_bytes + piece * kBytes;
+            if constexpr (kBytes == 16) copy_ahead(place, own);
+            else copy8_ahead(place, own);
+        }
+    }
+    // Where lane t of a row finds those of its 32 columns of units 2 step and 2 step + 1.
+    __device__ static constexpr int scale_at(int step, int row, int t) {
+        constexpr int each = 16 / (4 * kFine);  // steps of a piece
+        return (step / each * kStrip + row) * 16 + (step % each * 4 + t) * kFine;
+    }
+    __device__ static constexpr int zero_of(int step, int row, int t) { return zero_at + (step / 2 * kStrip + row) * zero_bytes + (step % 2 * 4 + t) * (kFine / 2); }
+};
+template <class Group, int kUnits> struct RowGroups<Group, 1, kUnits> { static constexpr int bytes = 0; };
+
+// Scales and zero points of the one or two groups of a lane's 32 columns, of rows g and g + 8, as pairs of float16: a weight's
+// product with its scale is rounded once. (bfloat16 has no place for such a scale.)
+template <class Group, int kFine>
+struct PairFactors {
+    static_assert((kFine == 2 || kFine == 4) && Group::stored == Stored::Float16, "groups of 32 or 16, and their scales");
+    static constexpr bool two = kFine == 4;
+    // Products with larger scales may be beyond float16, if zero points are no codes too: sums have them times kShrunk then.
+    static constexpr u32 kLarge = 0x5C00u;  // 256
+    static constexpr float kShrunk = 0.00390625f, kBack = 256.0f;
+    u32 scale[2], zero[2];
+    bool shrunk[2];  // of a row
+
+    // Lanes 2 and 3 have their last 16 columns first: see RowWords::Sides.
+    struct Order {
+        u32 scale, zero;
+        __device__ explicit Order(int t) : scale(0), zero(0) {
+            if constexpr (two) {
+                scale = anew(t < 2 ? 0x3210 : 0x1032);
+                if constexpr (Group::zeros) zero = anew(t < 2 ? 0x4140 : 0x4041);
+            }
+        }
+    };
+    // Of the two units `step` of a chunk, whose RowGroups begin at `from`.
+    template <class Rows>
+    __device__ void load(u32 from, int step, int g, int t, const Order& order) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32 own = from + Rows::scale_at(step, g + 8 * h, t);
+            scale[h] = two ? __byte_perm(load4_shared(own), 0, order.scale) : __byte_perm(load2_shared(own), 0, 0x1010);
+            if constexpr (Group::zeros) {
+                const u32 at = from + Rows::zero_of(step, g + 8 * h, t);
+                zero[h] = two ? __byte_perm(load2_shared(at), 0xE4E4E4E4u, order.zero) : minus_zero<Half>(load1_shared(at), 0);
+            }
+        }
+    }
+
+    // `largest`: sizes of all scales so far.
+    __device__ void add_to(u32& largest) const { largest = __vmaxu2(__vmaxu2(largest, scale[0] & 0x7FFF7FFFu), scale[1] & 0x7FFF7FFFu); }
+    // Whether any lane's may be too large, as few weights' are: then `shrink` looks closer.
+    __device__ static bool maybe_large(u32 largest) { return __any_sync(~0u, (largest & 0xFFFFu) >= kLarge || largest >> 16 >= kLarge); }
+    __device__ void shrink(int lane) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const bool own = (scale[h] & 0x7FFFu) >= kLarge || (scale[h] >> 16 & 0x7FFFu) >= kLarge;
+            shrunk[h] = (__ballot_sync(~0u, own) >> (lane & 28) & 15u) != 0;  // any of the row's lanes has one
+            if (shrunk[h]) scale[h] = mul_pair<Half>(scale[h], constant_pair<Half>(kShrunk));
+        }
+    }
+    // Before what is shrunk is added to them, and behind it.
+    template <int kTiles> __device__ void shrink_sums(float (&sum)[kTiles][4]) const { resize(sum, kShrunk); }
+    template <int kTiles> __device__ void unshrink_sums(float (&sum)[kTiles][4]) const { resize(sum, kBack); }
+    template <int kTiles> __device__ void resize(float (&sum)[kTiles][4], float by) const {
+#pragma unroll
+        for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (shrunk[e / 2]) sum[q][e] *= by;
+    }
+
+    // Of row g + 8 h and columns in groups `low` and `high` of the lane's.
+    __device__ u32 scale_of(int h, int low, int high) const { return of(scale[h], low, high); }
+    __device__ u32 offset(int h, int low, int high) const { return Group::zeros ? of(zero[h], low, high) : 0; }
+    __device__ static u32 of(u32 both, int low, int high) {
+        return !two || (low == 0 && high == 1) ? both : __byte_perm(both, 0, (high ? 0x3200 : 0x1000) | (low ? 0x32 : 0x10));
+    }
+};
+template <class Group> struct PairFactors<Group, 1> {
+    struct Order { __device__ explicit Order(int) {} };
+};
+
+}  // namespace cuquant

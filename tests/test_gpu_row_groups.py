@@ -1,0 +1,41 @@
+"""Integers by rows whose scales meet the operands, on a GPU: what test_row_groups_kernel.py has on
+the CPU, and larger shapes."""
+
+import pytest
+from fragment_products import Case, Expected
+from products import normal
+from test_row_groups_kernel import CASES, FORMATS, LARGE, check_large_scales, large_case
+
+import cuquant as cq
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def linear(gpu):
+    return lambda x, q: cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.sanitize if case.rows == 8 else ()) for case, _ in CASES],
+    ids=str,
+)
+def test_weights_are_rounded_once(case, linear):
+    y = linear(case.x, case.weight)
+    assert Expected.of(case.x, case.weight, unit=1.0).admits(y, case.shape[1], on_gpu=True)
+
+
+@pytest.mark.parametrize(("name", "block"), FORMATS)
+def test_of_the_size_of_a_layer(name, block, linear):
+    shape = (1000, 4096)
+    q = Case(name, "float16", 1, shape, options=(("block_size", block),)).weight
+    for rows in (1, 2, 8):
+        x = normal((rows, shape[1]), "float16")
+        assert Expected.of(x, q, unit=1.0).admits(linear(x, q), shape[1], on_gpu=True)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("name", "block"), LARGE)
+def test_products_beyond_float16_are_not_lost(name, block, linear):
+    check_large_scales(linear, large_case(name, block), on_gpu=True)
