@@ -16,6 +16,7 @@ from planted import FakeCupy
 import cuquant as cq
 from cuquant import driver, elf, jit
 from cuquant.elf import Resources
+from cuquant.formats import Format
 from cuquant.jit import Program
 from cuquant.kernel import Kernel
 from cuquant.sources import kernel_folder
@@ -164,7 +165,7 @@ def test_old_drivers_start_kernels_one_after_the_other(monkeypatch, library, the
 
 # ---- what they do first -------------------------------------------------------------------------
 
-NAMES = ("nf4", "int4", "k5", "uint5", "nvfp4", "q4_k", "q8_1")
+NAMES = ("nf4", "int4", "k5", "uint5", "uint5/16", "nvfp4", "q4_k", "q8_1")  # and their blocks
 # Reads and writes of global memory, but for lines that come to L2.
 TOUCHES = re.compile(r"(LDG|STG|LD|ST|LDGSTS|UTMALDG|UBLKCP|RED|ATOMG?)\b")
 # With what each kernel reads its weights, which it may before it waits: not with what x is read.
@@ -177,19 +178,30 @@ EARLY = {
 }
 
 
-# What comes through shared memory: copies of a lane. Of codes by rows one chunk, since x is wanted
-# before the second: 4 rows at a time of 4 bits, 2 of 5, and one copy in a loop for what is not all
-# there. Of prepacked weights' groups two chunks.
-CODES = {"nf4": 16 // 4 + 1, "nvfp4": 16 // 4 + 1, "k5": 16 // 2 + 1, "uint5": 16 // 2 + 1}
-GROUPS = {"nvfp4": 2, "q4_k": 8, "q8_1": 2}
-RING = 12  # matmul_stream's kRing among its arguments: whether codes come so
+# What comes through shared memory: copies of a lane. Of prepacked weights' groups two chunks.
+GROUPS = {"nvfp4": 2, "uint5/16": 4, "q4_k": 8, "q8_1": 2}
+# matmul_stream's kAhead and kRing among its arguments: units of a chunk, and whether codes come so.
+AHEAD, RING = 6, 12
+
+
+def copies_of_codes(name: str, units: int) -> int:
+    """By rows, of one chunk, since x is wanted before the second: as many rows at a time as a lane
+    each suffices for, and one copy in a loop for what is not all there."""
+    vectors = units * named(name).bits // 2
+    rows = 1 << (32 // vectors).bit_length() - 1
+    return 16 // rows + 1
+
+
+def named(name: str) -> Format:
+    name, _, block = name.partition("/")
+    return cq.get_format(name, **({"block_size": int(block)} if block else {}))
 
 
 def programs(name: str) -> list[Program]:
     found = [
         program
         for operation in ("quantize", "matmul", "gemm_q8_1")
-        for program in jit.PROGRAMS[operation](cq.get_format(name), dtypes=("float16",), arch=90)
+        for program in jit.PROGRAMS[operation](named(name), dtypes=("float16",), arch=90)
     ]
     return list(dict.fromkeys(found))
 
@@ -234,11 +246,16 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         assert "PREEXIT" in code, program.name
         before = [op for op in code[: code.index("ACQBULK")] if TOUCHES.match(op)]
         streamed = program.entry == "matmul_stream"
-        copies = (CODES if streamed and program.arguments[RING] else GROUPS).get(name)
+        if streamed and program.arguments[RING]:
+            copies = copies_of_codes(name, int(program.arguments[AHEAD]))
+        else:
+            copies = GROUPS.get(name, 0)
         if streamed and copies:
             kinds = Counter(op.split(".")[0] for op in before)
             assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
             assert kinds["LDG"] or name != "uint5", "zero points come after the wait"
+            late = name == "uint5/16" and program.arguments[RING]
+            assert not (late and kinds["LDG"]), "scales and zero points come early"
             continue
         early = "UTMALDG" if key == "matmul_blocks 1" else EARLY.get(program.entry)
         assert {op.split(".")[0] for op in before} <= {early}, program.name
