@@ -145,4 +145,4 @@ def test_which_scales_meet_operands(name, block):
         division(wide),
         division(fmt, arch=80),
     ]
-    assert all(found.span == 1 for found in others)
+    assert all(found.span == 1 and not found.shape.spread for found in others)

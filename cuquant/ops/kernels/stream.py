@@ -386,7 +386,7 @@ def _in_pairs(problem: Problem, groups: Groups, units: int) -> bool:
     assert fmt is not None
     uniform = isinstance(fmt.codec, Uniform)
     if groups.fine > 1:
-        return _scales_operands(p, groups) and units % 4 == 0
+        return _scales_operands(p, groups)
     five = fmt.bits == 5 and uniform and p.rows <= TILE
     late = fmt.bits == 2 and uniform and p.rows > FEW_ROWS and _is_small(p, SHORTEST)
     few_bits = (fmt.bits <= 3 and not late) or five
@@ -402,7 +402,8 @@ def _scales_operands(problem: Problem, groups: Groups) -> bool:
     assert fmt is not None and fmt.scale is not None
     stored = fmt.scale.dtype == p.dtype == "float16" and fmt.scale.nested is None
     slow = fmt.bits in (2, 3, 5) or (fmt.bits == 4 and groups.fine == 4)
-    return stored and slow and isinstance(fmt.codec, Uniform) and p.rows <= TILE
+    whole = p.depth % (4 * UNIT) == 0  # pieces of rows: row_groups.cuh's RowGroups
+    return stored and slow and whole and isinstance(fmt.codec, Uniform) and p.rows <= TILE
 
 
 def _groups_beside(fmt: Format, groups: Groups) -> int:
