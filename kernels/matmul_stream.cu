@@ -28,14 +28,15 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
 // through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are
 // kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
 // `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan>
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan, int kMeet>
 __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
-    constexpr bool kScaled = kInUnit > 1 && kSpan == 2;  // operands are, and of sums there is one
-    constexpr int kFine = kScaled ? 1 : kInUnit;         // sums of a unit
-    constexpr int kGroup = kGroupUnits && !kScaled ? kGroupUnits : 1 << 20;  // units
+    constexpr bool kScaled = kMeet == kOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;  // row_groups.cuh
+    constexpr int kSums = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;
+    constexpr int kFine = kBeside ? 1 : kInUnit;  // sums of a unit
+    constexpr int kGroup = kGroupUnits && !kBeside ? kGroupUnits : 1 << 20;  // units
     constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
@@ -44,11 +45,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan>;
+    // Columns of x that a pair of codes meets become neighbours once for all warps; but not of two groups.
+    constexpr bool kPairs = kColumns ? kCount < 8 || kBits % 2 == 0 : kBits <= 2 && kSpan == 2;
+    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan, kPairs>;
     static_assert(!kRing || (kRows && (kAhead == 4 || kSpan == 2)), "chunks of rows");
+    static_assert(!kBeside || (kRing && (!kColumns || kTiles == 1)), "scales that come beside codes");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
-    using Beside = RowGroups<Own, kScaled ? kInUnit : 1, kAhead>;
-    using Factors = PairFactors<Own, kScaled ? kInUnit : 1>;
+    using Beside = RowGroups<Own, kBeside ? kInUnit : 1, kAhead>;
+    using Factors = Choice<kColumns, ColumnFactors<Own, T, kColumns ? kCount : 2>, PairFactors<Own, kScaled ? kCount : 1>>;
+    constexpr int kZeroBytes = kColumns ? (kAhead + 1) * 128 : 0;  // x of lanes that have none
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
     constexpr bool kFour = kRing && !kLong && Scales::fits;  // scales of four chunks are loaded at once
@@ -74,7 +79,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = min(static_cast<int>(M) - static_cast<int>(blockIdx.y) * tokens, tokens);
     u8* tables = shared;
-    u8* ring = tables + Decode::table_bytes;
+    u8* zeros = tables + Decode::table_bytes;
+    u8* ring = zeros + kZeroBytes;
     u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
     Ending& ending = *reinterpret_cast<Ending*>(arrived + kXParts);
     float* sums = reinterpret_cast<float*>(&ending + 1);  // what the end needs is at places that are known
@@ -170,7 +176,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     // Groups of rows, which the kernel before may write.
     const auto copy_rest = [&](int to, const Chunk& chunk) {
-        if constexpr (kScaled) {
+        if constexpr (kBeside) {
             if (chunk.turns > 0) Beside::copy(own_ring + to + kChunkBytes, kGated && chunk.other ? second : weights, strip_of(chunk), first + chunk.at, count - chunk.at, lane);
         }
     };
@@ -209,7 +215,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 if constexpr (kFine > 1) Own::template load_fine<kFine>(to, kGated && next.other ? second : weights, next_group, t, g);
                 else load_group(to[0], t * kOwn / kGroup);
             }
-        } else if constexpr (kFine == 1 && kLong && !kScaled) {
+        } else if constexpr (kFine == 1 && kLong && !kBeside) {
             if (next_count > 0) load_group(to[0], 0);
         }
     };
@@ -275,7 +281,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
             if (early) copy_first(0, now);
-            if (early && !kScaled) close_copies();
+            if (early && !kBeside) close_copies();
             if constexpr (!kRing) copy_second();
         }
         if constexpr (kSoon == Soon::Run) prefetch_more();
@@ -299,7 +305,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     if constexpr (kRows) load_first_groups();
     if (kRing && next_count > 0) {
         if (!early) copy(0, now);
-        else if constexpr (kScaled) {
+        else if constexpr (kBeside) {
             copy_rest(0, now);
             close_copies();
         }
@@ -308,6 +314,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();
     if (!kEarly || warp == 0) filling.store(tables, filler);
+    for (int i = threadIdx.x * 16; i < kZeroBytes; i += kThreads * 16) *reinterpret_cast<uint4*>(zeros + i) = make_uint4(0, 0, 0, 0);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
     if constexpr (kRing) { if (count > 0) copy_second(); }  // before these the copies of x have begun
@@ -328,11 +335,24 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     const typename Rows::Sides sides(t);
     int reading = 0;
-    u32 x_lane[kTiles];  // where the lane reads unit 0 of its token of each tile, or of any where there is none
+    // Where the lane reads unit 0 of its token of each product, or of any where there is none; and bytes from unit to unit. Where a
+    // lane has no x in some products' columns it reads zeros (`behind`: columns behind the first 16).
+    constexpr bool kParted = kCount == 8 && kColumns;
+    u32 x_lane[kSums], x_behind[kParted ? kSums : 1];
+    int x_step = 128, step_behind = 128;
 #pragma unroll
-    for (int q = 0; q < kTiles; ++q) {
-        const int own = 8 * q + (kRows ? g : lane % 8), m = own < M_here ? own : 0;
+    for (int q = 0; q < kSums; ++q) {
+        const int own = (8 * q + (kRows ? g : lane % 8)) / (kColumns ? kCount : 1), m = own < M_here ? own : 0;
         x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
+        if constexpr (kColumns) {
+            const u32 no_x = shared_address(zeros) + 32;
+            if constexpr (kParted) x_behind[q] = Factors::has(true, g, t) ? x_lane[q] + sides.across : no_x;
+            if (!Factors::has(false, g, t)) x_lane[q] = no_x;
+        }
+    }
+    if constexpr (kColumns) {
+        x_step = anew(Factors::has(false, g, t) ? 128 : 0);
+        if constexpr (kParted) step_behind = anew(Factors::has(true, g, t) ? 128 : 0);
     }
     if constexpr (kPairsX) {  // for all warps that have this part of K
         u8* const own_x = xs + (first - block_first) * 128 + Rows::x_place(t);
@@ -344,18 +364,21 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kStrips > 1) named_barrier(1 + depth, 32 * kStrips);
         else __syncwarp();
     }
-    float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
+    float total[kSums][4], sum[kSums][4], x_sum[kSums][4];
     const auto no_sums = [&] {
 #pragma unroll
-        for (int q = 0; q < kTiles; ++q)
+        for (int q = 0; q < kSums; ++q)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[q][e] = x_sum[q][e] = 0.0f;
     };
+    const auto no_total = [&] {
+#pragma unroll
+        for (int q = 0; q < kSums; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
+    };
     no_sums();
-#pragma unroll
-    for (int q = 0; q < kTiles; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
+    no_total();
     using Number = Choice<kGroupRing, typename Copied::Number, Own>;
     const auto scaled = [&](int q, const Number& own) {
 #pragma unroll
@@ -370,7 +393,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     const auto all_scaled = [&](const Number& own) {
 #pragma unroll
-        for (int q = 0; q < kTiles; ++q) scaled(q, own);
+        for (int q = 0; q < kSums; ++q) scaled(q, own);
     };
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
@@ -383,7 +406,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const typename Factors::Order order(t);
     u32 largest_scales = 0;  // of a chunk
     // `shrunk`: products with scales, where they may be too large.
-    const auto multiply = [&](int d, int unit, bool shrunk) {
+    const auto multiply = [&](int d, int at, bool shrunk) {  // unit `at` + d
         u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
         if constexpr (kRing) words[d].load_shared(ring_lane + reading, d, t, sides);
@@ -412,18 +435,18 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         };
         const auto group_at = [](int pair, int e) { return Rows::column(pair, e) / 16; };  // of the lane's two
         Factors factors;
+        if constexpr (kBeside) factors.template load<Beside>(ring_groups + reading, d * kInUnit, g, t, order);
         if constexpr (kScaled) {
-            factors.template load<Beside>(ring_groups + reading, d / kSpan, g, t, order);
             factors.add_to(largest_scales);
             if (shrunk) {
                 factors.shrink(lane);
-                factors.shrink_sums(sum);
+                factors.resize(sum, Factors::kShrunk);
             }
         }
 #pragma unroll
         for (int s = 0; s < 4 * kSpan; ++s) {
             u32 offset[4];  // of pairs of rows g and g + 8, in turn
-            if constexpr (kScaled) {
+            if constexpr (kBeside) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) offset[i] = factors.offset(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
             } else {
@@ -444,25 +467,34 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         };
         if constexpr (kRows) {
 #pragma unroll
-            for (int q = 0; q < kTiles; ++q) {
+            for (int q = 0; q < kSums; ++q) {
                 u32 b[8 * kSpan];
-                Rows::read_x(x_lane[q] + unit * 128, sides, b);
+                const u32 line = x_lane[q] + at * x_step + d * 128;
+                const u32 behind = kParted ? x_behind[q] + at * step_behind + d * 128 : line + sides.across;
+                Rows::read_x(line, behind, b);
 #pragma unroll
                 for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
+                if constexpr (kColumns) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        total[q][e] = __fmaf_rn(factors.value(e), sum[q][e], total[q][e]);
+                        sum[q][e] = 0.0f;
+                    }
+                }
             }
         } else {
 #pragma unroll
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
-                for (int q = 0; q < kTiles; ++q) {
-                    const uint4 b = load_matrices(x_lane[q] + unit * 128 + s * 32);
+                for (int q = 0; q < kSums; ++q) {
+                    const uint4 b = load_matrices(x_lane[q] + (at + d) * 128 + s * 32);
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);
                 }
             }
         }
         if constexpr (kScaled) {
-            if (shrunk) factors.unshrink_sums(sum);
+            if (shrunk) factors.resize(sum, Factors::kBack);
         }
     };
     // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
@@ -471,7 +503,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
     constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
                                          : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked);
-    constexpr bool kOneByOne = kThreads > 384 && kScarce;
+    constexpr bool kOneByOne = kThreads > 384 && (kScarce || kMeet == 4);
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
@@ -500,13 +532,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         const auto chunk = [&](bool whole, bool more) {  // more: units to load
-            if constexpr (kFine > 1 || !kLong) no_sums();  // as they are, but the compiler does not know
+            if constexpr (kFine > 1 || !kLong || kColumns) no_sums();  // as they are, but the compiler does not know
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
                 if (kOneByOne && whole && d > 0 && anew(here) <= d) break;  // never
                 if (whole || d < here) {
                     if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
-                    multiply(d, now.at + d, !whole);
+                    multiply(d, now.at, !whole);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
                             if constexpr (kFourZeros) all_scaled(of_four);
@@ -553,7 +585,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             copy(reading, after);
             reading = kRingBytes - reading;
         }
-        if constexpr (kFine == 1 && kLong && !kScaled) {
+        if constexpr (kFine == 1 && kLong && !kBeside) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
             groups[0] = coming[0];
         }
@@ -569,6 +601,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if (ends) {
             const int rows = kStrip * anew(taken), pitch = rows * (kGated + 1) + 4;
+            float own_tokens[4];
+            if constexpr (kColumns) Factors::template tokens<kMeet>(total, lane, own_tokens);
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
@@ -577,11 +611,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 for (int q = 0; q < kTiles; ++q)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        float& own = kScaled ? sum[q][2 * half + r] : total[q][2 * half + r];
+                        float& own = kColumns ? own_tokens[2 * half + r] : kScaled ? sum[q][2 * half + r] : total[q][2 * half + r];
                         to.store(8 / kSplit * q * pitch + half * 8, own * factor);
                         own = 0.0f;
                     }
             }
+            if constexpr (kColumns) no_total();
             own_sums += !kGated ? kStrips * kStrip : now.other ? kStrips * kStrip - rows : rows;
         }
         now = next;

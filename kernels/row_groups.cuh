@@ -7,6 +7,9 @@
 
 namespace cuquant {
 
+// Where scales meet what: sums, operands, or sums of so many products whose columns are groups.
+enum Meet { kAtSums = 0, kOperands = -1 };
+
 // Scales and zero points of a chunk of kUnits, of a strip, in its warp's ring: 16 bytes of each row, then the next 16; and of zero
 // points those of 4 units. Rows begin on so many bytes.
 template <class Group, int kFine, int kUnits>
@@ -33,26 +36,18 @@ struct RowGroups {
             else copy8_ahead(place, own);
         }
     }
-    // Where lane t of a row finds those of its 32 columns of units 2 step and 2 step + 1.
-    __device__ static constexpr int scale_at(int step, int row, int t) {
-        constexpr int each = 16 / (4 * kFine);  // steps of a piece
-        return (step / each * kStrip + row) * 16 + (step % each * 4 + t) * kFine;
-    }
-    __device__ static constexpr int zero_of(int step, int row, int t) { return zero_at + (step / 2 * kStrip + row) * zero_bytes + (step % 2 * 4 + t) * (kFine / 2); }
+    // Where a row's groups from `first` on lie, which are units that are multiplied together.
+    __device__ static constexpr int scale_at(int first, int row) { return (first / 8 * kStrip + row) * 16 + first % 8 * 2; }
+    __device__ static constexpr int zero_of(int first, int row) { return zero_at + (first / zero_bytes * kStrip + row) * zero_bytes + first % zero_bytes; }
 };
 template <class Group, int kUnits> struct RowGroups<Group, 1, kUnits> { static constexpr int bytes = 0; };
 
-// Scales and zero points of the one or two groups of a lane's 32 columns, of rows g and g + 8, as pairs of float16: a weight's
-// product with its scale is rounded once. (bfloat16 has no place for such a scale.)
-template <class Group, int kFine>
-struct PairFactors {
-    static_assert((kFine == 2 || kFine == 4) && Group::stored == Stored::Float16, "groups of 32 or 16, and their scales");
-    static constexpr bool two = kFine == 4;
-    // Products with larger scales may be beyond float16, if zero points are no codes too: sums have them times kShrunk then.
-    static constexpr u32 kLarge = 0x5C00u;  // 256
-    static constexpr float kShrunk = 0.00390625f, kBack = 256.0f;
-    u32 scale[2], zero[2];
-    bool shrunk[2];  // of a row
+// Zero points of the one or two groups of a lane's columns, of rows g and g + 8, as pairs of T: of kCount that the units have
+// which are multiplied together.
+template <class Group, class T, int kCount>
+struct LaneZeros {
+    static constexpr bool two = kCount == 8;
+    u32 zero[2];
 
     // Lanes 2 and 3 have their last 16 columns first: see RowWords::Sides.
     struct Order {
@@ -64,17 +59,47 @@ struct PairFactors {
             }
         }
     };
-    // Of the two units `step` of a chunk, whose RowGroups begin at `from`.
+    // Of the groups from `first` on of a chunk, whose RowGroups begin at `from`.
     template <class Rows>
-    __device__ void load(u32 from, int step, int g, int t, const Order& order) {
+    __device__ void load_zeros(u32 from, int first, int g, int t, const Order& order) {
+        if constexpr (!Group::zeros) return;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const u32 own = from + Rows::scale_at(step, g + 8 * h, t);
-            scale[h] = two ? __byte_perm(load4_shared(own), 0, order.scale) : __byte_perm(load2_shared(own), 0, 0x1010);
-            if constexpr (Group::zeros) {
-                const u32 at = from + Rows::zero_of(step, g + 8 * h, t);
-                zero[h] = two ? __byte_perm(load2_shared(at), 0xE4E4E4E4u, order.zero) : minus_zero<Half>(load1_shared(at), 0);
+            const u32 at = from + Rows::zero_of(first, g + 8 * h) + t * kCount / 4;
+            if constexpr (!two) zero[h] = minus_zero<T>(load1_shared(at), 0);
+            else if constexpr (is_same<T, Half>) zero[h] = __byte_perm(load2_shared(at), 0xE4E4E4E4u, order.zero);
+            else {
+                const u32 own = __byte_perm(load2_shared(at), 0, order.zero);
+                zero[h] = pair_of<T>(-static_cast<float>(own & 0xFFu), -static_cast<float>(own >> 16));
             }
+        }
+    }
+    __device__ u32 offset(int h, int low, int high) const { return Group::zeros ? of(zero[h], low, high) : 0; }
+    __device__ static u32 of(u32 both, int low, int high) {
+        return !two || (low == 0 && high == 1) ? both : __byte_perm(both, 0, (high ? 0x3200 : 0x1000) | (low ? 0x32 : 0x10));
+    }
+};
+
+// And their scales, as pairs of float16: a weight's product with its scale is rounded once. (bfloat16 has no place for such a scale.)
+template <class Group, int kCount>
+struct PairFactors : LaneZeros<Group, Half, kCount> {
+    static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups of 32 or 16, and their scales");
+    using LaneZeros<Group, Half, kCount>::two;
+    using LaneZeros<Group, Half, kCount>::of;
+    using Order = typename LaneZeros<Group, Half, kCount>::Order;
+    // Products with larger scales may be beyond float16, if zero points are no codes too: sums have them times kShrunk then.
+    static constexpr u32 kLarge = 0x5C00u;  // 256
+    static constexpr float kShrunk = 0.00390625f, kBack = 256.0f;
+    u32 scale[2];
+    bool shrunk[2];  // of a row
+
+    template <class Rows>
+    __device__ void load(u32 from, int first, int g, int t, const Order& order) {
+        this->template load_zeros<Rows>(from, first, g, t, order);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32 own = from + Rows::scale_at(first, g + 8 * h) + t * kCount / 4 * 2;
+            scale[h] = two ? __byte_perm(load4_shared(own), 0, order.scale) : __byte_perm(load2_shared(own), 0, 0x1010);
         }
     }
 
@@ -90,9 +115,7 @@ struct PairFactors {
             if (shrunk[h]) scale[h] = mul_pair<Half>(scale[h], constant_pair<Half>(kShrunk));
         }
     }
-    // Before what is shrunk is added to them, and behind it.
-    template <int kTiles> __device__ void shrink_sums(float (&sum)[kTiles][4]) const { resize(sum, kShrunk); }
-    template <int kTiles> __device__ void unshrink_sums(float (&sum)[kTiles][4]) const { resize(sum, kBack); }
+    // Before what is shrunk is added to them by kShrunk, and behind it by kBack.
     template <int kTiles> __device__ void resize(float (&sum)[kTiles][4], float by) const {
 #pragma unroll
         for (int q = 0; q < kTiles; ++q)
@@ -103,13 +126,52 @@ struct PairFactors {
 
     // Of row g + 8 h and columns in groups `low` and `high` of the lane's.
     __device__ u32 scale_of(int h, int low, int high) const { return of(scale[h], low, high); }
-    __device__ u32 offset(int h, int low, int high) const { return Group::zeros ? of(zero[h], low, high) : 0; }
-    __device__ static u32 of(u32 both, int low, int high) {
-        return !two || (low == 0 && high == 1) ? both : __byte_perm(both, 0, (high ? 0x3200 : 0x1000) | (low ? 0x32 : 0x10));
-    }
 };
+
 template <class Group> struct PairFactors<Group, 1> {
     struct Order { __device__ explicit Order(int) {} };
+};
+
+// Groups as columns of a product: column n has of token n / kCount what meets weights of group n % kCount, since x is 0 to other lanes.
+// A sum meets one scale then. Scales of groups 2 t and 2 t + 1, which lane t has the sums of.
+template <class Group, class T, int kCount>
+struct ColumnFactors : LaneZeros<Group, T, kCount> {
+    static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups, and their scales");
+    using Order = typename LaneZeros<Group, T, kCount>::Order;
+    u32 scale[2];  // of rows g and g + 8
+
+    template <class Rows>
+    __device__ void load(u32 from, int first, int g, int t, const Order& order) {
+        this->template load_zeros<Rows>(from, first, g, t, order);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[h] = load4_shared(from + Rows::scale_at(first, g + 8 * h) + 2 * t % kCount * 2);
+    }
+    __device__ float value(int e) const { return e % 2 ? float_of_high_half(scale[e / 2]) : float_of_half(scale[e / 2]); }
+
+    // Whether x is not 0 to the lane, in its first 16 columns or those behind them: see RowWords::Sides.
+    __device__ static bool has(bool behind, int g, int t) {
+        if constexpr (kCount == 8) return g / 2 == t && g % 2 == (behind ? t < 2 : t >= 2);
+        return g % kCount == t * kCount / 4;
+    }
+    // Tokens 2 t and 2 t + 1 of rows g and g + 8, as products have them whose columns are tokens: sums of the columns of kProducts.
+    template <int kProducts>
+    __device__ static void tokens(const float (&columns)[kProducts][4], int lane, float (&to)[4]) {
+        const int t = lane % 4;
+#pragma unroll
+        for (int q = 0; q < kProducts; ++q)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float own = columns[q][2 * h] + columns[q][2 * h + 1];
+                if constexpr (kCount >= 4) own += __shfl_xor_sync(~0u, own, 1);
+                if constexpr (kCount == 8) own += __shfl_xor_sync(~0u, own, 2);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int first = (2 * t + r) * kCount;  // column
+                    const float got = __shfl_sync(~0u, own, lane - t + first % 8 / 2);
+                    if (q == 0 || first / 8 == q) to[2 * h + r] = got;
+                }
+            }
+    }
 };
 
 }  // namespace cuquant

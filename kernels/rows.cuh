@@ -40,7 +40,7 @@ struct RunPlaces {
 
 // kLooked: levels of codes are looked up. kRing: units of a chunk in shared memory, or 0. kSpan: units that
 // are multiplied together.
-template <class Packing, int kFine, bool kLooked, int kRing, int kSpan>
+template <class Packing, int kFine, bool kLooked, int kRing, int kSpan, bool kPairs>
 struct RowWords {
     static constexpr int bits = Packing::bits;
     static constexpr bool halves = kRing > 0 && bits == 4 && kSpan == 1;
@@ -208,36 +208,36 @@ struct RowWords {
     static constexpr int x_pad = fours ? 32 : runs == 2 ? 64 : 16;
     // Where vector v of those that a lane reads lies: of four columns, or of eight.
     static constexpr int vectors = fours ? 4 : 2 * span;
-    __device__ static int vector_at(int v, const Sides& sides) { return fours ? v * 32 : v / 2 * sides.across + v % 2 * (runs == 2 ? 64 : 16); }
-    // The second operands of the steps, four a unit; `line` is at x_place.
-    __device__ static void read_x(u32 line, const Sides& sides, u32 (&b)[8 * span]) {
-        if constexpr (joined || pairs_x) return read_columns(line, sides, b);
+    __device__ static constexpr int vector_at(int v) { return fours ? v * 32 : v % 2 * (runs == 2 ? 64 : 16); }
+    // The second operands of the steps, four a unit; `line` is at x_place, and `behind` where the third and fourth vector begin.
+    __device__ static void read_x(u32 line, u32 behind, u32 (&b)[8 * span]) {
+        if constexpr (joined || pairs_x) return read_columns(line, behind, b);
         u32 x[8 * span];
-        read_columns(line, sides, x);
+        read_columns(line, behind, x);
         pairs_of_x<0>(x, b);
     }
-    __device__ static void read_columns(u32 line, const Sides& sides, u32 (&b)[8 * span]) {
+    __device__ static void read_columns(u32 line, u32 behind, u32 (&b)[8 * span]) {
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
             if constexpr (fours) {
-                const uint2 own = load8_shared(line + vector_at(v, sides));
+                const uint2 own = load8_shared(line + vector_at(v));
                 b[2 * v] = own.x; b[2 * v + 1] = own.y;
             } else {
-                const uint4 own = load16_shared(line + vector_at(v, sides));
+                const uint4 own = load16_shared((v < 2 ? line : behind) + vector_at(v));
                 b[4 * v] = own.x; b[4 * v + 1] = own.y; b[4 * v + 2] = own.z; b[4 * v + 3] = own.w;
             }
         }
     }
     // Where neighbours are no pair, columns of x that are one become neighbours; where codes are so few that memory does not
     // take longest, once for all warps, before they read them.
-    static constexpr bool pairs_x = !joined && bits <= 2 && span == 2;  // columns by eights
+    static constexpr bool pairs_x = !joined && kPairs;  // columns by eights
     __device__ static void pair_x(u8* line, u32 address, const Sides& sides) {
         u32 x[8 * span], b[8 * span];
-        read_columns(address, sides, x);
+        read_columns(address, address + sides.across, x);
         pairs_of_x<0>(x, b);
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
-            *reinterpret_cast<uint4*>(line + vector_at(v, sides)) = make_uint4(b[4 * v], b[4 * v + 1], b[4 * v + 2], b[4 * v + 3]);
+            *reinterpret_cast<uint4*>(line + v / 2 * sides.across + vector_at(v)) = make_uint4(b[4 * v], b[4 * v + 1], b[4 * v + 2], b[4 * v + 3]);
         }
     }
     template <int kPair, int kCount>

@@ -1,10 +1,9 @@
-"""Integers by rows whose scales meet the operands, on a GPU: what test_row_groups_kernel.py has on
+"""Codes by rows with several groups in a unit, on a GPU: what test_row_groups_kernel.py has on
 the CPU, and larger shapes."""
 
 import pytest
-from fragment_products import Case, Expected
-from products import normal
-from test_row_groups_kernel import CASES, FORMATS, LARGE, check_large_scales, large_case
+from fragment_products import TYPES, Case
+from test_row_groups_kernel import CASES, FORMATS, LARGE, check_large_scales, expected, large_case
 
 import cuquant as cq
 
@@ -21,18 +20,19 @@ def linear(gpu):
     [pytest.param(case, marks=pytest.mark.sanitize if case.rows == 8 else ()) for case, _ in CASES],
     ids=str,
 )
-def test_weights_are_rounded_once(case, linear):
+def test_against_float64(case, linear):
     y = linear(case.x, case.weight)
-    assert Expected.of(case.x, case.weight, unit=1.0).admits(y, case.shape[1], on_gpu=True)
+    assert expected(case).admits(y, case.shape[1], on_gpu=True)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("name", "block"), FORMATS)
-def test_of_the_size_of_a_layer(name, block, linear):
+def test_of_the_size_of_a_layer(name, block, dtype, linear):
     shape = (1000, 4096)
-    q = Case(name, "float16", 1, shape, options=(("block_size", block),)).weight
     for rows in (1, 2, 8):
-        x = normal((rows, shape[1]), "float16")
-        assert Expected.of(x, q, unit=1.0).admits(linear(x, q), shape[1], on_gpu=True)
+        case = Case(name, dtype, rows, shape, options=(("block_size", block),))
+        y = linear(case.x, case.weight)
+        assert expected(case).admits(y, shape[1], on_gpu=True)
 
 
 @pytest.mark.sanitize

@@ -1,5 +1,5 @@
-"""Integers by rows whose scales meet the operands, on sm_90: matmul_stream.cu with row_groups.cuh,
-on the CPU under the emulator."""
+"""Codes by rows with several groups in a unit, on sm_90: matmul_stream.cu with row_groups.cuh, on
+the CPU under the emulator."""
 
 import numpy as np
 import pytest
@@ -12,31 +12,65 @@ from test_stream_kernel import gated, swiglu_bound
 import cuquant as cq
 from cuquant.ops.kernels import stream
 from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.stream import AT_OPERANDS, AT_SUMS
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 HOPPER, PROCESSORS = 90, 132
 FORMATS = [
     (name, block)
-    for name in ("int2", "uint2", "int3", "uint3", "int4", "uint4", "int5", "uint5")
+    for bits in range(2, 8)
+    for name in (f"int{bits}", f"uint{bits}")
     for block in (16, 32)
-    if not name.endswith("4") or block == 16
+    if block == 16 or bits not in (4, 6) or name[0] == "u"
 ]
-# A chunk that ends early, warps that share K, and more strips than rows of them; few
-# multiprocessors have several strips a warp, and are spread over.
+FORMATS += [("k2", 32), *((name, 16) for name in ("k2", "k3", "k5", "k6", "k7", "fp6_e3m2"))]
+# Warps that share K, chunks that end early, and several strips a warp on few multiprocessors, which
+# some are spread over. Zero points have all of it.
 CASES = [
-    (Case(name, "float16", rows, shape, options=(("block_size", block),)), processors)
+    (Case(name, dtype, rows, shape, options=(("block_size", block),)), processors)
     for name, block in FORMATS
-    for rows, shape, processors in (
-        (1, (35, 256), PROCESSORS),
-        (3, (17, 768), PROCESSORS),
-        (8, (70, 1280), 3),
-        (2, (70, 512), 4),
+    for dtype, rows, shape, processors, names in (
+        ("float16", 1, (35, 768), PROCESSORS, "iukf"),
+        ("float16", 3, (35, 768), PROCESSORS, "u"),
+        ("float16", 8, (70, 1280), 3, "iukf"),
+        ("float16", 13, (35, 768), PROCESSORS, "f"),
+        ("bfloat16", 1, (35, 768), PROCESSORS, "u"),
+        ("bfloat16", 2, (70, 1280), 3, "i"),
+        ("bfloat16", 4, (70, 1280), 3, "ukf"),
+        ("bfloat16", 7, (35, 768), PROCESSORS, "kf"),
     )
+    if name[0] in names
+]
+# What scales meet, by rows of x.
+MEETS = [
+    ("int2", 16, "float16", {1: 1, 2: AT_OPERANDS, 16: AT_OPERANDS, 17: AT_SUMS}),
+    ("uint3", 16, "bfloat16", {1: 1, 2: 2, 3: AT_SUMS}),
+    ("uint4", 16, "bfloat16", {1: 1, 2: 2, 3: 4, 4: 4, 5: AT_SUMS}),
+    ("int4", 16, "float16", {1: 1, 2: AT_OPERANDS, 16: AT_OPERANDS}),
+    ("int4", 32, "float16", {1: AT_SUMS, 8: AT_SUMS}),
+    ("uint4", 32, "float16", {1: 1, 2: 1, 3: 2, 4: 2, 5: AT_SUMS}),
+    ("int5", 32, "float16", {2: 1, 3: AT_OPERANDS, 8: AT_OPERANDS, 9: AT_SUMS}),
+    ("uint5", 32, "bfloat16", {2: 1, 4: 2, 5: AT_SUMS}),
+    ("int6", 16, "float16", {2: 1, 3: AT_OPERANDS, 16: AT_OPERANDS}),
+    ("int6", 16, "bfloat16", {2: 1, 4: 2, 8: 4, 9: AT_SUMS}),
+    ("int6", 32, "bfloat16", {1: AT_SUMS}),
+    ("uint6", 32, "float16", {4: 1, 5: AT_OPERANDS, 9: AT_SUMS}),
+    ("uint7", 32, "bfloat16", {4: 1, 8: 2, 9: AT_SUMS}),
+    ("int8", 16, "float16", {1: AT_SUMS}),
+    ("k2", 16, "float16", {1: 1, 2: 2, 3: AT_SUMS}),
+    ("k2", 32, "float16", {2: 1, 4: 2, 5: AT_SUMS}),
+    ("k3", 32, "float16", {1: AT_SUMS}),
+    ("bof4s", 16, "float16", {1: AT_SUMS}),
+    ("k5", 16, "bfloat16", {2: 1, 4: 2, 5: AT_SUMS}),
+    ("k6", 16, "float16", {2: 1, 4: 2, 8: 4, 9: AT_SUMS}),
+    ("fp6_e2m3", 16, "float16", {2: 1, 3: AT_OPERANDS, 16: AT_OPERANDS}),
+    ("fp6_e2m3", 16, "bfloat16", {2: 1, 4: 2, 8: 4}),
+    ("fp6_e2m3", 32, "float16", {1: AT_SUMS}),
 ]
 LARGE = [("int2", 16), ("uint3", 32), ("int4", 16), ("uint5", 16)]
 LARGE_SHAPE = (20, 512)
-GATED = ("int5", "int5", {"block_size": 16})
+GATED, GATED_ROWS = ("int5", "int5", {"block_size": 16}), (1, 5)
 
 
 def division(fmt, rows=1, shape=(4096, 4096), dtype="float16", arch=HOPPER):
@@ -45,6 +79,12 @@ def division(fmt, rows=1, shape=(4096, 4096), dtype="float16", arch=HOPPER):
     )
     assert found is not None
     return found
+
+
+def expected(case):
+    """What linear must give: operands that met their scales are rounded once more."""
+    meet = division(case.weight.format, case.rows, case.shape, case.dtype).meet
+    return Expected.of(case.x, case.weight, unit=1.0 if meet == AT_OPERANDS else None)
 
 
 def product(case, processors=PROCESSORS, order="ascending", weight=None, arch=HOPPER):
@@ -65,15 +105,17 @@ def built() -> None:
     for name, block in LARGE:
         case = large_case(name, block)
         run(cq.linear, case.x, case.weight)
-    run(cq.swiglu, normal((5, 256), "float16"), *gated(*GATED))
-    assert all(program.arguments[-1] == 2 for program in recorder.programs)  # units at a time
+    for rows in GATED_ROWS:
+        run(cq.swiglu, normal((rows, 256), "float16"), *gated(*GATED))
+    found = {program.arguments[-1] for program in recorder.programs}
+    assert found == {AT_SUMS, AT_OPERANDS, 1, 2, 4}
     Emulator().build(recorder.programs)
 
 
 @pytest.mark.parametrize(("case", "processors"), CASES, ids=str)
-def test_weights_are_rounded_once(case, processors, built):
+def test_against_float64(case, processors, built):
     y = product(case, processors)
-    assert Expected.of(case.x, case.weight, unit=1.0).admits(y, case.shape[1])
+    assert expected(case).admits(y, case.shape[1])
     assert bits_equal(y, product(case, processors, "shuffled"))
 
 
@@ -119,30 +161,46 @@ def test_scales_that_are_not_finite_hurt_their_row_alone(name, block, built):
     assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])
 
 
-def test_both_weights_of_swiglu_have_their_scales(built):
+@pytest.mark.parametrize("rows", GATED_ROWS)
+def test_both_weights_of_swiglu_have_their_scales(rows, built):
     gate, up = gated(*GATED)
-    x = normal((5, 256), "float16")
+    x = normal((rows, 256), "float16")
     true, bound = swiglu_bound(x, gate, up, unit=1.0)
     y = Products(Emulator(arch=HOPPER))(cq.swiglu, x, gate, up)
     assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
 
 
-@pytest.mark.parametrize(("name", "block"), FORMATS)
-def test_which_scales_meet_operands(name, block):
-    """Of float16, in products of few rows; rows of codes and scales are whole pieces."""
+def test_x_that_is_not_finite_hurts_its_row_alone(built):
+    """Groups are columns beside each other, of one token and of the next."""
+    case = Case("uint4", "float16", 2, LARGE_SHAPE, options=(("block_size", 32),))
+    x = case.x.copy()
+    x[0, [3, 100, 511]] = np.nan, np.inf, -np.inf
+    run = Products(Emulator(arch=HOPPER))
+    y, clean = (run(cq.linear, a, case.weight, out_dtype="float32") for a in (x, case.x))
+    assert np.isnan(y[0]).all() and bits_equal(y[1], clean[1])
+
+
+@pytest.mark.parametrize(("name", "block", "dtype", "meets"), MEETS)
+def test_what_scales_meet(name, block, dtype, meets):
     fmt = cq.get_format(name, block_size=block)
-    for rows in (1, 8):
-        found = division(fmt, rows)
-        assert found.span == 2 and found.groups.fine == 64 // block
-        bits, chunk, zero = fmt.bits, found.memory.chunk, bool(fmt.offset)
-        row = 8 * bits * chunk + (0 if bits == 4 else 16) + chunk * 64 // block * (2 + zero)
-        assert found.memory.ring == 2 * 16 * row
+    for rows, meet in meets.items():
+        found = division(fmt, rows, dtype=dtype)
+        assert found.meet == meet, rows
+        if meet != AT_SUMS:
+            bits, chunk, zero = fmt.bits, found.memory.chunk, bool(fmt.offset)
+            span = 2 if bits <= 3 or (bits <= 5 and name[0] != "k") else 1
+            assert found.span == span and found.groups.fine == 64 // block
+            pad = 16 if bits <= 3 or (span == 2 and bits == 5) else 0
+            row = 8 * bits * chunk + pad + chunk * 64 // block * (2 + zero)
+            assert found.memory.ring == 2 * 16 * row
+            assert found.memory.zeros == ((chunk + 1) * 128 if meet > 0 else 0)
+
+
+@pytest.mark.parametrize(("name", "block"), FORMATS)
+def test_others_meet_sums(name, block):
+    """Rows of codes and scales are no whole pieces, scales have 32 bits, and older GPUs."""
+    fmt = cq.get_format(name, block_size=block)
     wide = cq.get_format(name, block_size=block, scale_dtype="float32")
-    others = [
-        division(fmt, 9),
-        division(fmt, dtype="bfloat16"),
-        division(fmt, shape=(4096, 4096 + 128)),
-        division(wide),
-        division(fmt, arch=80),
-    ]
+    others = [division(fmt, shape=(4096, 4096 + 128)), division(wide), division(fmt, arch=80)]
+    assert all(found.meet == AT_SUMS and found.memory.zeros == 0 for found in others)
     assert all(found.span == 1 and not found.shape.spread for found in others)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from cuquant.formats import Format, Uniform
+from cuquant.formats import Codebook, Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
@@ -38,6 +38,7 @@ MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
 CHUNK, LONG_CHUNK = 4, 8  # units
+AT_SUMS, AT_OPERANDS = 0, -1  # row_groups.cuh's Meet
 STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
@@ -123,12 +124,15 @@ class Memory(NamedTuple):
         Of a warp, for what it copies of chunks.
     chunk, share
         Units of a chunk of codes that the ring holds, and those in which warps share K then.
+    zeros
+        What lanes read that have no x in a column.
     """
 
     table: int = 0
     ring: int = 0
     chunk: int = 0
     share: int = 0
+    zeros: int = 0
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
@@ -139,7 +143,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     pitch = shape.taken * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
     sums = shape.depth * shape.tiles * TILE * pitch * 4
-    return memory.table + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
+    return memory.table + memory.zeros + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
 
 
 @lru_cache(maxsize=4096)
@@ -261,14 +265,15 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, and units
-    that are multiplied together."""
+    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, units
+    that are multiplied together, and what several groups in one have scales for: see _meet."""
 
     shape: Shape
     groups: Groups
     wide: bool
     memory: Memory
     span: int
+    meet: int
 
 
 def division_of(problem: Problem) -> Division | None:
@@ -280,6 +285,7 @@ def division_of(problem: Problem) -> Division | None:
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
     paired = by_rows and _in_pairs(p, groups, units)
     codes = by_rows and _has_ring(fmt.bits, groups, units, paired)
+    meet = _meet(p, groups) if codes else AT_SUMS
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
@@ -293,10 +299,10 @@ def division_of(problem: Problem) -> Division | None:
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
-        return Division(shape, groups, memory.table > small.table, memory, 1 + paired)
+        return Division(shape, groups, memory.table > small.table, memory, 1 + paired, meet)
 
     if codes:
-        beside = _groups_beside(fmt, groups) if paired else 0
+        beside = _groups_beside(fmt, groups) if meet != AT_SUMS else 0
         # The larger table saves instructions; long chunks of small codes are whole bursts of
         # memory's, and of 5 bits save what a chunk takes where warps are few; unless they leave
         # room for fewer warps or half of x. Of 4 bits they are slower.
@@ -304,8 +310,9 @@ def division_of(problem: Problem) -> Division | None:
         if paired and (fmt.bits <= 3 or (fmt.bits == 5 and short)):
             chunks = [(LONG_CHUNK, LONG_CHUNK), (LONG_CHUNK, CHUNK), *chunks]
         rows = {chunk: _row_bytes(fmt.bits, chunk, paired) + chunk * beside for chunk, _ in chunks}
+        zeros = {chunk: (chunk + 1) * ROW_BYTES if meet > 0 else 0 for chunk, _ in chunks}
         rooms = [
-            Memory(table, RING_CHUNKS * STRIP * rows[chunk], chunk, share)
+            Memory(table, RING_CHUNKS * STRIP * rows[chunk], chunk, share, zeros[chunk])
             for table in tables[::-1]
             for chunk, share in chunks
         ]
@@ -359,7 +366,7 @@ def _is_short(problem: Problem, groups: Groups) -> bool:
     """Whether a product with codes by rows is short, and these take long to decode."""
     p, fmt = problem, problem.format
     assert fmt is not None
-    plain = not p.gated and (groups.fine == 1 or _scales_operands(p, groups))
+    plain = not p.gated and (groups.fine == 1 or _meet(p, groups) != AT_SUMS)
     slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
     slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
     return plain and slow and _is_small(p, MOST_SHORT)
@@ -386,24 +393,42 @@ def _in_pairs(problem: Problem, groups: Groups, units: int) -> bool:
     assert fmt is not None
     uniform = isinstance(fmt.codec, Uniform)
     if groups.fine > 1:
-        return _scales_operands(p, groups)
+        return _has_short_codes(fmt) and _meet(p, groups) != AT_SUMS
     five = fmt.bits == 5 and uniform and p.rows <= TILE
     late = fmt.bits == 2 and uniform and p.rows > FEW_ROWS and _is_small(p, SHORTEST)
     few_bits = (fmt.bits <= 3 and not late) or five
     return few_bits and units % 2 == 0 and groups.units in (0, 2, 4)
 
 
-def _scales_operands(problem: Problem, groups: Groups) -> bool:
-    """Whether scales of several groups in a unit meet the operands, not the sums: row_groups.cuh.
+def _meet(problem: Problem, groups: Groups) -> int:
+    """What the scales of several groups in a unit meet, of codes by rows: row_groups.cuh's Meet.
 
-    Two groups in a unit meet fewer sums than operands, and 4 bits take little to decode either way.
+    Where groups of few rows of x are columns of one product, a sum meets one scale, and lanes have
+    codes as they lie. Of more rows float16 operands meet theirs, but for levels that were rounded.
+    Where these cannot, a few such products take less than lanes that change codes, unless there is
+    little to change, or what is looked up takes longest.
     """
     p, fmt = problem, problem.format
     assert fmt is not None and fmt.scale is not None
-    stored = fmt.scale.dtype == p.dtype == "float16" and fmt.scale.nested is None
-    slow = fmt.bits in (2, 3, 5) or (fmt.bits == 4 and groups.fine == 4)
-    whole = p.depth % (4 * UNIT) == 0  # pieces of rows: row_groups.cuh's RowGroups
-    return stored and slow and whole and isinstance(fmt.codec, Uniform) and p.rows <= TILE
+    stored = fmt.scale.dtype == "float16" and fmt.scale.nested is None
+    whole = p.depth % (4 * UNIT) == 0  # pieces of rows: RowGroups
+    own = fmt.bits < 8 and (fmt.bits != 4 or isinstance(fmt.codec, Uniform))  # words of a lane
+    exact, halves = not isinstance(fmt.codec, Codebook), groups.fine == 2
+    slight = halves and (fmt.bits in (4, 6) and not fmt.offset if exact else fmt.bits > 2)
+    if groups.fine == 1 or not (stored and whole and own) or slight:
+        return AT_SUMS
+    columns = p.rows * groups.fine * (2 if _has_short_codes(fmt) else 1)
+    products = 1 << (-(-columns // TILE) - 1).bit_length()
+    operands = p.dtype == "float16" and exact and not (halves and fmt.bits == 4)
+    few = 2 if halves or fmt.bits not in (4, 6) else 4
+    if products <= (1 if operands else few):
+        return products
+    return AT_OPERANDS if operands and p.rows <= TILE * (1 if halves else 2) else AT_SUMS
+
+
+def _has_short_codes(fmt: Format) -> bool:
+    """Whether two units of a row are multiplied together where scales come beside codes."""
+    return fmt.bits <= 3 or (fmt.bits <= 5 and isinstance(fmt.codec, Uniform))
 
 
 def _groups_beside(fmt: Format, groups: Groups) -> int:
@@ -490,6 +515,7 @@ def _program(fmt: Format, dtype: str, division: Division, layout: str, gated: bo
         int(division.wide),
         division.memory.share,
         division.span,
+        division.meet,
     )
     return Program(
         "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
