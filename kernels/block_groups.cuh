@@ -130,6 +130,7 @@ __device__ void numbers_in(const R& row, bool upper, float* out) {
     }
 }
 
+// Numbers of a group, all as floats; FloatCodes has another way.
 template <class Block> struct FloatNumbers {
     static constexpr bool minimums = true;
     template <bool kMinimum, int kCount, class R>

@@ -35,14 +35,18 @@ __device__ inline void dot_16(int (&d)[4], u32 a0, u32 a1, u32 b, int start) {
 #endif
 }
 
-// 16 bytes to shared memory; both ends are aligned. The lane sees them after wait_copies, others after a
+// 16 bytes to shared memory, or 8; both ends are aligned. The lane sees them after wait_copies, others after a
 // barrier more. Before sm_80 they are there at once.
+template <int kBytes = 16>
 __device__ inline void copy_ahead(void* to, const void* from) {
+    static_assert(kBytes == 16 || kBytes == 8, "a vector, or half of one");
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                 :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    const u32 place = static_cast<u32>(__cvta_generic_to_shared(to));
+    if constexpr (kBytes == 16) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(place), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" :: "r"(place), "l"(from) : "memory");
 #else
-    *static_cast<uint4*>(to) = load16(from);
+    if constexpr (kBytes == 16) *static_cast<uint4*>(to) = load16(from);
+    else *static_cast<uint2*>(to) = *static_cast<const uint2*>(from);
 #endif
 }
 // The same, where those after the first `count` are 0 and are not read.
@@ -56,15 +60,6 @@ __device__ inline void copy_ahead(void* to, const void* from, int count) {
     } else {
         for (int i = 0; i < 16; ++i) static_cast<u8*>(to)[i] = i < count ? static_cast<const u8*>(from)[i] : 0;
     }
-#endif
-}
-// The same of 8 bytes.
-__device__ inline void copy8_ahead(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;"
-                 :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-#else
-    *static_cast<uint2*>(to) = *static_cast<const uint2*>(from);
 #endif
 }
 // What this lane copies from here on belongs to a new group.

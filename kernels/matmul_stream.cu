@@ -1,7 +1,7 @@
 // x [M, K], M of a tile up to 8 kTiles, times a prepacked weight [N, K]: memory-bound. Each warp streams
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
-// the block holds in shared memory. Scales meet the float32 sums of their group, or see row_groups.cuh. The warps of a block and
-// the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
+// the block holds in shared memory. Scales meet the float32 sums of their group, or what kMeet says (row_groups.cuh). The warps of
+// a block and the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
 #include "named_barrier.cuh"
 #include "overlap.cuh"
@@ -33,11 +33,11 @@ __global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth,
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
-    constexpr bool kScaled = kMeet == kOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;  // row_groups.cuh
-    constexpr int kSums = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;
-    constexpr int kFine = kBeside ? 1 : kInUnit;  // sums of a unit
+    constexpr bool kScaled = kMeet == kAtOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;
+    constexpr int kProducts = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;  // groups that are multiplied together
+    constexpr int kFine = kBeside ? 1 : kInUnit;                             // sums of a unit
     constexpr int kGroup = kGroupUnits && !kBeside ? kGroupUnits : 1 << 20;  // units
-    constexpr bool kLong = kGroup >= kAhead;                      // groups are not shorter than what is loaded ahead
+    constexpr bool kLong = kGroup >= kAhead;                                 // groups are not shorter than what is loaded ahead
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
     using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
@@ -335,13 +335,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     const typename Rows::Sides sides(t);
     int reading = 0;
-    // Where the lane reads unit 0 of its token of each product, or of any where there is none; and bytes from unit to unit. Where a
-    // lane has no x in some products' columns it reads zeros (`behind`: columns behind the first 16).
+    // Where the lane reads unit 0 of its token of each product, or of any where there is none. Of columns that are groups it may
+    // have none of x, or not the first 16 columns, or not those behind them; there it reads zeros, which no steps lead away from.
     constexpr bool kParted = kCount == 8 && kColumns;
-    u32 x_lane[kSums], x_behind[kParted ? kSums : 1];
+    u32 x_lane[kProducts], x_behind[kParted ? kProducts : 1];
     int x_step = 128, step_behind = 128;
 #pragma unroll
-    for (int q = 0; q < kSums; ++q) {
+    for (int q = 0; q < kProducts; ++q) {
         const int own = (8 * q + (kRows ? g : lane % 8)) / (kColumns ? kCount : 1), m = own < M_here ? own : 0;
         x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
         if constexpr (kColumns) {
@@ -364,16 +364,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kStrips > 1) named_barrier(1 + depth, 32 * kStrips);
         else __syncwarp();
     }
-    float total[kSums][4], sum[kSums][4], x_sum[kSums][4];
+    float total[kProducts][4], sum[kProducts][4], x_sum[kProducts][4];
     const auto no_sums = [&] {
 #pragma unroll
-        for (int q = 0; q < kSums; ++q)
+        for (int q = 0; q < kProducts; ++q)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[q][e] = x_sum[q][e] = 0.0f;
     };
     const auto no_total = [&] {
 #pragma unroll
-        for (int q = 0; q < kSums; ++q)
+        for (int q = 0; q < kProducts; ++q)
 #pragma unroll
             for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
     };
@@ -393,7 +393,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     const auto all_scaled = [&](const Number& own) {
 #pragma unroll
-        for (int q = 0; q < kSums; ++q) scaled(q, own);
+        for (int q = 0; q < kProducts; ++q) scaled(q, own);
     };
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
@@ -467,7 +467,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         };
         if constexpr (kRows) {
 #pragma unroll
-            for (int q = 0; q < kSums; ++q) {
+            for (int q = 0; q < kProducts; ++q) {
                 u32 b[8 * kSpan];
                 const u32 line = x_lane[q] + at * x_step + d * 128;
                 const u32 behind = kParted ? x_behind[q] + at * step_behind + d * 128 : line + sides.across;
@@ -486,7 +486,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
-                for (int q = 0; q < kSums; ++q) {
+                for (int q = 0; q < kProducts; ++q) {
                     const uint4 b = load_matrices(x_lane[q] + (at + d) * 128 + s * 32);
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);

@@ -1,5 +1,6 @@
-// Several groups in a unit, by rows, whose scales meet the operands: on their way to a warp, and as pairs. Sums would meet
-// them as often, but need columns of one group together, for which the lanes of a row change codes or begin within words.
+// Scales and zero points of several groups in a unit, by rows: on their way to a warp, and what they meet there. A sum of
+// several lanes' products may have one scale only if these are of one group, for which the lanes of a row change codes or
+// begin within words. Here they have codes as these lie, and scales meet operands, or sums of columns that are groups.
 #pragma once
 #include "dot.cuh"
 #include "mma.cuh"
@@ -7,8 +8,8 @@
 
 namespace cuquant {
 
-// Where scales meet what: sums, operands, or sums of so many products whose columns are groups.
-enum Meet { kAtSums = 0, kOperands = -1 };
+// What scales meet: sums of tokens, operands, or else the sums of so many products whose columns are groups.
+enum Meet { kAtSums = 0, kAtOperands = -1 };
 
 // Scales and zero points of a chunk of kUnits, of a strip, in its warp's ring: 16 bytes of each row, then the next 16; and of zero
 // points those of 4 units. Rows begin on so many bytes.
@@ -30,10 +31,7 @@ struct RowGroups {
         for (int i = 0; i < kCount * kStrip; i += 32) {
             const int row = (i + lane) / kCount, piece = (i + lane) % kCount;
             if (row >= kStrip || piece * kBytes >= left) continue;
-            u8* const place = to + (piece * kStrip + row) * kBytes;
-            const u8* const own = from + min(strip * kStrip + row, rows - 1) * row_bytes + piece * kBytes;
-            if constexpr (kBytes == 16) copy_ahead(place, own);
-            else copy8_ahead(place, own);
+            copy_ahead<kBytes>(to + (piece * kStrip + row) * kBytes, from + min(strip * kStrip + row, rows - 1) * row_bytes + piece * kBytes);
         }
     }
     // Where a row's groups from `first` on lie, which are units that are multiplied together.
@@ -132,8 +130,8 @@ template <class Group> struct PairFactors<Group, 1> {
     struct Order { __device__ explicit Order(int) {} };
 };
 
-// Groups as columns of a product: column n has of token n / kCount what meets weights of group n % kCount, since x is 0 to other lanes.
-// A sum meets one scale then. Scales of groups 2 t and 2 t + 1, which lane t has the sums of.
+// Groups as columns of a product: column n has token n / kCount, where lanes have codes of group n % kCount, and else 0. Each sum
+// meets one scale then: those of groups 2 t and 2 t + 1 are for lane t, which has these columns.
 template <class Group, class T, int kCount>
 struct ColumnFactors : LaneZeros<Group, T, kCount> {
     static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups, and their scales");

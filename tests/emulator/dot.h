@@ -58,8 +58,7 @@ inline void copy_ahead(void* to, const void* from, int count) {
     if (count < 0 || count > 16) emulator::fail("copy_ahead of %d bytes", count);
     emulator_copy_ahead({to, from, count, 16});
 }
-inline void copy_ahead(void* to, const void* from) { copy_ahead(to, from, 16); }
-inline void copy8_ahead(void* to, const void* from) { emulator_copy_ahead({to, from, 8, 8}); }
+template <int kBytes = 16> void copy_ahead(void* to, const void* from) { emulator_copy_ahead({to, from, kBytes, kBytes}); }
 inline void close_copies() {
     auto& groups = emulator_copies[emulator::machine.rank][threadIdx.x];
     if (groups.empty()) groups.emplace_back();
