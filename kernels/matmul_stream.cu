@@ -503,7 +503,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
     constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
                                          : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked);
-    constexpr bool kOneByOne = kThreads > 384 && (kScarce || kMeet == 4);
+    constexpr bool kOneByOne = kThreads > 384 && (kScarce || kMeet == 4 || (kMeet == 2 && kLooked));
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1

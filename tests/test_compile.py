@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ import pytest
 import cuquant as cq
 from cuquant import elf, jit
 from cuquant.jit import Program
+from cuquant.ops.kernels import stream
+from cuquant.ops.kernels.operands import Problem, Weight
 
 RECORD = Path(__file__).with_name("compile_record.json")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
@@ -127,6 +130,39 @@ def test_every_kernel_compiles_without_local_memory(operation, name):
     found = programs(operation, name, dtypes=("float16",), arch=MAIN_ARCH)
     if name not in MATRIX_FORMATS:
         found = [program for program in found if program.file not in MATRIX]
+    assert not all_failures([(program, MAIN_ARCH) for program in found])
+
+
+# Of formats with other blocks than the matrix has: those whose kernels are short of registers, with
+# several groups in a unit, where a block has all of its warps.
+FINE = [
+    ("uint2", 16, "bfloat16", 2),
+    ("uint3", 16, "bfloat16", 2),
+    ("uint4", 16, "bfloat16", 4),
+    ("uint5", 16, "bfloat16", 2),
+    ("uint5", 32, "bfloat16", 4),
+    ("uint5", 16, "float16", 12),
+    ("uint6", 16, "bfloat16", 8),
+    ("uint7", 32, "bfloat16", 8),
+    ("k2", 32, "float16", 4),
+    ("k3", 16, "float16", 2),
+    ("k6", 16, "float16", 8),
+]
+
+
+@pytest.mark.parametrize(("name", "block", "dtype", "rows"), FINE)
+def test_groups_that_are_columns_or_meet_operands_need_no_local_memory(name, block, dtype, rows):
+    fmt = cq.get_format(name, block_size=block)
+    problem = Problem(
+        rows, 4096, 14336, fmt, Weight.layout, dtype, True, MAIN_ARCH, 132, direct=True
+    )
+    division = stream.division_of(problem)
+    assert division is not None and division.meet != stream.AT_SUMS
+    found = []
+    for gated in (False, True):
+        division = stream.division_of(replace(problem, gated=gated))
+        assert division is not None
+        found.append(stream._program(fmt, dtype, division, Weight.layout, gated))
     assert not all_failures([(program, MAIN_ARCH) for program in found])
 
 
