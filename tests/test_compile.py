@@ -28,6 +28,7 @@ from cuquant import elf, jit
 from cuquant.jit import Program
 from cuquant.ops.kernels import stream
 from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.rows import AT_SUMS
 
 RECORD = Path(__file__).with_name("compile_record.json")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
@@ -157,7 +158,7 @@ def test_groups_that_are_columns_or_meet_operands_need_no_local_memory(name, blo
         rows, 4096, 14336, fmt, Weight.layout, dtype, True, MAIN_ARCH, 132, direct=True
     )
     division = stream.division_of(problem)
-    assert division is not None and division.meet != stream.AT_SUMS
+    assert division is not None and division.meet != AT_SUMS
     found = []
     for gated in (False, True):
         division = stream.division_of(replace(problem, gated=gated))

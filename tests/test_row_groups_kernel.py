@@ -12,7 +12,7 @@ from test_stream_kernel import gated, swiglu_bound
 import cuquant as cq
 from cuquant.ops.kernels import stream
 from cuquant.ops.kernels.operands import Problem, Weight
-from cuquant.ops.kernels.stream import AT_OPERANDS, AT_SUMS
+from cuquant.ops.kernels.rows import AT_OPERANDS, AT_SUMS
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

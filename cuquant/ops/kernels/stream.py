@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from cuquant.formats import Codebook, Format, Uniform
+from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
@@ -13,8 +13,9 @@ from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.prepacked import Groups
+from cuquant.ops.kernels.rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way
 
-ROW_BYTES, PAD_BYTES = 128, 64  # of a unit of x in shared memory, and of a row at most
+PAD_BYTES = 64  # between rows of x in shared memory, at most
 BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
 MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
@@ -26,25 +27,16 @@ ALONE = 114 << 10
 # What takes registers: little, what is usual, several groups in a unit that lanes load, or that go
 # through shared memory.
 LIGHT, USUAL, BLOCKS, FINE = range(4)
-TILE = 8  # rows of x that one product of a warp takes
-# Bits of codes by rows that take long to decode, with few rows of x or more of them.
-FEW_ROWS, SLOW_BITS, MORE_SLOW_BITS = 4, (3, 5), (2, 3, 5)
-# Bytes of codes, of a multiprocessor, in a product that is over before memory has been busy for
-# long, and in one that has hardly begun then.
-MOST_SHORT, SHORTEST = 176 << 10, 64 << 10
 SCHEDULERS = 4  # of a multiprocessor, which has every fourth warp
 SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
-CHUNK, LONG_CHUNK = 4, 8  # units
-AT_SUMS, AT_OPERANDS = 0, -1  # row_groups.cuh's Meet
 STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
 ROWS_SHARED = 150_000
-RING_CHUNKS = 2  # where codes by rows, or groups, go through shared memory
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     """Dynamic shared memory of a block."""
     share = memory.share or min(groups.units or shape.ahead, shape.ahead)
     own_units = (-(-units // share) + 2 * shape.split - 1) // shape.split * share
-    x = (own_units * ROW_BYTES + PAD_BYTES) * shape.tokens
+    x = (own_units * X_BYTES + PAD_BYTES) * shape.tokens
     pitch = shape.taken * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
     sums = shape.depth * shape.tiles * TILE * pitch * 4
@@ -181,7 +173,7 @@ def divide(
     while tokens:
         tiles = 1 << (-(-tokens // TILE) - 1).bit_length()
         ahead = memory.chunk or _ahead(groups, bits, pressure, tiles)
-        large = tokens > TILE or tokens * units * ROW_BYTES > LARGE_X
+        large = tokens > TILE or tokens * units * X_BYTES > LARGE_X
         splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
         most_warps = FEW_WARPS if short else _warps(tiles, pressure, clusters)
@@ -265,8 +257,8 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, units
-    that are multiplied together, and what several groups in one have scales for: see _meet."""
+    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, and of
+    codes by rows what a Way says."""
 
     shape: Shape
     groups: Groups
@@ -283,39 +275,22 @@ def division_of(problem: Problem) -> Division | None:
     groups = Groups.of(fmt, p.depth)
     units = -(-p.depth // UNIT)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    paired = by_rows and _in_pairs(p, groups, units)
-    codes = by_rows and _has_ring(fmt.bits, groups, units, paired)
-    meet = _meet(p, groups) if codes else AT_SUMS
+    way = Way.of(p, groups) if by_rows else Way()
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
 
-    short = codes and _is_short(p, groups)
-
     def divided(memory: Memory, most: int = 0) -> Division | None:
-        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, short
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, way.short
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
-        return Division(shape, groups, memory.table > small.table, memory, 1 + paired, meet)
+        return Division(shape, groups, memory.table > small.table, memory, way.span, way.meet)
 
-    if codes:
-        beside = _groups_beside(fmt, groups) if meet != AT_SUMS else 0
-        # The larger table saves instructions; long chunks of small codes are whole bursts of
-        # memory's, and of 5 bits save what a chunk takes where warps are few; unless they leave
-        # room for fewer warps or half of x. Of 4 bits they are slower.
-        chunks = [(CHUNK, CHUNK)]
-        if paired and (fmt.bits <= 3 or (fmt.bits == 5 and short)):
-            chunks = [(LONG_CHUNK, LONG_CHUNK), (LONG_CHUNK, CHUNK), *chunks]
-        rows = {chunk: _row_bytes(fmt.bits, chunk, paired) + chunk * beside for chunk, _ in chunks}
-        zeros = {chunk: (chunk + 1) * ROW_BYTES if meet > 0 else 0 for chunk, _ in chunks}
-        rooms = [
-            Memory(table, RING_CHUNKS * STRIP * rows[chunk], chunk, share, zeros[chunk])
-            for table in tables[::-1]
-            for chunk, share in chunks
-        ]
+    if way.copied:  # the larger table saves instructions
+        rooms = [Memory(t, *room) for t in tables[::-1] for room in way.rooms(fmt, groups)]
         found = filter(None, map(divided, rooms))
         return min(found, key=lambda division: _cost(division, units), default=None)
     if by_rows:
@@ -351,94 +326,6 @@ def _chunk_groups(fmt: Format, groups: Groups) -> int:
         assert fmt.scale is not None
         row = count * (STORED_BYTES.get(fmt.scale.dtype, 1) + bool(fmt.offset))
     return STRIP * (RING_CHUNKS * row + count * 4 * numbers)
-
-
-def _has_ring(bits: int, groups: Groups, units: int, paired: bool) -> bool:
-    """Whether codes by rows go through shared memory: whose rows begin on 16 bytes, where a lane's
-    own codes are no whole words or less than 8 bytes, or scales are many."""
-    if units * bits % 2 or groups.units not in (0, 1, 2, 4):
-        return False
-    many = groups.fine > 1 or groups.units == 1
-    return bits in (3, 5, 6, 7) or (bits == 4 and many) or (bits <= 2 and paired)
-
-
-def _is_short(problem: Problem, groups: Groups) -> bool:
-    """Whether a product with codes by rows is short, and these take long to decode."""
-    p, fmt = problem, problem.format
-    assert fmt is not None
-    plain = not p.gated and (groups.fine == 1 or _meet(p, groups) != AT_SUMS)
-    slow_bits = MORE_SLOW_BITS if p.rows <= FEW_ROWS else SLOW_BITS
-    slow = isinstance(fmt.codec, Uniform) and fmt.bits in slow_bits
-    return plain and slow and _is_small(p, MOST_SHORT)
-
-
-def _is_small(problem: Problem, most: int) -> bool:
-    """Whether a product has at most so many bytes of codes, and two strips, for each
-    multiprocessor."""
-    p, fmt = problem, problem.format
-    assert fmt is not None
-    strips = -(-p.columns // STRIP)
-    nbytes = p.columns * p.depth * fmt.bits // 8
-    all_busy = p.multiprocessors <= strips <= 2 * p.multiprocessors
-    return p.rows <= TILE and all_busy and nbytes <= most * p.multiprocessors
-
-
-def _in_pairs(problem: Problem, groups: Groups, units: int) -> bool:
-    """Whether units are multiplied two at a time: of few bits, where groups are not shorter.
-
-    Of integers of 2 bits x is paired for it before warps begin, which very short products with more
-    than a few rows of it do not make up for.
-    """
-    p, fmt = problem, problem.format
-    assert fmt is not None
-    uniform = isinstance(fmt.codec, Uniform)
-    if groups.fine > 1:
-        return _has_short_codes(fmt) and _meet(p, groups) != AT_SUMS
-    five = fmt.bits == 5 and uniform and p.rows <= TILE
-    late = fmt.bits == 2 and uniform and p.rows > FEW_ROWS and _is_small(p, SHORTEST)
-    few_bits = (fmt.bits <= 3 and not late) or five
-    return few_bits and units % 2 == 0 and groups.units in (0, 2, 4)
-
-
-def _meet(problem: Problem, groups: Groups) -> int:
-    """What the scales of several groups in a unit meet, of codes by rows: row_groups.cuh's Meet.
-
-    Where groups of few rows of x are columns of one product, a sum meets one scale, and lanes have
-    codes as they lie. Of more rows float16 operands meet theirs, but for levels that were rounded.
-    Where these cannot, a few such products take less than lanes that change codes, unless there is
-    little to change, or what is looked up takes longest.
-    """
-    p, fmt = problem, problem.format
-    assert fmt is not None and fmt.scale is not None
-    stored = fmt.scale.dtype == "float16" and fmt.scale.nested is None
-    whole = p.depth % (4 * UNIT) == 0  # pieces of rows: RowGroups
-    own = fmt.bits < 8 and (fmt.bits != 4 or isinstance(fmt.codec, Uniform))  # words of a lane
-    exact, halves = not isinstance(fmt.codec, Codebook), groups.fine == 2
-    slight = halves and (fmt.bits in (4, 6) and not fmt.offset if exact else fmt.bits > 2)
-    if groups.fine == 1 or not (stored and whole and own) or slight:
-        return AT_SUMS
-    columns = p.rows * groups.fine * (2 if _has_short_codes(fmt) else 1)
-    products = 1 << (-(-columns // TILE) - 1).bit_length()
-    operands = p.dtype == "float16" and exact and not (halves and fmt.bits == 4)
-    few = 2 if halves or fmt.bits not in (4, 6) else 4
-    if products <= (1 if operands else few):
-        return products
-    return AT_OPERANDS if operands and p.rows <= TILE * (1 if halves else 2) else AT_SUMS
-
-
-def _has_short_codes(fmt: Format) -> bool:
-    """Whether two units of a row are multiplied together where scales come beside codes."""
-    return fmt.bits <= 3 or (fmt.bits <= 5 and isinstance(fmt.codec, Uniform))
-
-
-def _groups_beside(fmt: Format, groups: Groups) -> int:
-    """Bytes of a unit's scales and zero points, beside a row's codes in shared memory."""
-    return groups.fine * (STORED_BYTES["float16"] + bool(fmt.offset)) if groups.fine > 1 else 0
-
-
-def _row_bytes(bits: int, chunk: int, paired: bool) -> int:
-    """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
-    return chunk * UNIT * bits // 8 + (16 if bits <= 3 or (paired and bits != 4) else 0)
 
 
 def _cost(division: Division, units: int) -> tuple[int, int, int, int, int]:
