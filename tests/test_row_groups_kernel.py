@@ -42,6 +42,11 @@ CASES = [
     )
     if name[0] in names
 ]
+# Two groups a unit in two products; and two blocks that share K, whose tokens they have in turn.
+CASES += [
+    (Case(name, "bfloat16", rows, shape, options=(("block_size", 32),)), PROCESSORS)
+    for name, rows, shape in (("uint7", 7, (35, 768)), ("uint5", 4, (20, 16384)))
+]
 # What scales meet, by rows of x.
 MEETS = [
     ("int2", 16, "float16", {1: 1, 2: AT_OPERANDS, 16: AT_OPERANDS, 17: AT_SUMS}),
@@ -165,7 +170,8 @@ def test_scales_that_are_not_finite_hurt_their_row_alone(name, block, built):
 def test_both_weights_of_swiglu_have_their_scales(rows, built):
     gate, up = gated(*GATED)
     x = normal((rows, 256), "float16")
-    true, bound = swiglu_bound(x, gate, up, unit=1.0)
+    meet = division(gate.format, rows, gate.shape).meet
+    true, bound = swiglu_bound(x, gate, up, unit=1.0 if meet == AT_OPERANDS else None)
     y = Products(Emulator(arch=HOPPER))(cq.swiglu, x, gate, up)
     assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
 
@@ -178,6 +184,12 @@ def test_x_that_is_not_finite_hurts_its_row_alone(built):
     run = Products(Emulator(arch=HOPPER))
     y, clean = (run(cq.linear, a, case.weight, out_dtype="float32") for a in (x, case.x))
     assert np.isnan(y[0]).all() and bits_equal(y[1], clean[1])
+
+
+def test_two_blocks_share_k_of_large_x():
+    case, _ = CASES[-1]
+    found = division(case.weight.format, case.rows, case.shape, case.dtype)
+    assert found.shape.split == 2 and found.meet == 2
 
 
 @pytest.mark.parametrize(("name", "block", "dtype", "meets"), MEETS)
