@@ -43,6 +43,7 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // results of twice as many tokens fit.
 constexpr int kDrainPitch = 68, kDrainRoom = 72;
 
+constexpr int kBoxTokens = 16;  // tokens that the copy engine stores at a time where a tile has no whole kDrain
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>
 __device__ void put(const float* sum, float* to, int pitch, int t) {
@@ -55,14 +56,15 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
 // unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
-// kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both.
+// kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both;
+// kHalved: of their last tiles, the last 64 rows of the one are the first of the other, and each has every other stage of these.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
-// are a tile's.
+// are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has no more.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside, bool kSharedX>
-__global__ void CUQUANT_CLUSTER(kPaired || kSharedX ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside, bool kSharedX, bool kHalved>
+__global__ void CUQUANT_CLUSTER(kPaired || kSharedX || kHalved ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_rows, int whole) {
+              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
     constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
@@ -82,6 +84,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
                                      : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
     constexpr int kPitch = Parts::kPitch;
+    using Halves = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
+    static_assert(!kHalved || (kAlone && kKind == kOne && kRowGroups > 1 && !kPaired && !kSharedX && !kRouted), "blocks whose sums are whole, but for a warpgroup's");
+    static_assert(!kHalved || kStages >= 3, "a warpgroup holds a stage, passes one and waits for the next");
     constexpr int kMost = kGroups == 4 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
@@ -107,19 +112,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     if (lane == 0) {
 #pragma unroll
         for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups * (kSharedX ? 2 : 1)); }
-        if (kBlocks > 1 && warp == 0) { barrier_init(received, 1); barrier_expect(received, Parts::kReceivedBytes); }
+        if ((kBlocks > 1 || kHalved) && warp == 0) { barrier_init(received, 1); barrier_expect(received, kHalved ? Halves::kReceivedBytes : Parts::kReceivedBytes); }
         barrier_fence();
     }
     __syncthreads();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
-    const int rank = kSplit > 1 || kPaired || kSharedX ? static_cast<int>(cluster_rank()) : 0;
+    const int rank = kHalved ? static_cast<int>(blockIdx.x % 2) : kSplit > 1 || kPaired || kSharedX ? static_cast<int>(cluster_rank()) : 0;
     int first_unit, units;  // of K, that are this block's
     const auto share = [&](int parts) {
         first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / parts);
         units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / parts) - first_unit;
     };
-    if (kSharedX) first_unit = 0, units = weights.units;
+    if (kSharedX || kHalved) first_unit = 0, units = weights.units;
     else share(kSplit);
     const auto share_tile = [&](int tile) {
         if (tile >= whole) share(2);
@@ -132,21 +137,34 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     const int tiles = token_tiles * row_tiles;
     // Where sums take the place of x, a cluster has one tile. kPaired: the last tiles, from number `whole` on, are those of
     // clusters, whose two blocks share K; the others are blocks'.
-    const int first_tile = blockIdx.x / kSplit;
+    // kHalved: tiles are a block's own.
+    const int first_tile = kHalved ? 0 : blockIdx.x / kSplit;
     const auto next_tile = [&](int tile) {
         if constexpr (!kApart) return tiles;
+        if constexpr (kHalved) return tile + 1;
         const int next = tile + static_cast<int>(gridDim.x);
         if constexpr (!kPaired) return next;
         return tile >= whole ? tiles : next < whole ? next : whole + static_cast<int>(blockIdx.x) / 2;
     };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
+    const int half = rank ? 0 : kRowGroups - 1;  // kHalved: the warpgroup whose last rows are the other block's too
+    const auto is_halved = [&](int tile, int row_group) { return kHalved && tile == tiles - 1 && row_group == half; };
+    const auto row_of = [&](int number, int rank) {  // kHalved
+        const int last = number == tiles - 1, before = (2 * tiles * kRowGroups - 1) * (blockIdx.x / 2) + 2 * number * kRowGroups;
+        return (before + rank * (kRowGroups - last)) * 64;
+    };
     const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
+        if constexpr (kHalved) {
+            token = 0;
+            row = row_of(number, rank);
+            return;
+        }
         const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
         const int set = tile / (kTogether * rows_of), in_set = tile - set * kTogether * rows_of;
         const int wide = min(kTogether, token_tiles - set * kTogether);
         const int own = set * kTogether + in_set % wide;
-        token = own * kTokens;
+        token = own * tile_tokens;
         if constexpr (kRouted) {
             const Segment segment = routed.segments[own];
             token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
@@ -168,6 +186,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto has = [&](int r) { return kPair || 4 * r + own < strips; };
         if (elect_one()) {
             int stage = 0; u32 parity = 1;
+            const int x_bytes = tile_tokens * kUnit * 2;
             for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
                 locate(tile);
                 if constexpr (kPaired) share_tile(tile);
@@ -200,22 +219,23 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
+                    const bool other = i / kSpan % 2 != rank;  // kHalved: a stage of the other block's
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (kBoxBytes + strips * kUnitBytes));
+                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (is_halved(tile, half) && other ? 4 : 0)) * kUnitBytes));
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
                         if (own < 2) {
-                            if (kPaired && tile >= whole) copy_box(to + own * kBoxBytes / 2, &x, ready, column, token + own * kTokens / 2);
-                            else if (own == 0) copy_box_to_both(to + rank * kBoxBytes / 2, &x, ready, column, token + rank * kTokens / 2);
+                            if (kPaired && tile >= whole) copy_box(to + own * x_bytes / 2, &x, ready, column, token + own * tile_tokens / 2);
+                            else if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, token + rank * tile_tokens / 2);
                         }
                     } else if (own < count) {
                         copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        if (has(r)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        if (has(r) && !(is_halved(tile, r) && other)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -260,8 +280,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         keep(lies.scale);
         const float own_unit = own_weights.unit;
         Own groups[2][kFine];
+        const bool halved = is_halved(tile, row_group);
+        // `i`: of this warpgroup's; of halved ones those of every other stage.
         const auto fetch = [&](int d, int i) {
-            const u32 unit = min(first_unit + i, weights.units - 1);
+            const u32 unit = min(first_unit + (halved ? i / kSpan * 2 * kSpan + rank * kSpan + i % kSpan : i), weights.units - 1);
             const u32 first = group_of(unit);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
@@ -278,9 +300,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
         constexpr int kSteps = 4 / kSlices;  // of a unit
         u32 a[kBuffers][kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
+        if constexpr (kHalved) done = tile * ((units + kSpan - 1) / kSpan);
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
-        const int own_units = lost ? 0 : units;
+        const int own_units = [&] {
+            if (lost) return 0;
+            if (!halved) return units;
+            const int stages = (units + kSpan - 1) / kSpan, own = (stages - rank + 1) / 2;
+            return own * kSpan - ((stages - 1) % 2 == rank ? stages * kSpan - units : 0);
+        }();
         const auto leave = [&](int stage) {
             if (lane != 0) return;
             barrier_arrive(empty + stage);
@@ -308,10 +336,21 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
-        const auto advance = [&] {
+        const auto step_stage = [&] {
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
+        // A stage of the other block's is left when it is there, so that no phase of its barrier is missed.
+        const auto pass = [&] {
+            barrier_wait(full + stage, parity);
+            leave(stage);
+            step_stage();
+        };
+        const auto advance = [&](bool more) {
+            step_stage();
+            if (halved && more) pass();
+        };
+        if (halved && rank && own_units > 0) pass();
         if constexpr (kLate) {
             if (i < own_units) {
                 load(0);
@@ -337,7 +376,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 multiply(0);
                 const float scale[2] = {groups[d][0].value(0), groups[d][0].value(1)};
                 fetch(d, i + behind(n + 2));
-                if (of_stage == kSpan - 1) advance();
+                if (of_stage == kSpan - 1) advance(more);
                 if (more) {
                     load((n + 1) % kSpan);
 #pragma unroll
@@ -369,12 +408,18 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     wgmma_commit();
                 }
                 fetch(d, i + behind(n + 2));
-                if (of_stage == kSpan - 1) advance();
-                if (kEarly && more) load((n + 1) % kSpan);
+                const auto come_next = [&] {
+                    if (of_stage == kSpan - 1) advance(more);
+                    if (kEarly && more) load((n + 1) % kSpan);
+                };
+                // The stage after the next one would wait for that before this one, if it were not released.
+                const bool early = !(halved && kSteps == 1 && kSpan == 1);
+                if (early) come_next();
                 if constexpr (kBuffers > 1) {
                     wgmma_wait<1>();
                     if (kSteps == 1 && of_stage == 0) release();
                 }
+                if (!early) come_next();
                 last = own_stage;
             }
         };
@@ -388,7 +433,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll
         for (int n = 0; n < kRound - 1; ++n)
             if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
-        done += lost ? 0 : (units + kSpan - 1) / kSpan;
+        if constexpr (!kHalved) done += lost ? 0 : (units + kSpan - 1) / kSpan;
+        else row = row_of(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
         wgmma_wait<0>();
         float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -396,7 +442,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
         }
-        const i64 rows = kRouted ? end : M;
+        const i64 rows = kRouted ? end : min(M, static_cast<i64>(token) + tile_tokens);
         const auto place = [&] {
             if constexpr (kRouted) return Sorted{routed.order};
             else return Straight{};
@@ -425,10 +471,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (tile >= whole) {  // the block's last one: its sums take the place of x
                 cluster_arrive();
                 u8* const area = Parts::run(sum, stages, received, depth, row_group, rank, 1 + kGroups);
-                finish_parts(area, M, 1 + kGroups);
+                finish_parts(area, rows, 1 + kGroups);
                 break;
             }
         }
+        if constexpr (kHalved) {
+            if (tile == tiles - 1) cluster_arrive();
+            if (halved) Halves::run(sum, stages, received, 0, 0, rank, 0);
+        }
+        const auto stores = [&](int part, int parts) { return !halved || part * 2 / parts == rank; };  // tokens of which the other block has none
         if constexpr (kAlone && kPair) {
             float* own = drain + row_group * 64 + warp % 4 * kStrip + g;
 #pragma unroll
@@ -446,11 +497,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             using Whole = Results<T, 64>;
             constexpr int kParts = kTokens / kDrain, kPartBytes = kDrain * Whole::kPitch;
             static_assert(2 * kPartBytes <= kDrain * kDrainRoom * 4, "results of every other part have a place of their own");
+            static_assert(!kHalved || kParts > 1, "half of the parts are another block's");
             const bool quick = Whole::possible(epilogue, N);
             const typename Whole::Bias bias(epilogue, first_row + warp % 4 * kStrip, quick ? N : 0, lane);
+            // Of which there are whole ones in a tile, or no other tile behind it.
+            const int box_tokens = token_tiles > 1 && tile_tokens % kDrain ? kBoxTokens : kDrain;
             if (kSends && quick && (first_row + 64 <= row_end || row_end == N)) {  // a box has no rows of another tile
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
+                    if (!stores(part, kParts)) continue;
                     u8* const box = reinterpret_cast<u8*>(sums) + part % 2 * kDrain * 128;
 #pragma unroll
                     for (int j = 0; j < kDrain / 8; ++j)
@@ -458,7 +513,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     show_copies();
                     if (thread == 0) wait_sent();  // the box before, whose place is the next one's
                     named_barrier(1 + row_group, 128);
-                    if (thread == 0) send_box(&y, box, first_row, token + part * kDrain);
+                    if (thread == 0)
+                        for (int first = 0; first < min(kDrain, tile_tokens - part * kDrain); first += box_tokens)
+                            send_box(&y, box + first * 128, first_row, token + part * kDrain + first);
                 }
             } else if (quick) {
                 if constexpr (kSends) {  // the tile before may still be read
@@ -467,6 +524,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 }
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
+                    if (!stores(part, kParts)) continue;
                     u8* const results = reinterpret_cast<u8*>(sums) + part % 2 * kPartBytes;
 #pragma unroll
                     for (int j = 0; j < kDrain / 8; ++j)
@@ -478,6 +536,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             } else {
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
+                    if (!stores(part, kParts)) continue;
                     put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
                     named_barrier(1 + row_group, 128);
                     store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, token + part * kDrain, first_row, rows, row_end, Turn(64, thread, 128), 0, place);
@@ -494,6 +553,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
+    if (kHalved && row_group != half) cluster_wait();
 }
 
 }  // namespace cuquant

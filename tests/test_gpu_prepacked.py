@@ -18,6 +18,7 @@ from products import Products, finished, normal, values, weight
 import cuquant as cq
 from cuquant import jit
 from cuquant.fragments import FRAGMENTS_LAYOUT, takes
+from cuquant.ops.kernels import hopper
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.product import choose
 
@@ -109,6 +110,29 @@ def test_weights_that_are_not_prepacked(rows, dtype, gpu):
         q, x = Case(name, shape=SHAPE).weight, normal((rows, SHAPE[1]), dtype)
         y = cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()
         assert Expected.of(x, q).admits(y, SHAPE[1], on_gpu=True), name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "depth"),
+    [
+        pytest.param("nf4", "float16", 520, marks=pytest.mark.sanitize),
+        ("nf4", "bfloat16", 1024),
+        ("int4", "float16", 1024),
+        ("uint4", "bfloat16", 520),
+    ],
+)
+def test_blocks_that_have_rows_of_the_weight_in_common(name, dtype, depth, gpu, device):
+    """Two of them the sums of 64 rows, each of every other stage: of one tile, or their last ones."""
+    q = Case(name, shape=(28672, depth)).weight
+    p, x = there(cq.prepack(q)), normal((256, depth), dtype)
+    for rows in (40, 100, 128, 200, 256):
+        problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
+        assert device != (90, 132) or hopper._shape(problem).halved
+        wanted, moved = expect(x[:rows], q, device), gpu.asarray(x[:rows])
+        y = cq.linear(moved, p, out_dtype="float32").get()
+        assert wanted.admits(y, depth, on_gpu=True), rows
+        assert bits_equal(cq.linear(moved, p, out_dtype="float32").get(), y)
+        assert wanted.admits(cq.linear(moved, p).get(), depth, on_gpu=True), rows
 
 
 # ---- what happens to the sums -------------------------------------------------------------------

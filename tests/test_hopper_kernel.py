@@ -82,6 +82,18 @@ SHAPES = [
     (32, 2, 1, 1, 3, 1, 2, 4, hopper.ONE, False, False, False, True),
     (64, 2, 1, 1, 4, 1, 2, 4, hopper.ONE, False, True, False, True),
 ]
+# Two blocks that have 64 rows of the weight in common.
+HALVED = [
+    (*numbers, hopper.ONE, False, False, False, False, True)
+    for numbers in (
+        (128, 2, 1, 1, 4, 1, 2, 2),
+        (128, 4, 1, 1, 3, 2, 2, 1),
+        (256, 2, 1, 1, 3, 1, 2, 4),
+    )
+]
+# Multiprocessors, and rows of the weight: of one cluster and of three; blocks of one tile and of
+# several; the last ones' rows end within the first, within the common ones, or before.
+SHARES = [(2, 150), (2, 192), (6, 700), (2, 830), (2, 448), (2, 300), (4, 900)]
 DIVIDED = [
     *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in SHAPES),
     *(
@@ -90,6 +102,7 @@ DIVIDED = [
         for shape in (SHAPES[1], SHAPES[2])
     ),
 ]
+HALVES = Case("nf4", "float16", 70, (150, 1160))
 # Format, rows of x, [N, K], sizes of the gate's and the other's numbers, and a shape or ().
 GATED = [
     *((name, 20, (70, 256), (1, 1), ()) for name in ("nf4", "q4_k", "int4", "uint4", "nvfp4")),
@@ -138,6 +151,9 @@ def built() -> None:
     for case, numbers in DIVIDED:
         with divided(numbers):
             run_case(run, case)
+    for numbers in HALVED:
+        with divided(numbers):
+            run_case(run, HALVES)
     for name, rows, shape, sizes, numbers in GATED:
         with divided(numbers) if numbers else nullcontext():
             packed = map(cq.prepack, pair(name, shape, sizes))
@@ -186,18 +202,20 @@ def test_blocks_that_share_x_and_the_last_tiles(built):
 
 
 @pytest.mark.parametrize(
-    ("case", "tile_rows"),
+    ("case", "tile_rows", "box"),
     [
-        (Case("int4", "float16", 300, (200, 320)), 128),
-        (Case("nf4", "bfloat16", 257, (136, 320)), 128),
-        (Case("int4", "bfloat16", 300, (224, 320)), 112),  # a box of one tile has rows of another
-        (Case("int4", "float16", 1030, (224, 64)), 112),  # and follows one that has none
+        (Case("int4", "float16", 300, (200, 320)), 128, 160),
+        (Case("nf4", "bfloat16", 257, (136, 320)), 128, 144),
+        (Case("nf4", "float16", 139, (136, 320)), 128, 139),
+        (Case("int4", "bfloat16", 300, (224, 320)), 112, 160),  # a box has rows of another tile
+        (Case("int4", "float16", 1030, (224, 64)), 112, 208),  # and follows one that has none
     ],
     ids=str,
 )
-def test_results_that_the_copy_engine_stores(case, tile_rows, built):
+def test_results_that_the_copy_engine_stores(case, tile_rows, box, built):
     """Tiles end within the rows of x and of the weight; what is beside the output stays."""
     rows, columns = case.rows, case.shape[0]
+    sent_at_once = 64 if box == rows else 16  # rows of x: whole ones of a tile
     bias = normal((columns,), "float32")
     rule = mock.patch.object(hopper, "_tile_rows", lambda *_: tile_rows)
     shape = divided((256, 2, 1, 1, 3, 1, 2, 4))
@@ -210,14 +228,31 @@ def test_results_that_the_copy_engine_stores(case, tile_rows, built):
         spy = mock.patch.object(emulator, "tensor_map", side_effect=emulator.tensor_map)
         with shape, rule, spy as made:
             run_case(Products(emulator), case, out=out, bias=bias)
-        assert {call.args[4] for call in made.call_args_list} == ({256, 64} if sent else {256})
+        assert {call.args[4] for call in made.call_args_list} == {
+            box,
+            *((sent_at_once,) if sent else ()),
+        }
         assert bits_equal(out, wide.astype(out.dtype))
         around[:rows, begin : begin + columns] = 7
         assert (values(around) == 7).all()
 
 
+@pytest.mark.parametrize("numbers", HALVED, ids=str)
+@pytest.mark.parametrize(("multiprocessors", "columns"), SHARES)
+@pytest.mark.parametrize("depth", [8, 64, 128, 136, 1160])
+def test_blocks_that_have_rows_of_the_weight_in_common(
+    numbers, multiprocessors, columns, depth, built
+):
+    """And other stages of it: of one, of an odd number, and where the last one is not whole."""
+    case = Case("nf4", "float16", 70, (columns, depth))
+    emulator = Emulator(multiprocessors=multiprocessors, arch=ARCH)
+    with divided(numbers):
+        y = run_case(Products(emulator), case, out_dtype="float32")
+    assert expected(case).admits(y, depth)
+
+
 def test_the_same_bits_in_every_order_of_threads(built):
-    for case, numbers in DIVIDED[2:4]:
+    for case, numbers in [*DIVIDED[2:4], *((HALVES, numbers) for numbers in HALVED)]:
         runs = []
         for order in ("ascending", "descending", "shuffled"):
             with divided(numbers):

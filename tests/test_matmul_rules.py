@@ -171,12 +171,40 @@ def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():
 
 def test_blocks_share_x_where_two_have_the_same_rows_at_a_time():
     several = replace(PROBLEM, rows=1024, format=LAID["int4"], columns=14336, depth=4096)
-    assert hopper._shape(several).shared_x and hopper._shape(several).box_rows == 128
+    assert hopper._shape(several).shared_x
     one_tile = replace(several, rows=256)  # all blocks have them
     odd = replace(several, columns=14336 + 128)  # tiles of the weight's rows
     for problem in (one_tile, odd, replace(several, multiprocessors=131)):
         shape = hopper._shape(problem)
-        assert shape.tokens == shape.box_rows and not shape.shared_x
+        assert not shape.shared_x
+
+
+def test_tiles_have_as_many_rows_of_x_as_others():
+    for rows, tiles, each in ((70, 1, 70), (257, 2, 144), (1030, 5, 208), (512, 2, 256)):
+        assert hopper._tile_tokens(rows, tiles) == each
+
+
+@given(sizes, st.sampled_from(hopper.TOKENS))
+def test_every_tile_has_rows_of_x(rows, tokens):
+    tiles = -(-rows // tokens)
+    each = hopper._tile_tokens(rows, tiles)
+    assert each <= tokens and (tiles - 1) * each < rows <= tiles * each
+    assert tiles == 1 or each % 16 == 0  # whole boxes, of which two blocks have half
+
+
+@given(sizes, processors)
+def test_blocks_that_have_rows_in_common(columns, processors):
+    """All rows are somebody's, in as few rounds as without them."""
+    for groups, tokens in ((2, 128), (4, 64), (2, 256), (3, 128)):
+        shape = hopper.Shape(tokens, groups, 1, 1, 4, 1, 2, 4)
+        found = hopper._halves(shape, columns, processors)
+        both = 64 * (2 * groups * found.rounds - 1)  # rows of two blocks
+        assert found.blocks % 2 == 0 and found.blocks // 2 * both >= columns
+        assert (found.blocks // 2 - 1) * both < columns and found.rows * found.rounds * 2 <= both
+        tiles = -(-columns // (64 * groups))
+        if hopper._is_halved(shape, found, tiles, 1, processors):
+            assert found.blocks <= processors and found.rounds <= -(-tiles // processors)
+        assert not hopper._is_halved(shape, found, tiles, 2, processors)
 
 
 def test_the_large_table_of_levels_leaves_enough_stages():

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -19,6 +20,7 @@ from cuquant.ops.tensor_map import MAP_BYTES
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
+BOX_TOKENS = 16  # of these, by the copy engine, where tiles have no whole ones
 DRAIN_PITCH = 72  # floats that each of them has room for
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
@@ -59,6 +61,9 @@ class Shape:
     shared_x
         Whether the two blocks of a cluster have the same rows of x, of which each brings half to
         both.
+    halved
+        Whether the last tiles of the two blocks of a cluster have 64 rows of the weight in common,
+        of which each multiplies half of K.
     """
 
     tokens: int
@@ -74,16 +79,12 @@ class Shape:
     paired: bool = False
     beside: bool = False
     shared_x: bool = False
+    halved: bool = False
 
     @property
     def rows(self) -> int:
         """Columns of the result, of a block."""
         return GROUP_ROWS if self.kind == GATED else self.row_groups * GROUP_ROWS
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of x that a copy brings."""
-        return self.tokens // (2 if self.shared_x else 1)
 
     @property
     def threads(self) -> int:
@@ -121,7 +122,7 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
         drain = shape.row_groups * min(shape.tokens, _drain(shape)) * DRAIN_PITCH * 4
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
-    received = 16 if shape.split > 1 or shape.paired else 0
+    received = 16 if shape.split > 1 or shape.paired or shape.halved else 0
     return shape.stages * stage + drain + table + received
 
 
@@ -185,6 +186,9 @@ def _cost(
         end += together
     if s.paired:
         end, rounds = together / rounds, rounds - 0.5
+    if s.halved:
+        end = (PARTS + MEETING + sums / s.row_groups / SENT) / rounds
+        rounds -= 0.5 / s.row_groups
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
         reading = tiles * units * codes / (processors * MEMORY)
@@ -234,12 +238,14 @@ def divide(
     tables: tuple[int, int],
     multiprocessors: int,
     kind: int = ONE,
+    halves: bool = True,
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth], or two of a gated unit.
 
     The shape that takes the fewest cycles: what comes in from L2, decoding and multiplying overlap,
     and the slowest of them counts. `heavy`: decoding takes many registers. `tables`: bytes of the
-    smaller and of the larger table. Of EXPERTS `rows` are those of a segment, and so of a tile.
+    smaller and of the larger table. `halves`: blocks may have rows of the weight in common. Of
+    EXPERTS `rows` are those of a segment, and so of a tile.
     """
     units = -(-depth // UNIT)
     decoding = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
@@ -261,6 +267,12 @@ def divide(
         shape = found
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
+        common = _halves(shape, columns, multiprocessors)
+        if halves and _is_halved(shape, common, tiles, token_tiles, multiprocessors):
+            shape = replace(shape, halved=True, paired=False)
+            if tables[0] and shape.tokens == TOKENS[-1]:  # of one warpgroup there is less to hide
+                shape = replace(shape, slices=2)
+            tile_rows, tiles = common.rows, common.rounds * common.blocks
         shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
         cost = _cost(shape, rows, tile_rows, tiles, units, bits, decoding, multiprocessors)
         if best is None or cost < best[0]:
@@ -274,6 +286,33 @@ def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
     left = tiles % processors
     fits = shape.alone and shape.kind == ONE and units > 1
     return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
+
+
+class Halves(NamedTuple):
+    """Tiles of blocks that have half of K of some of their rows: so many of each, and those of two
+    rows of the weight have, on average."""
+
+    rounds: int
+    blocks: int
+    rows: int
+
+
+def _halves(shape: Shape, columns: int, processors: int) -> Halves:
+    """The fewest rounds in which two blocks have one warpgroup's rows in common."""
+    groups, pairs = -(-columns // GROUP_ROWS), max(processors // 2, 1)
+    both = 2 * shape.row_groups
+    rounds = -(-(-(-groups // pairs) + 1) // both)
+    each = both * rounds - 1
+    return Halves(rounds, 2 * -(-groups // each), GROUP_ROWS * each // (2 * rounds))
+
+
+def _is_halved(shape: Shape, halves: Halves, tiles: int, token_tiles: int, processors: int) -> bool:
+    """Whether the blocks of a cluster have a warpgroup's rows in common: where this takes no more
+    rounds, of which the last one is shorter."""
+    able = shape.alone and shape.kind == ONE and shape.row_groups > 1 and token_tiles == 1
+    parts = shape.tokens > _drain(shape)
+    fits = 2 <= halves.blocks <= processors and halves.rounds <= -(-tiles // processors)
+    return able and parts and fits
 
 
 def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bool:
@@ -292,13 +331,20 @@ def _is_beside(shape: Shape, tiles: int, processors: int) -> bool:
     return several and shape.kind == ONE and shape.split == 1 and shape.depth_groups > 1
 
 
+def _tile_tokens(rows: int, token_tiles: int) -> int:
+    """Rows of x of a tile: as many of each, where there are several, but for a box."""
+    if token_tiles == 1:
+        return rows
+    return -(-rows // (token_tiles * BOX_TOKENS)) * BOX_TOKENS
+
+
 def _tile_rows(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
     """Rows of a tile, whole strips: fewer than there may be where no block has two tiles, and for
     few rows of x, which weights keep waiting, in any case, so that all rounds are full."""
     blocks = processors // (token_tiles * shape.split)
     rounds = -(-columns // (blocks * shape.rows)) if blocks else 0
     few = shape.tokens == TOKENS[0] and token_tiles == 1
-    if shape.kind != ONE or not (rounds == 1 or (rounds > 1 and few)):
+    if shape.kind != ONE or shape.halved or not (rounds == 1 or (rounds > 1 and few)):
         return shape.rows
     return -(-columns // (rounds * blocks * STRIP)) * STRIP
 
@@ -360,6 +406,11 @@ def is_heavy(fmt: Format, depth: int) -> bool:
     return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
 
+def has_room(fmt: Format) -> bool:
+    """Whether decoding leaves registers to skip stages with."""
+    return not (fmt.is_blocks or (fmt.bits == 8 and fmt.offset))
+
+
 @dataclass(frozen=True)
 class Hopper:
     """The orchestrator of matmul_hopper.cu."""
@@ -373,9 +424,12 @@ class Hopper:
         rows, columns, depth = product.rows, product.columns, product.depth
         shape = _shape(product.problem(backend), routing.height if routing else 0)
         token_tiles = routing.most if routing else -(-rows // shape.tokens)
+        tile_tokens = shape.tokens if routing else _tile_tokens(rows, token_tiles)
         tile_rows = _tile_rows(shape, columns, token_tiles, backend.multiprocessors)
         row_tiles = -(-columns // tile_rows)
         tiles = token_tiles * row_tiles
+        if shape.halved:  # a block's own
+            row_tiles, tiles, _ = _halves(shape, columns, backend.multiprocessors)
         whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
         scalings = [prepacked.scaling(backend, fmt, weight.parts, dtype) for weight in weights]
         launch = _launch(
@@ -391,7 +445,7 @@ class Hopper:
             for weight, scaling in zip(weights, scalings, strict=True)
         ]
         packed_pair = (packed[0], packed[-1])
-        numbers = (rows, columns, token_tiles, row_tiles, tile_rows, whole)
+        numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
         if routing is not None:
             copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
             routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
@@ -410,13 +464,17 @@ class Hopper:
             if not whole or out_type != TYPES[dtype]:
                 return NO_MAP
             matrix = (rows, columns, out_stride * ELEMENT_BYTES)
-            return backend.tensor_map(out, *matrix, _drain(shape), dtype)
+            several = token_tiles > 1 and tile_tokens % _drain(shape)
+            together = BOX_TOKENS if several else _drain(shape)
+            return backend.tensor_map(out, *matrix, together, dtype)
 
         # One row may have any stride, but a tensor map wants one of whole vectors.
         stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES
 
+        box_rows = tile_tokens // (2 if shape.shared_x else 1)
+
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            x = backend.tensor_map(pointer, rows, depth, stride, shape.box_rows, dtype)
+            x = backend.tensor_map(pointer, rows, depth, stride, box_rows, dtype)
             y = map_of_results(backend, epilogue) if sends else NO_MAP
             backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
 
@@ -436,6 +494,7 @@ def _shape(p: Problem, height: int = 0) -> Shape:
         (prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)),
         p.multiprocessors,
         EXPERTS if height else GATED if p.gated else ONE,
+        has_room(fmt),
     )
 
 
@@ -469,6 +528,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         int(shape.paired),
         int(shape.beside),
         int(shape.shared_x),
+        int(shape.halved),
     )
     return Program(
         "matmul_hopper.cu",
