@@ -87,10 +87,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     using Halves = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
     static_assert(!kHalved || (kAlone && kKind == kOne && kRowGroups > 1 && !kPaired && !kSharedX && !kRouted), "blocks whose sums are whole, but for a warpgroup's");
     static_assert(!kHalved || kStages >= 3, "a warpgroup holds a stage, passes one and waits for the next");
-    constexpr int kMost = kGroups == 4 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
+    constexpr int kMost = kGroups == 4 || kTokens == 192 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
-    constexpr bool kSends = kAlone && kKind == kOne && kTokens == 256 && Decode::table_bytes % 1024 == 0;
+    constexpr bool kSends = kAlone && kKind == kOne && kTokens >= 192 && Decode::table_bytes % 1024 == 0;
     static_assert(!kSends || kDrain * kDrainRoom * 4 % 1024 == 0, "so does the second warpgroup's");
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
@@ -497,6 +497,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             using Whole = Results<T, 64>;
             constexpr int kParts = kTokens / kDrain, kPartBytes = kDrain * Whole::kPitch;
             static_assert(2 * kPartBytes <= kDrain * kDrainRoom * 4, "results of every other part have a place of their own");
+            static_assert(kParts == 1 || kParts % 2 == 0, "and the first of a tile another one than the last of the tile before");
             static_assert(!kHalved || kParts > 1, "half of the parts are another block's");
             const bool quick = Whole::possible(epilogue, N);
             const typename Whole::Bias bias(epilogue, first_row + warp % 4 * kStrip, quick ? N : 0, lane);

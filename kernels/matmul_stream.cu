@@ -25,7 +25,7 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
 
 // kGroupUnits: units of a scale group, 0 where a row is one group; kInUnit: groups in a unit, else 1;
 // kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
-// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows. A block's warps are
+// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows; kMeet: see Meet. A block's warps are
 // kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
 // `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
 template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan, int kMeet>

@@ -44,6 +44,7 @@ template <class Group, int kUnits> struct RowGroups<Group, 1, kUnits> { static c
 // which are multiplied together.
 template <class Group, class T, int kCount>
 struct LaneZeros {
+    static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups of 32 or 16, and scales that RowGroups copies");
     static constexpr bool two = kCount == 8;
     u32 zero[2];
 
@@ -81,7 +82,6 @@ struct LaneZeros {
 // And their scales, as pairs of float16: a weight's product with its scale is rounded once. (bfloat16 has no place for such a scale.)
 template <class Group, int kCount>
 struct PairFactors : LaneZeros<Group, Half, kCount> {
-    static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups of 32 or 16, and their scales");
     using LaneZeros<Group, Half, kCount>::two;
     using LaneZeros<Group, Half, kCount>::of;
     using Order = typename LaneZeros<Group, Half, kCount>::Order;
@@ -131,10 +131,9 @@ template <class Group> struct PairFactors<Group, 1> {
 };
 
 // Groups as columns of a product: column n has token n / kCount, where lanes have codes of group n % kCount, and else 0. Each sum
-// meets one scale then: those of groups 2 t and 2 t + 1 are for lane t, which has these columns.
+// meets one scale then: those of groups 2 t and 2 t + 1, modulo kCount, are for lane t, which has these columns.
 template <class Group, class T, int kCount>
 struct ColumnFactors : LaneZeros<Group, T, kCount> {
-    static_assert((kCount == 2 || kCount == 4 || kCount == 8) && Group::stored == Stored::Float16, "groups, and their scales");
     using Order = typename LaneZeros<Group, T, kCount>::Order;
     u32 scale[2];  // of rows g and g + 8
 

@@ -39,7 +39,7 @@ struct RunPlaces {
 };
 
 // kLooked: levels of codes are looked up. kRing: units of a chunk in shared memory, or 0. kSpan: units that
-// are multiplied together.
+// are multiplied together. kPairs: columns of x become neighbours that a pair of codes meets, once for all warps.
 template <class Packing, int kFine, bool kLooked, int kRing, int kSpan, bool kPairs>
 struct RowWords {
     static constexpr int bits = Packing::bits;
@@ -228,8 +228,8 @@ struct RowWords {
             }
         }
     }
-    // Where neighbours are no pair, columns of x that are one become neighbours; where codes are so few that memory does not
-    // take longest, once for all warps, before they read them.
+    // Where neighbours are no pair, columns of x that are one become neighbours: when they are read, or before, where that
+    // takes longer than what comes from memory.
     static constexpr bool pairs_x = !joined && kPairs;  // columns by eights
     __device__ static void pair_x(u8* line, u32 address, const Sides& sides) {
         u32 x[8 * span], b[8 * span];

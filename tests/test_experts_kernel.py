@@ -94,6 +94,20 @@ def test_segments_of_every_height_are_met(built):
     assert {p.arguments[2] for p in hoppers} == {16, 32, 64, 128, 256}
 
 
+@pytest.mark.parametrize("case", [COUNTS[0], COUNTS[3]], ids=str)
+def test_boxes_of_rows_lie_within_what_was_gathered(case, built):
+    """What is behind the last row of x is there, and 0."""
+    emulator = Emulator(arch=ARCH)
+    made = mock.patch.object(emulator, "tensor_map", side_effect=emulator.tensor_map)
+    launched = mock.patch.object(emulator, "launch", side_effect=emulator.launch)
+    with made as maps, launched as launches:
+        run_case(Products(emulator), case)
+    (_, rows, depth, _, height, _), _ = maps.call_args
+    assert rows == len(case.x) + height - 1 and depth == case.shape[2]
+    (gather,) = (c.args[0] for c in launches.call_args_list if c.args[0].program.entry == "gather")
+    assert gather.grid == (rows, 1, 1)
+
+
 @pytest.mark.parametrize("case", [KINDS[0], COUNTS[3], COUNTS[6]], ids=str)
 def test_rows_without_an_expert_become_nan(case, run):
     """And no other row; also where there is no expert for any of them."""

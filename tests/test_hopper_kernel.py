@@ -70,6 +70,8 @@ SHAPES = [
     (16, 1, 4, 1, 8, 2, 2, 1),
     (32, 1, 3, 1, 6, 2, 2, 2),
     (256, 2, 1, 1, 4, 1, 2, 1),
+    (192, 2, 1, 1, 3, 1, 2, 4),
+    (192, 1, 2, 2, 4, 1, 2, 4),
     # 3 tiles of 2 blocks, which share the last one.
     (32, 3, 1, 1, 5, 1, 2, 4, hopper.ONE, False, True),
     (32, 4, 1, 1, 3, 2, 2, 4, hopper.ONE, False, True),
@@ -88,6 +90,7 @@ HALVED = [
     for numbers in (
         (128, 2, 1, 1, 4, 1, 2, 2),
         (128, 4, 1, 1, 3, 2, 2, 1),
+        (192, 2, 1, 1, 3, 1, 2, 4),
         (256, 2, 1, 1, 3, 1, 2, 4),
     )
 ]
@@ -202,23 +205,27 @@ def test_blocks_that_share_x_and_the_last_tiles(built):
 
 
 @pytest.mark.parametrize(
-    ("case", "tile_rows", "box"),
+    ("tokens", "case", "tile_rows", "box"),
     [
-        (Case("int4", "float16", 300, (200, 320)), 128, 160),
-        (Case("nf4", "bfloat16", 257, (136, 320)), 128, 144),
-        (Case("nf4", "float16", 139, (136, 320)), 128, 139),
-        (Case("int4", "bfloat16", 300, (224, 320)), 112, 160),  # a box has rows of another tile
-        (Case("int4", "float16", 1030, (224, 64)), 112, 208),  # and follows one that has none
+        (256, Case("int4", "float16", 300, (200, 320)), 128, 160),
+        (256, Case("nf4", "bfloat16", 257, (136, 320)), 128, 144),
+        (256, Case("nf4", "float16", 139, (136, 320)), 128, 139),
+        (192, Case("nf4", "float16", 400, (136, 320)), 128, 144),
+        (192, Case("int4", "float16", 384, (200, 320)), 128, 192),
+        # A box has rows of another tile, and follows one that has none.
+        (256, Case("int4", "bfloat16", 300, (224, 320)), 112, 160),
+        (256, Case("int4", "float16", 1030, (224, 64)), 112, 208),
     ],
     ids=str,
 )
-def test_results_that_the_copy_engine_stores(case, tile_rows, box, built):
+def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, built):
     """Tiles end within the rows of x and of the weight; what is beside the output stays."""
     rows, columns = case.rows, case.shape[0]
-    sent_at_once = 64 if box == rows else 16  # rows of x: whole ones of a tile
+    together = 32 if tokens == 192 else 64  # rows of x that are stored
+    sent_at_once = together if box in (rows, 192) else 16
     bias = normal((columns,), "float32")
     rule = mock.patch.object(hopper, "_tile_rows", lambda *_: tile_rows)
-    shape = divided((256, 2, 1, 1, 3, 1, 2, 4))
+    shape = divided((tokens, 2, 1, 1, 3, 1, 2, 4))
     with shape, rule:  # by threads, which round once too
         wide = run_case(Products(Emulator(arch=ARCH)), case, out_dtype="float32", bias=bias)
     for begin, sent in ((8, True), (3, False)):
@@ -228,10 +235,8 @@ def test_results_that_the_copy_engine_stores(case, tile_rows, box, built):
         spy = mock.patch.object(emulator, "tensor_map", side_effect=emulator.tensor_map)
         with shape, rule, spy as made:
             run_case(Products(emulator), case, out=out, bias=bias)
-        assert {call.args[4] for call in made.call_args_list} == {
-            box,
-            *((sent_at_once,) if sent else ()),
-        }
+        boxes = {call.args[4] for call in made.call_args_list}  # rows of x, and of y
+        assert boxes == {box, *((sent_at_once,) if sent else ())}
         assert bits_equal(out, wide.astype(out.dtype))
         around[:rows, begin : begin + columns] = 7
         assert (values(around) == 7).all()

@@ -407,7 +407,7 @@ def grouped_linear(left: Operand, right: Operand, experts: Any, finish: Finish) 
         down, across = backend.view(out).strides
         epilogue = Epilogue(out, finish.dtype.name, down, across)
         # What takes rows wherever they lie has a height of its own; else they are copied.
-        copied = 0 if orchestrator.height else gather_bytes(rows, depth)
+        copied = 0 if orchestrator.height else gather_bytes(rows, depth, height)
         with backend.workspace(route_bytes(rows, known, height) + copied) as at:
             routing = route(backend, backend.view(numbers), known, height, step, at)
             run = orchestrator.prepare(backend, replace(product, routing=routing))

@@ -15,7 +15,7 @@ from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import TYPES, UNPACK
 from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
-from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, pitch
+from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, gathered, pitch
 from cuquant.ops.tensor_map import MAP_BYTES
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
@@ -24,8 +24,16 @@ BOX_TOKENS = 16  # of these, by the copy engine, where tiles have no whole ones
 DRAIN_PITCH = 72  # floats that each of them has room for
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
-SPANS = {16: (2,), 32: (2,), 64: (2,), 128: (2, 1), 256: (1,)}  # units of a stage, by rows of x
-TOKENS = (16, 32, 64, 128, 256)
+SPANS = {
+    16: (2,),
+    32: (2,),
+    64: (2,),
+    128: (2, 1),
+    192: (1,),
+    256: (1,),
+}  # units of a stage, by rows of x
+TOKENS = (16, 32, 64, 128, 192, 256)
+MANY = TOKENS[-2:]  # of which a multiprocessor has two warpgroups
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 NOT_ROUTED = bytes(24)  # its Routed
@@ -99,7 +107,7 @@ class Shape:
     @property
     def sends(self) -> bool:
         """Whether the copy engine stores whole tiles of results."""
-        return self.alone and self.kind == ONE and self.tokens == TOKENS[-1]
+        return self.alone and self.kind == ONE and self.tokens in MANY
 
     @property
     def persistent(self) -> bool:
@@ -110,7 +118,8 @@ class Shape:
 def _drain(shape: Shape) -> int:
     """Rows of x that are stored at a time: few where other things need the place."""
     large = shape.wide and shape.tokens == TOKENS[-1]
-    return DRAIN_SMALL if large or shape.row_groups == 4 else DRAIN
+    small = large or shape.row_groups == 4 or shape.tokens == MANY[0]
+    return DRAIN_SMALL if small else DRAIN
 
 
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
@@ -218,7 +227,7 @@ def _shapes(rows: int, bits: int, heavy: bool, looked_up: bool, kind: int) -> It
     for tokens in sizes:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
-            if (tokens == TOKENS[-1] and groups > 2) or (kind == GATED and row_groups != 2):
+            if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
             operands = _operands(tokens, groups, bits, looked_up, heavy)
             for split in (1,) if kind == EXPERTS else (1, 2):
@@ -270,15 +279,16 @@ def divide(
         common = _halves(shape, columns, multiprocessors)
         if halves and _is_halved(shape, common, tiles, token_tiles, multiprocessors):
             shape = replace(shape, halved=True, paired=False)
-            if tables[0] and shape.tokens == TOKENS[-1]:  # of one warpgroup there is less to hide
-                shape = replace(shape, slices=2)
             tile_rows, tiles = common.rows, common.rounds * common.blocks
         shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
         cost = _cost(shape, rows, tile_rows, tiles, units, bits, decoding, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, shape
     assert best is not None
-    return best[1]
+    shape = best[1]
+    if tables[0] and not heavy and shape.tokens in MANY and (shape.halved or shape.split > 1):
+        shape = replace(shape, slices=2)  # a block's few products have less to hide decoding behind
+    return shape
 
 
 def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
@@ -320,7 +330,7 @@ def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bo
 
     With one tile of them all blocks read the same ones at the same time.
     """
-    large = shape.tokens == TOKENS[-1] and shape.alone and shape.kind == ONE and shape.span == 1
+    large = shape.tokens in MANY and shape.alone and shape.kind == ONE and shape.span == 1
     return large and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
 
 
@@ -406,9 +416,10 @@ def is_heavy(fmt: Format, depth: int) -> bool:
     return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
 
-def has_room(fmt: Format) -> bool:
+def has_room(fmt: Format, depth: int) -> bool:
     """Whether decoding leaves registers to skip stages with."""
-    return not (fmt.is_blocks or (fmt.bits == 8 and fmt.offset))
+    several = bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
+    return not (fmt.is_blocks or (fmt.bits > 4 and several))
 
 
 @dataclass(frozen=True)
@@ -449,10 +460,11 @@ class Hopper:
         if routing is not None:
             copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
             routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
+            lines = gathered(rows, routing.height)
 
             def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
                 copy(backend, pointer)
-                x = backend.tensor_map(routing.end, rows, depth, stride, shape.tokens, dtype)
+                x = backend.tensor_map(routing.end, lines, depth, stride, shape.tokens, dtype)
                 backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
 
             return run_sorted
@@ -494,7 +506,7 @@ def _shape(p: Problem, height: int = 0) -> Shape:
         (prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)),
         p.multiprocessors,
         EXPERTS if height else GATED if p.gated else ONE,
-        has_room(fmt),
+        has_room(fmt, p.depth),
     )
 
 

@@ -71,9 +71,15 @@ def pitch(depth: int) -> int:
     return -(-depth // VECTOR) * VECTOR
 
 
-def gather_bytes(rows: int, depth: int) -> int:
+def gathered(rows: int, height: int) -> int:
+    """Rows that `gather` makes: a segment that begins with the last one of x has `height`, for what
+    is behind a matrix takes the copy engine longer than a row."""
+    return rows + height - 1
+
+
+def gather_bytes(rows: int, depth: int, height: int) -> int:
     """How much memory `gather` wants behind a Routing."""
-    return rows * pitch(depth) * ELEMENT_BYTES
+    return gathered(rows, height) * pitch(depth) * ELEMENT_BYTES
 
 
 def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]:
@@ -81,9 +87,9 @@ def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]
     rows, depth, x = product.rows, product.depth, product.x
     vectors = x.is_aligned() and depth % VECTOR == 0
     program = Program("gather.cu", "gather", (GATHER_THREADS, int(vectors)))
-    launch = Launch(program, (rows, 1, 1), GATHER_THREADS)
+    launch = Launch(program, (gathered(rows, routing.height), 1, 1), GATHER_THREADS)
     steps = (x.row_stride, x.column_stride)
-    numbers = (*steps, routing.order, depth, pitch(depth), routing.end)
+    numbers = (*steps, routing.order, rows, depth, pitch(depth), routing.end)
 
     def run(backend: Backend, pointer: int) -> None:
         backend.launch(launch, pointer, *numbers)
