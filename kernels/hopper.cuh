@@ -92,8 +92,9 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
     ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUQUANT_NAMES_32 CUQUANT_NAMES_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define CUQUANT_NAMES_64 CUQUANT_NAMES_32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define CUQUANT_NAMES_48 CUQUANT_NAMES_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define CUQUANT_NAMES_64 CUQUANT_NAMES_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CUQUANT_NAMES_96 CUQUANT_NAMES_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -105,6 +106,7 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
 #define CUQUANT_SUMS_8(c, i) CUQUANT_SUMS_4(c, i), CUQUANT_SUMS_4(c, i + 4)
 #define CUQUANT_SUMS_16(c, i) CUQUANT_SUMS_8(c, i), CUQUANT_SUMS_8(c, i + 8)
 #define CUQUANT_SUMS_32(c, i) CUQUANT_SUMS_16(c, i), CUQUANT_SUMS_16(c, i + 16)
+#define CUQUANT_SUMS_48(c, i) CUQUANT_SUMS_32(c, i), CUQUANT_SUMS_16(c, i + 32)
 #define CUQUANT_SUMS_64(c, i) CUQUANT_SUMS_32(c, i), CUQUANT_SUMS_32(c, i + 32)
 #define CUQUANT_SUMS_96(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_32(c, i + 64)
 #define CUQUANT_SUMS_128(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_64(c, i + 64)
@@ -123,6 +125,7 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
 CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12")
 CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20")
 CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36")
+CUQUANT_WGMMAS(96, 48, "%48", "%49", "%50", "%51", "%52")
 CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68")
 CUQUANT_WGMMAS(192, 96, "%96", "%97", "%98", "%99", "%100")
 CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
@@ -137,6 +140,8 @@ CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
 #undef CUQUANT_SUMS_16
 #undef CUQUANT_NAMES_32
 #undef CUQUANT_SUMS_32
+#undef CUQUANT_NAMES_48
+#undef CUQUANT_SUMS_48
 #undef CUQUANT_NAMES_64
 #undef CUQUANT_SUMS_64
 #undef CUQUANT_NAMES_96

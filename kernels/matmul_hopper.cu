@@ -87,7 +87,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     using Halves = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
     static_assert(!kHalved || (kAlone && kKind == kOne && kRowGroups > 1 && !kPaired && !kSharedX && !kRouted), "blocks whose sums are whole, but for a warpgroup's");
     static_assert(!kHalved || kStages >= 3, "a warpgroup holds a stage, passes one and waits for the next");
-    constexpr int kMost = kGroups == 4 || kTokens == 192 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
+    constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kGroups == 4 || kTokens == 192 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
     constexpr bool kSends = kAlone && kKind == kOne && kTokens >= 192 && Decode::table_bytes % 1024 == 0;

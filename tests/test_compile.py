@@ -25,9 +25,11 @@ import pytest
 
 import cuquant as cq
 from cuquant import elf, jit
+from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.jit import Program
-from cuquant.ops.kernels import stream
+from cuquant.ops.kernels import hopper, stream
 from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.rows import AT_SUMS
 
 RECORD = Path(__file__).with_name("compile_record.json")
@@ -164,6 +166,27 @@ def test_groups_that_are_columns_or_meet_operands_need_no_local_memory(name, blo
         division = stream.division_of(replace(problem, gated=gated))
         assert division is not None
         found.append(stream._program(fmt, dtype, division, Weight.layout, gated))
+    assert not all_failures([(program, MAIN_ARCH) for program in found])
+
+
+# Of tiles that the matrix does not have: of other rows of x, and of rows of the weight that two
+# blocks have in common.
+TILES = [
+    (name, ("float16", "bfloat16")[i % 2], rows)
+    for i, name in enumerate(("int4", "nf4", "uint4", "int8", "mxfp4", "k6", "fp8_e4m3", "q4_k"))
+    for rows in (64, 80, 128, 160, 256)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "rows"), TILES)
+def test_tiles_of_any_rows_need_no_local_memory(name, dtype, rows):
+    fmt = cq.get_format(name)
+    shape = (28672, 8192)
+    problem = Problem(rows, *shape, fmt, FRAGMENTS_LAYOUT, dtype, True, MAIN_ARCH, 132)
+    tile = hopper._shape(problem)
+    assert tile.tokens >= rows and tile.halved == hopper.has_room(fmt, shape[1])
+    groups = Groups.of(fmt, shape[1])
+    found = [hopper._program(fmt, dtype, tile, groups, wide) for wide in (False, True)]
     assert not all_failures([(program, MAIN_ARCH) for program in found])
 
 

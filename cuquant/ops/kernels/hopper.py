@@ -24,16 +24,11 @@ BOX_TOKENS = 16  # of these, by the copy engine, where tiles have no whole ones
 DRAIN_PITCH = 72  # floats that each of them has room for
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
-SPANS = {
-    16: (2,),
-    32: (2,),
-    64: (2,),
-    128: (2, 1),
-    192: (1,),
-    256: (1,),
-}  # units of a stage, by rows of x
-TOKENS = (16, 32, 64, 128, 192, 256)
+# Units of a stage, by rows of x.
+SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), 192: (1,), 256: (1,)}
+TOKENS = (16, 32, 64, 96, 128, 192, 256)
 MANY = TOKENS[-2:]  # of which a multiprocessor has two warpgroups
+FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 NOT_ROUTED = bytes(24)  # its Routed
@@ -116,10 +111,11 @@ class Shape:
 
 
 def _drain(shape: Shape) -> int:
-    """Rows of x that are stored at a time: few where other things need the place."""
+    """Rows of x that are stored at a time: few where other things need the place; an even part."""
     large = shape.wide and shape.tokens == TOKENS[-1]
     small = large or shape.row_groups == 4 or shape.tokens == MANY[0]
-    return DRAIN_SMALL if small else DRAIN
+    most = DRAIN_SMALL if small else DRAIN
+    return most * 3 // 4 if shape.tokens == FEW_MORE else most
 
 
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
@@ -216,7 +212,7 @@ def _operands(tokens: int, groups: int, bits: int, looked_up: bool, heavy: bool)
         return 2, 2
     if tokens == 64 and groups == 4:
         return 1, 4
-    if tokens == 128 and groups > 2:
+    if tokens in (FEW_MORE, 128) and groups > 2:
         return 2, groups - 2
     return 2, 2 if looked_up and tokens <= 32 else 4
 
@@ -227,6 +223,8 @@ def _shapes(rows: int, bits: int, heavy: bool, looked_up: bool, kind: int) -> It
     for tokens in sizes:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
+            if tokens == FEW_MORE and (depth_groups > 2 or rows > tokens):
+                continue
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
             operands = _operands(tokens, groups, bits, looked_up, heavy)
@@ -418,8 +416,8 @@ def is_heavy(fmt: Format, depth: int) -> bool:
 
 def has_room(fmt: Format, depth: int) -> bool:
     """Whether decoding leaves registers to skip stages with."""
-    several = bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
-    return not (fmt.is_blocks or (fmt.bits > 4 and several))
+    taken = (fmt.bits > 4) + bool(fmt.offset) + (Groups.of(fmt, depth).fine > 1)
+    return not fmt.is_blocks and taken <= 1
 
 
 @dataclass(frozen=True)
