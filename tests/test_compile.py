@@ -173,7 +173,7 @@ def test_groups_that_are_columns_or_meet_operands_need_no_local_memory(name, blo
 # blocks have in common.
 TILES = [
     (name, ("float16", "bfloat16")[i % 2], rows)
-    for i, name in enumerate(("int4", "nf4", "uint4", "int8", "mxfp4", "k6", "fp8_e4m3", "q4_k"))
+    for i, name in enumerate(("int4", "nf4", "uint4", "int8", "uint3", "k6", "q4_1", "q4_k"))
     for rows in (64, 80, 128, 160, 256)
 ]
 
@@ -184,7 +184,7 @@ def test_tiles_of_any_rows_need_no_local_memory(name, dtype, rows):
     shape = (28672, 8192)
     problem = Problem(rows, *shape, fmt, FRAGMENTS_LAYOUT, dtype, True, MAIN_ARCH, 132)
     tile = hopper._shape(problem)
-    assert tile.tokens >= rows and tile.halved == hopper.has_room(fmt, shape[1])
+    assert tile.tokens >= rows and tile.halved == (hopper.room_of(fmt, shape[1], dtype) == 2)
     groups = Groups.of(fmt, shape[1])
     found = [hopper._program(fmt, dtype, tile, groups, wide) for wide in (False, True)]
     assert not all_failures([(program, MAIN_ARCH) for program in found])

@@ -206,7 +206,7 @@ def _operands(tokens: int, groups: int, bits: int, looked_up: bool, heavy: bool)
 
     Products that follow each slice leave less to wait for, but all four warps meet at each.
     """
-    if tokens == 128 and groups == 4 and (heavy or (bits < 3 and not looked_up)):
+    if tokens in (FEW_MORE, 128) and groups == 4 and (heavy or (bits < 3 and not looked_up)):
         return 2, 1
     if heavy:
         return 2, 2
@@ -217,13 +217,17 @@ def _operands(tokens: int, groups: int, bits: int, looked_up: bool, heavy: bool)
     return 2, 2 if looked_up and tokens <= 32 else 4
 
 
-def _shapes(rows: int, bits: int, heavy: bool, looked_up: bool, kind: int) -> Iterator[Shape]:
+def _shapes(
+    rows: int, bits: int, heavy: bool, looked_up: bool, kind: int, room: int
+) -> Iterator[Shape]:
     """All that the kernel can be, with as many stages as there may be."""
     sizes = (rows,) if kind == EXPERTS else (n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
     for tokens in sizes:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
             if tokens == FEW_MORE and (depth_groups > 2 or rows > tokens):
+                continue
+            if row_groups == 4 and room < (2 if tokens >= FEW_MORE else 1):
                 continue
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
@@ -245,19 +249,19 @@ def divide(
     tables: tuple[int, int],
     multiprocessors: int,
     kind: int = ONE,
-    halves: bool = True,
+    room: int = 2,
 ) -> Shape:
     """How to divide x [rows, depth] times a weight [columns, depth], or two of a gated unit.
 
     The shape that takes the fewest cycles: what comes in from L2, decoding and multiplying overlap,
     and the slowest of them counts. `heavy`: decoding takes many registers. `tables`: bytes of the
-    smaller and of the larger table. `halves`: blocks may have rows of the weight in common. Of
-    EXPERTS `rows` are those of a segment, and so of a tile.
+    smaller and of the larger table. `room`: see room_of. Of EXPERTS `rows` are those
+    of a segment, and so of a tile.
     """
     units = -(-depth // UNIT)
     decoding = HEAVY if heavy else LOOKED_UP if tables[0] else COMPUTED
     best: tuple[float, Shape] | None = None
-    for shape in _shapes(rows, bits, heavy, bool(tables[0]), kind):
+    for shape in _shapes(rows, bits, heavy, bool(tables[0]), kind, room):
         token_tiles = -(-rows // shape.tokens)
         tile_rows = _tile_rows(shape, columns, token_tiles, multiprocessors)
         tiles = -(-columns // tile_rows) * token_tiles
@@ -275,7 +279,7 @@ def divide(
         if not heavy and _has_place(shape, bits):
             shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
         common = _halves(shape, columns, multiprocessors)
-        if halves and _is_halved(shape, common, tiles, token_tiles, multiprocessors):
+        if room == 2 and _is_halved(shape, common, tiles, token_tiles, multiprocessors):
             shape = replace(shape, halved=True, paired=False)
             tile_rows, tiles = common.rows, common.rounds * common.blocks
         shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
@@ -414,10 +418,15 @@ def is_heavy(fmt: Format, depth: int) -> bool:
     return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
 
-def has_room(fmt: Format, depth: int) -> bool:
-    """Whether decoding leaves registers to skip stages with."""
-    taken = (fmt.bits > 4) + bool(fmt.offset) + (Groups.of(fmt, depth).fine > 1)
-    return not fmt.is_blocks and taken <= 1
+def room_of(fmt: Format, depth: int, dtype: str) -> int:
+    """What decoding leaves registers for: 2, four warpgroups that have different rows of a weight,
+    and to skip stages; 1, four for up to 64 rows of x; 0, no more than three."""
+    if fmt.is_blocks:
+        return int(fmt.layout.elements <= UNIT)
+    fine = Groups.of(fmt, depth).fine
+    many = fmt.bits > 4 or (fmt.bits == 3 and dtype == "bfloat16")
+    taken = many + bool(fmt.offset) + (fine > 1)
+    return 2 if taken <= 1 else int(fine <= 2 or not fmt.offset)
 
 
 @dataclass(frozen=True)
@@ -504,7 +513,7 @@ def _shape(p: Problem, height: int = 0) -> Shape:
         (prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)),
         p.multiprocessors,
         EXPERTS if height else GATED if p.gated else ONE,
-        has_room(fmt, p.depth),
+        room_of(fmt, p.depth, p.dtype),
     )
 
 
