@@ -115,7 +115,7 @@ def test_weights_that_are_not_prepacked(rows, dtype, gpu):
 @pytest.mark.parametrize(
     ("name", "dtype", "depth"),
     [
-        pytest.param("nf4", "float16", 520, marks=pytest.mark.sanitize),
+        ("nf4", "float16", 520),
         ("nf4", "bfloat16", 1024),
         ("int4", "float16", 1024),
         ("uint4", "bfloat16", 520),
