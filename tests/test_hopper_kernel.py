@@ -247,8 +247,10 @@ def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, built
 
 
 @pytest.mark.parametrize("numbers", HALVED, ids=str)
-@pytest.mark.parametrize(("multiprocessors", "columns"), SHARES)
-@pytest.mark.parametrize("depth", [8, 64, 128, 136, 1160])
+@pytest.mark.parametrize(
+    ("multiprocessors", "columns", "depth"),
+    [*((*share, 1160) for share in SHARES), *((*SHARES[3], k) for k in (8, 64, 128, 136))],
+)
 def test_blocks_that_have_rows_of_the_weight_in_common(
     numbers, multiprocessors, columns, depth, built
 ):
