@@ -134,20 +134,27 @@ struct Share {
     }
 };
 
-// Where a warp is in its share.
+// Where a warp is in its share: so many groups of this strip are left, and of others.
 struct Cursor {
-    int left, strip, group;
+    int here, others, strip, group;
 
     __device__ void open(const Share& share) {
-        left = share.count;
+        others = share.count;
         group = share.begin;
-        for (strip = 0; left && group >= share.groups; ++strip) group -= share.groups;
+        for (strip = 0; others && group >= share.groups; ++strip) group -= share.groups;
+        take(share.groups);
+    }
+    __device__ void take(int groups) {
+        here = min(others, groups - group);
+        others -= here;
     }
     // On to the next group; whether this one was the last of the strip or of the share.
     __device__ bool step(int groups) {
-        const bool ends = ++group == groups;
-        if (ends) group = 0, ++strip;
-        return --left == 0 || ends;
+        ++group;
+        if (--here) return false;
+        group = 0, ++strip;
+        take(groups);
+        return true;
     }
 };
 
@@ -226,13 +233,13 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     Cursor next;  // to copy, of chunk `coming`
     int coming = 0;
     const auto locate = [&] {
-        while (next.left == 0 && has(coming + 1)) next.open(share_of(++coming));
+        while (next.here == 0 && has(coming + 1)) next.open(share_of(++coming));
         const int strip = next.strip < here ? next.strip : next.strip - here;
-        if (next.left) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
+        if (next.here) rows.begin(kGated && next.strip >= here ? second : weights, static_cast<i64>(first_strip + strip) * kRows, N, K);
     };
     const auto copy = [&](int slot) {
         const int to = ring + slot * Place::group_bytes;
-        if (next.left > 0) {
+        if (next.here > 0) {
             const int group = first_group + coming * chunk + next.group;
             if constexpr (kBoxes) rows.copy(to, group, lane, arrived + slot);
             else rows.copy(to, group, lane);
@@ -251,20 +258,28 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
     }
     next.open(share_of(0));
     // Weights are on their way while the kernels before this one end. x is wanted before more of them, and would wait behind all
-    // that are: where decoding takes longer than memory, and where weights are few, half of many warps ask for theirs after it,
-    // unless what threads copy has to come in order.
-    constexpr bool kLong = Block::lookup || Block::bits < 4;
-    const bool early = !kBoxes || warps <= kFewWarps || warp % 2 == 0 || (!kLong && next.left * Place::group_bytes >= kFewBytes);
+    // that are: where decoding takes longer than memory, and where weights are few, half of many warps ask for theirs behind it,
+    // unless what threads copy has to come in order. Few warps, beside those of the kernel before, have their first group when x
+    // comes, and ask for the second one when it is there, or of 5 bits and one row, whose decoding takes longest, at once.
+    constexpr bool kLong = Block::lookup || Block::bits < 4, kDirectMinimums = Partial::direct && Partial::Least::any;
+    const bool first = !kBoxes || warps <= kFewWarps || warp % 2 == 0 || (!kLong && (next.here + next.others) * Place::group_bytes >= kFewBytes);
+    const bool waits = kBoxes && kSplit == 1 && warps <= kFewWarps && Block::bits <= 5 && !kDirectMinimums && tokens > (Block::bits == 5 ? 2 : 1);
+    const bool both = kBoxes && kSplit == 1 && warps <= kFewWarps && Block::bits == 5 && tokens == 1;
+    int asked = 0;
+    const auto ask = [&](int until) {
+#pragma unroll 1
+        for (; asked < until; ++asked) copy(asked);
+    };
     locate();
-    if (early) copy(0);
+    ask(both ? 2 : first);
     if (thread == threads - 1) shared_at<Ending>(at_end).set(epilogue, 0, static_cast<i64>(first_strip) * kRows, M, N, tokens, here * kRows);
     if constexpr (Block::lookup) Own::put_table(levels, thread, threads);
     wait_for_earlier();
     stage(0);
-    copy(early);
+    ask(waits ? 1 : first + 1);
     wait_copies<kBoxes ? 0 : 1>();
     __syncthreads();
-    if (!early) copy(1);
+    ask(kRing);
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
 
     const u32 start = shared_address(dynamic_shared), table = 4 * lane;
@@ -281,7 +296,7 @@ matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Cho
         Cursor now;
         now.open(share_of(number));
 #pragma unroll 1
-        while (now.left > 0) {
+        while (now.here > 0) {
             const int stage_now = ring + slot * Place::group_bytes;
             const int group = first_group + number * chunk + now.group, columns = now.group * 2 * kGroup, strip = now.strip;
             if constexpr (kBoxes) {
