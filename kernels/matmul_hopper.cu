@@ -4,10 +4,10 @@
 // rows or K, the blocks of a cluster K. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
-#include "exchange.cuh"
+#include "drain.cuh"
 #include "factor.cuh"
+#include "halves.cuh"
 #include "overlap.cuh"
-#include "results.cuh"
 #include "segment.cuh"
 
 namespace cuquant {
@@ -39,25 +39,13 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
     }
 }
 
-// Where a warpgroup puts sums before they are stored: floats of each token, and those that it has room for, so that 16-bit
-// results of twice as many tokens fit.
-constexpr int kDrainPitch = 68, kDrainRoom = 72;
-
-constexpr int kBoxTokens = 16;  // tokens that the copy engine stores at a time where a tile has no whole kDrain
-// A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
-template <int kTokens>
-__device__ void put(const float* sum, float* to, int pitch, int t) {
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) put_8(sum + 4 * j, to + 8 * j * pitch, pitch, t);
-}
-
 // kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
 // stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
 // unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
 // kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both;
-// kHalved: of their last tiles, the last 64 rows of the one are the first of the other, and each has every other stage of these.
+// kHalved: see Halves.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
 // are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has no more.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
@@ -84,14 +72,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
                                      : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
     constexpr int kPitch = Parts::kPitch;
-    using Halves = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
+    using HalfParts = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
     static_assert(!kHalved || (kAlone && kKind == kOne && kRowGroups > 1 && !kPaired && !kSharedX && !kRouted), "blocks whose sums are whole, but for a warpgroup's");
     static_assert(!kHalved || kStages >= 3, "a warpgroup holds a stage, passes one and waits for the next");
-    constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kGroups == 4 || kTokens == 192 || (kTable && kTokens == 256) ? 32 : 64, kDrain = kTokens < kMost ? kTokens : kMost;  // tokens that are stored at a time
+    using Drained = Drain<T, kTokens, kGroups, kTable && kTokens == 256>;
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
     constexpr bool kSends = kAlone && kKind == kOne && kTokens >= 192 && Decode::table_bytes % 1024 == 0;
-    static_assert(!kSends || kDrain * kDrainRoom * 4 % 1024 == 0, "so does the second warpgroup's");
+    static_assert(!kHalved || Drained::kParts > 1, "half of the parts are another block's");
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
@@ -104,7 +92,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * kDrain * kDrainRoom : kApart ? kDepthGroups * kTokens * kPitch : 0));
+    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * Drained::floats : kApart ? kDepthGroups * kTokens * kPitch : 0));
     u64 *empty = full + kStages, *received = empty + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
@@ -112,7 +100,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     if (lane == 0) {
 #pragma unroll
         for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups * (kSharedX ? 2 : 1)); }
-        if ((kBlocks > 1 || kHalved) && warp == 0) { barrier_init(received, 1); barrier_expect(received, kHalved ? Halves::kReceivedBytes : Parts::kReceivedBytes); }
+        if ((kBlocks > 1 || kHalved) && warp == 0) { barrier_init(received, 1); barrier_expect(received, kHalved ? HalfParts::kReceivedBytes : Parts::kReceivedBytes); }
         barrier_fence();
     }
     __syncthreads();
@@ -148,16 +136,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
-    const int half = rank ? 0 : kRowGroups - 1;  // kHalved: the warpgroup whose last rows are the other block's too
-    const auto is_halved = [&](int tile, int row_group) { return kHalved && tile == tiles - 1 && row_group == half; };
-    const auto row_of = [&](int number, int rank) {  // kHalved
-        const int last = number == tiles - 1, before = (2 * tiles * kRowGroups - 1) * (blockIdx.x / 2) + 2 * number * kRowGroups;
-        return (before + rank * (kRowGroups - last)) * 64;
-    };
+    const Halves<kRowGroups, kSpan> halves{rank, tiles};
+    const auto is_halved = [&](int tile, int row_group) { return kHalved && halves.has(tile, row_group); };
     const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
         if constexpr (kHalved) {
             token = 0;
-            row = row_of(number, rank);
+            row = halves.first_row(number, rank);
             return;
         }
         const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
@@ -219,10 +203,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
-                    const bool other = i / kSpan % 2 != rank;  // kHalved: a stage of the other block's
+                    const bool other = kHalved && halves.is_other(i);
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (is_halved(tile, half) && other ? 4 : 0)) * kUnitBytes));
+                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (other && tile == tiles - 1 ? 4 : 0)) * kUnitBytes));
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
@@ -235,7 +219,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        if (has(r) && !(is_halved(tile, r) && other)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        if (has(r) && !(other && halves.has(tile, r))) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -281,9 +265,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const float own_unit = own_weights.unit;
         Own groups[2][kFine];
         const bool halved = is_halved(tile, row_group);
-        // `i`: of this warpgroup's; of halved ones those of every other stage.
-        const auto fetch = [&](int d, int i) {
-            const u32 unit = min(first_unit + (halved ? i / kSpan * 2 * kSpan + rank * kSpan + i % kSpan : i), weights.units - 1);
+        const auto fetch = [&](int d, int i) {  // of this warpgroup's units
+            const u32 unit = min(first_unit + (halved ? halves.unit(i) : i), weights.units - 1);
             const u32 first = group_of(unit);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
@@ -303,12 +286,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (kHalved) done = tile * ((units + kSpan - 1) / kSpan);
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
-        const int own_units = [&] {
-            if (lost) return 0;
-            if (!halved) return units;
-            const int stages = (units + kSpan - 1) / kSpan, own = (stages - rank + 1) / 2;
-            return own * kSpan - ((stages - 1) % 2 == rank ? stages * kSpan - units : 0);
-        }();
+        const int own_units = lost ? 0 : halved ? halves.own_units(units) : units;
         const auto leave = [&](int stage) {
             if (lane != 0) return;
             barrier_arrive(empty + stage);
@@ -434,7 +412,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         for (int n = 0; n < kRound - 1; ++n)
             if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
         if constexpr (!kHalved) done += lost ? 0 : (units + kSpan - 1) / kSpan;
-        else row = row_of(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
+        else row = halves.first_row(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
         wgmma_wait<0>();
         float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -477,72 +455,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         }
         if constexpr (kHalved) {
             if (tile == tiles - 1) cluster_arrive();
-            if (halved) Halves::run(sum, stages, received, 0, 0, rank, 0);
+            if (halved) HalfParts::run(sum, stages, received, 0, 0, rank, 0);
         }
-        const auto stores = [&](int part, int parts) { return !halved || part * 2 / parts == rank; };  // tokens of which the other block has none
-        if constexpr (kAlone && kPair) {
-            float* own = drain + row_group * 64 + warp % 4 * kStrip + g;
-#pragma unroll
-            for (int part = 0; part < kTokens / kDrain; ++part) {
-                put<kDrain>(sum + part * kDrain / 2, own, kPitch, t);
-                named_barrier(1, kThreads);
-                store_sums<1, 1, true>(epilogue, drain, kPitch, 0, kDrain, 64, token + part * kDrain, row, rows, N, Turn(64, threadIdx.x, kThreads), 0);
-                named_barrier(1, kThreads);
-            }
-        } else if constexpr (kAlone) {
-            float* sums = drain + row_group * kDrain * kDrainRoom;
-            float* own = sums + warp % 4 * kStrip + g;
-            const int thread = threadIdx.x % 128;
-            const int first_row = row + row_group * 64;
-            using Whole = Results<T, 64>;
-            constexpr int kParts = kTokens / kDrain, kPartBytes = kDrain * Whole::kPitch;
-            static_assert(2 * kPartBytes <= kDrain * kDrainRoom * 4, "results of every other part have a place of their own");
-            static_assert(kParts == 1 || kParts % 2 == 0, "and the first of a tile another one than the last of the tile before");
-            static_assert(!kHalved || kParts > 1, "half of the parts are another block's");
-            const bool quick = Whole::possible(epilogue, N);
-            const typename Whole::Bias bias(epilogue, first_row + warp % 4 * kStrip, quick ? N : 0, lane);
-            // Of which there are whole ones in a tile, or no other tile behind it.
-            const int box_tokens = token_tiles > 1 && tile_tokens % kDrain ? kBoxTokens : kDrain;
-            if (kSends && quick && (first_row + 64 <= row_end || row_end == N)) {  // a box has no rows of another tile
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    if (!stores(part, kParts)) continue;
-                    u8* const box = reinterpret_cast<u8*>(sums) + part % 2 * kDrain * 128;
-#pragma unroll
-                    for (int j = 0; j < kDrain / 8; ++j)
-                        Whole::put_swizzled(sum + part * kDrain / 2 + 4 * j, bias, shared_address(box) + j * 1024, warp % 4, lane);
-                    show_copies();
-                    if (thread == 0) wait_sent();  // the box before, whose place is the next one's
-                    named_barrier(1 + row_group, 128);
-                    if (thread == 0)
-                        for (int first = 0; first < min(kDrain, tile_tokens - part * kDrain); first += box_tokens)
-                            send_box(&y, box + first * 128, first_row, token + part * kDrain + first);
-                }
-            } else if (quick) {
-                if constexpr (kSends) {  // the tile before may still be read
-                    if (thread == 0) wait_sent();
-                    named_barrier(1 + row_group, 128);
-                }
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    if (!stores(part, kParts)) continue;
-                    u8* const results = reinterpret_cast<u8*>(sums) + part % 2 * kPartBytes;
-#pragma unroll
-                    for (int j = 0; j < kDrain / 8; ++j)
-                        Whole::put_8(sum + part * kDrain / 2 + 4 * j, bias, shared_address(results) + j * 8 * Whole::kPitch + warp % 4 * kStrip * 2, lane);
-                    named_barrier(1 + row_group, 128);
-                    Whole::template store<kDrain, 128>(epilogue, results, token + part * kDrain, first_row, rows, row_end, thread, place);
-                    if (kParts == 1) named_barrier(1 + row_group, 128);  // else nobody reads these any more when all have the next ones
-                }
-            } else {
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    if (!stores(part, kParts)) continue;
-                    put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, t);
-                    named_barrier(1 + row_group, 128);
-                    store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, token + part * kDrain, first_row, rows, row_end, Turn(64, thread, 128), 0, place);
-                    named_barrier(1 + row_group, 128);
-                }
+        if constexpr (kAlone) {
+            const Tile own_tile{token, rows, row, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? kBoxTokens : Drained::kDrain};
+            if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, warp % 4, lane);
+            else {
+                const auto stores = [&](int part, int parts) { return !halved || halves.has_sums(part, parts); };
+                Drained::template store<kSends>(sum, drain + row_group * Drained::floats, epilogue, y, own_tile, row_group, warp % 4, lane, stores, place);
             }
         } else {
             // Every x of this tile has been used: the sums take its place.
@@ -554,7 +474,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
-    if (kHalved && row_group != half) cluster_wait();
+    if (kHalved && row_group != halves.group()) cluster_wait();
 }
 
 }  // namespace cuquant

@@ -27,7 +27,7 @@ import cuquant as cq
 from cuquant import elf, jit
 from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.jit import Program
-from cuquant.ops.kernels import hopper, stream
+from cuquant.ops.kernels import hopper, stream, tiles
 from cuquant.ops.kernels.operands import Problem, Weight
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.rows import AT_SUMS
@@ -183,8 +183,8 @@ def test_tiles_of_any_rows_need_no_local_memory(name, dtype, rows):
     fmt = cq.get_format(name)
     shape = (28672, 8192)
     problem = Problem(rows, *shape, fmt, FRAGMENTS_LAYOUT, dtype, True, MAIN_ARCH, 132)
-    tile = hopper._shape(problem)
-    assert tile.tokens >= rows and tile.halved <= (hopper.room_of(fmt, shape[1], dtype) == 2)
+    tile = tiles.shape_of(problem)
+    assert tile.tokens >= rows and tile.halved <= (tiles.room_of(fmt, shape[1], dtype) == 2)
     assert tile.halved or name not in ("int4", "nf4", "uint4")
     groups = Groups.of(fmt, shape[1])
     found = [hopper._program(fmt, dtype, tile, groups, wide) for wide in (False, True)]

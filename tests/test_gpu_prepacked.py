@@ -18,7 +18,7 @@ from products import Products, finished, normal, values, weight
 import cuquant as cq
 from cuquant import jit
 from cuquant.fragments import FRAGMENTS_LAYOUT, takes
-from cuquant.ops.kernels import hopper
+from cuquant.ops.kernels import tiles
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.product import choose
 
@@ -127,7 +127,7 @@ def test_blocks_that_have_rows_of_the_weight_in_common(name, dtype, depth, gpu, 
     p, x = there(cq.prepack(q)), normal((256, depth), dtype)
     for rows in (40, 90, 128, 192, 256):
         problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
-        assert device != (90, 132) or hopper._shape(problem).halved
+        assert device != (90, 132) or tiles.shape_of(problem).halved
         wanted, moved = expect(x[:rows], q, device), gpu.asarray(x[:rows])
         y = cq.linear(moved, p, out_dtype="float32").get()
         assert wanted.admits(y, depth, on_gpu=True), rows

@@ -27,8 +27,8 @@ from prepack_cases import LAID
 from products import TINY, ULP, UNIT, Products, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import hopper, stream
-from cuquant.ops.kernels.hopper import Shape
+from cuquant.ops.kernels import hopper, stream, tiles
+from cuquant.ops.kernels.tiles import Shape
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32
@@ -76,20 +76,20 @@ SHAPES = [
     (96, 1, 3, 2, 6, 2, 2, 1),
     (96, 4, 1, 1, 3, 1, 2, 2),
     # 3 tiles of 2 blocks, which share the last one.
-    (32, 3, 1, 1, 5, 1, 2, 4, hopper.ONE, False, True),
-    (32, 4, 1, 1, 3, 2, 2, 4, hopper.ONE, False, True),
+    (32, 3, 1, 1, 5, 1, 2, 4, tiles.ONE, False, True),
+    (32, 4, 1, 1, 3, 2, 2, 4, tiles.ONE, False, True),
     # Blocks that take several tiles, whose parts of sums lie beside x; and a large table of levels.
-    (16, 2, 2, 1, 4, 2, 2, 2, hopper.ONE, False, False, True),
-    (32, 1, 3, 1, 6, 2, 2, 4, hopper.ONE, True, False, True),
-    (256, 2, 1, 1, 2, 1, 2, 4, hopper.ONE, True),
+    (16, 2, 2, 1, 4, 2, 2, 2, tiles.ONE, False, False, True),
+    (32, 1, 3, 1, 6, 2, 2, 4, tiles.ONE, True, False, True),
+    (256, 2, 1, 1, 2, 1, 2, 4, tiles.ONE, True),
     # Two blocks with the same rows of x.
-    (256, 2, 1, 1, 2, 1, 2, 4, hopper.ONE, False, False, False, True),
-    (32, 2, 1, 1, 3, 1, 2, 4, hopper.ONE, False, False, False, True),
-    (64, 2, 1, 1, 4, 1, 2, 4, hopper.ONE, False, True, False, True),
+    (256, 2, 1, 1, 2, 1, 2, 4, tiles.ONE, False, False, False, True),
+    (32, 2, 1, 1, 3, 1, 2, 4, tiles.ONE, False, False, False, True),
+    (64, 2, 1, 1, 4, 1, 2, 4, tiles.ONE, False, True, False, True),
 ]
 # Two blocks that have 64 rows of the weight in common.
 HALVED = [
-    (*numbers, hopper.ONE, False, False, False, False, True)
+    (*numbers, tiles.ONE, False, False, False, False, True)
     for numbers in (
         (128, 2, 1, 1, 4, 1, 2, 2),
         (128, 4, 1, 1, 3, 2, 2, 1),
@@ -114,10 +114,10 @@ HALVES = Case("nf4", "float16", 70, (150, 1160))
 GATED = [
     *((name, 20, (70, 256), (1, 1), ()) for name in ("nf4", "q4_k", "int4", "uint4", "nvfp4")),
     ("q3_k", 300, (70, 256), (1, 1), ()),
-    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 2, 4, 4, 2, 4, hopper.GATED)),
-    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 1, 4, 2, 1, 4, hopper.GATED)),
-    ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 1, 2, 2, 1, 4, hopper.GATED)),
-    ("int4", 270, (150, 648), (1, 1), (256, 2, 1, 1, 2, 1, 2, 4, hopper.GATED)),
+    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 2, 4, 4, 2, 4, tiles.GATED)),
+    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 1, 4, 2, 1, 4, tiles.GATED)),
+    ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 1, 2, 2, 1, 4, tiles.GATED)),
+    ("int4", 270, (150, 648), (1, 1), (256, 2, 1, 1, 2, 1, 2, 4, tiles.GATED)),
     ("int4", 22, (70, 256), (1e-4, 2e4), ()),  # one is in float16's range, and one is not
     ("nf4", 22, (70, 256), (1e-3, 1e3), ()),
 ]
@@ -140,7 +140,7 @@ def expect(x: np.ndarray, q: cq.QuantArray) -> Expected:
 
 def divided(numbers: tuple[int, ...]) -> Any:
     """The rule names this shape."""
-    return mock.patch.object(hopper, "divide", lambda *_: Shape(*numbers))
+    return mock.patch.object(tiles, "divide", lambda *_: Shape(*numbers))
 
 
 @cache
@@ -228,7 +228,7 @@ def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, built
     together = 32 if tokens == 192 else 64  # rows of x that are stored
     sent_at_once = together if box in (rows, 192) else 16
     bias = normal((columns,), "float32")
-    rule = mock.patch.object(hopper, "_tile_rows", lambda *_: tile_rows)
+    rule = mock.patch.object(hopper, "rows_of_tile", lambda *_: tile_rows)
     shape = divided((tokens, 2, 1, 1, 3, 1, 2, 4))
     with shape, rule:  # by threads, which round once too
         wide = run_case(Products(Emulator(arch=ARCH)), case, out_dtype="float32", bias=bias)

@@ -18,7 +18,7 @@ from products import normal, weight
 import cuquant as cq
 from cuquant.formats import Codebook, Minifloat
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.ops.kernels import hopper, prepacked, stream
+from cuquant.ops.kernels import prepacked, stream, tiles
 from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.product import ORCHESTRATORS, choose
@@ -106,22 +106,23 @@ def test_units_see_through_numbers_that_are_not_finite_and_go_with_their_arrays(
 
 @given(
     sizes, sizes, depths, st.integers(1, 8), st.booleans(), st.sampled_from(TABLES), processors,
-    st.sampled_from([hopper.ONE, hopper.GATED, hopper.EXPERTS]),
+    st.sampled_from([tiles.ONE, tiles.GATED, tiles.EXPERTS]),
 )  # fmt: skip
 def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, kind):
-    if kind == hopper.EXPERTS:
-        rows = max(n for n in hopper.TOKENS if n <= max(rows, hopper.TOKENS[0]))
+    if kind == tiles.EXPERTS:
+        rows = max(n for n in tiles.TOKENS if n <= max(rows, tiles.TOKENS[0]))
         rows = min(rows, 128 if heavy else 256)
     tables = (table, table * {4: 2, 7: 2, 8: 8}.get(bits, 1))  # as table_bytes says
-    shape = hopper.divide(rows, columns, depth, bits, heavy, tables, processors, kind)
-    assert hopper.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
-    assert shape.tokens in hopper.TOKENS and shape.split in (1, 2) and shape.kind == kind
-    assert kind != hopper.EXPERTS or (shape.tokens == rows and shape.split == 1)
-    assert kind != hopper.GATED or shape.row_groups == 2
+    decoding = tiles.Decoding(bits, heavy, tables)
+    shape = tiles.divide(rows, columns, depth, decoding, processors, kind)
+    assert tiles.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
+    assert shape.tokens in tiles.TOKENS and shape.split in (1, 2) and shape.kind == kind
+    assert kind != tiles.EXPERTS or (shape.tokens == rows and shape.split == 1)
+    assert kind != tiles.GATED or shape.row_groups == 2
     # The kernel's static_asserts: registers, and sums that take the place of x.
     groups = shape.row_groups * shape.depth_groups
     assert 2 <= groups <= 4 and shape.threads == 128 * (groups + 1)
-    assert hopper._has_place(shape, bits) or (shape.persistent and not shape.paired)
+    assert tiles.has_place(shape, bits) or (shape.persistent and not shape.paired)
     assert shape.stages % shape.depth_groups == 0 and shape.stages >= 2 * shape.depth_groups
     # Threads of a warpgroup hold its sums, and an operand or two: whole ones for late scales.
     launched = 65536 // shape.threads // 8 * 8 * (groups + 1)
@@ -135,86 +136,86 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     # A tile has whole strips, and where there are several rounds as many as it can, or for few rows
     # of x as many as leave no more rounds.
     token_tiles, at_once = -(-rows // shape.tokens), max(processors // shape.split, 1)
-    tile_rows = hopper._tile_rows(shape, columns, token_tiles, processors)
+    tile_rows = tiles.rows_of_tile(shape, columns, token_tiles, processors)
     assert 0 < tile_rows <= shape.rows and tile_rows % 16 == 0
-    tiles, fewest = (token_tiles * -(-columns // each) for each in (tile_rows, shape.rows))
+    count, fewest = (token_tiles * -(-columns // each) for each in (tile_rows, shape.rows))
     few = shape.tokens == 16 and token_tiles == 1
-    even = few and -(-tiles // at_once) == -(-fewest // at_once)
-    assert tile_rows == shape.rows or tiles * shape.split <= processors or even
-    assert tiles * shape.split < 1 << 31 and tiles * shape.tokens * 4 < 1 << 62
+    even = few and -(-count // at_once) == -(-fewest // at_once)
+    assert tile_rows == shape.rows or count * shape.split <= processors or even
+    assert count * shape.split < 1 << 31 and count * shape.tokens * 4 < 1 << 62
     if shape.beside:
-        assert kind == hopper.ONE and shape.split == 1 < shape.depth_groups
-        assert tiles > processors and shape.tokens <= 32
+        assert kind == tiles.ONE and shape.split == 1 < shape.depth_groups
+        assert count > processors and shape.tokens <= 32
     if shape.shared_x:  # and both blocks of a cluster always have a tile
-        assert shape.alone and shape.span == 1 and kind == hopper.ONE and token_tiles > 1
-        assert processors % 2 == 0 and tiles // token_tiles % 2 == 0
+        assert shape.alone and shape.span == 1 and kind == tiles.ONE and token_tiles > 1
+        assert processors % 2 == 0 and count // token_tiles % 2 == 0
     if shape.paired:  # each cluster has one of the last tiles, or none
-        assert shape.alone and processors % 2 == 0 < tiles % processors <= processors // 2
+        assert shape.alone and processors % 2 == 0 < count % processors <= processors // 2
 
 
 def test_rounds_of_few_rows_of_x_are_even():
-    shape = replace(hopper._shape(replace(PROBLEM, rows=16)), tokens=16, row_groups=2, split=1)
+    shape = replace(tiles.shape_of(replace(PROBLEM, rows=16)), tokens=16, row_groups=2, split=1)
     for columns, rows in ((14336, 112), (28672, 112), (16896, 128), (50_688, 128), (16, 16)):
-        assert hopper._tile_rows(shape, columns, 1, 132) == rows
-    assert hopper._tile_rows(replace(shape, tokens=32), 28672, 1, 132) == 128
-    assert hopper._tile_rows(shape, 28672, 2, 132) == 128
+        assert tiles.rows_of_tile(shape, columns, 1, 132) == rows
+    assert tiles.rows_of_tile(replace(shape, tokens=32), 28672, 1, 132) == 128
+    assert tiles.rows_of_tile(shape, 28672, 2, 132) == 128
 
 
 def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():
     nf4 = replace(PROBLEM, rows=16, format=LAID["nf4"], columns=28672, depth=8192)
-    wide = hopper._shape(nf4)
+    wide = tiles.shape_of(nf4)
     assert wide.beside and wide.persistent and not wide.alone
-    one_each = hopper._shape(replace(nf4, columns=8192))
+    one_each = tiles.shape_of(replace(nf4, columns=8192))
     assert one_each.depth_groups > 1 and not one_each.beside and not one_each.persistent
-    assert not hopper._shape(replace(nf4, rows=300)).beside
+    assert not tiles.shape_of(replace(nf4, rows=300)).beside
 
 
 def test_blocks_share_x_where_two_have_the_same_rows_at_a_time():
     several = replace(PROBLEM, rows=1024, format=LAID["int4"], columns=14336, depth=4096)
-    assert hopper._shape(several).shared_x
+    assert tiles.shape_of(several).shared_x
     one_tile = replace(several, rows=256)  # all blocks have them
     odd = replace(several, columns=14336 + 128)  # tiles of the weight's rows
     for problem in (one_tile, odd, replace(several, multiprocessors=131)):
-        shape = hopper._shape(problem)
+        shape = tiles.shape_of(problem)
         assert not shape.shared_x
 
 
 def test_tiles_have_as_many_rows_of_x_as_others():
-    for rows, tiles, each in ((70, 1, 70), (257, 2, 144), (1030, 5, 208), (512, 2, 256)):
-        assert hopper._tile_tokens(rows, tiles) == each
+    for rows, count, each in ((70, 1, 70), (257, 2, 144), (1030, 5, 208), (512, 2, 256)):
+        assert tiles.tokens_of_tile(rows, count) == each
 
 
-@given(sizes, st.sampled_from(hopper.TOKENS))
+@given(sizes, st.sampled_from(tiles.TOKENS))
 def test_every_tile_has_rows_of_x(rows, tokens):
-    tiles = -(-rows // tokens)
-    each = hopper._tile_tokens(rows, tiles)
-    assert each <= tokens and (tiles - 1) * each < rows <= tiles * each
-    assert tiles == 1 or each % 16 == 0  # whole boxes, of which two blocks have half
+    count = -(-rows // tokens)
+    each = tiles.tokens_of_tile(rows, count)
+    assert each <= tokens and (count - 1) * each < rows <= count * each
+    assert count == 1 or each % 16 == 0  # whole boxes, of which two blocks have half
 
 
 @given(sizes, processors)
 def test_blocks_that_have_rows_in_common(columns, processors):
     """All rows are somebody's, in as few rounds as without them."""
     for groups, tokens in ((2, 128), (4, 64), (2, 256), (3, 128)):
-        shape = hopper.Shape(tokens, groups, 1, 1, 4, 1, 2, 4)
-        found = hopper._halves(shape, columns, processors)
+        shape = tiles.Shape(tokens, groups, 1, 1, 4, 1, 2, 4)
+        found = tiles.halves_of(shape, columns, processors)
         both = 64 * (2 * groups * found.rounds - 1)  # rows of two blocks
         assert found.blocks % 2 == 0 and found.blocks // 2 * both >= columns
         assert (found.blocks // 2 - 1) * both < columns and found.rows * found.rounds * 2 <= both
-        tiles = -(-columns // (64 * groups))
-        if hopper._is_halved(shape, found, tiles, 1, processors):
-            assert found.blocks <= processors and found.rounds <= -(-tiles // processors)
-        assert not hopper._is_halved(shape, found, tiles, 2, processors)
+        count = -(-columns // (64 * groups))
+        if tiles.is_halved(shape, found, count, 1, processors):
+            assert found.blocks <= processors and found.rounds <= -(-count // processors)
+        assert not tiles.is_halved(shape, found, count, 2, processors)
 
 
 def test_the_large_table_of_levels_leaves_enough_stages():
     """Of a codebook of 4 bits 64 KB, where integers have none."""
     for rows in (256, 4096):
         for name, wide in (("nf4", True), ("mxfp4", True), ("int4", False), ("dynamic8", False)):
-            shape = hopper._shape(replace(PROBLEM, rows=rows, format=LAID[name], columns=14336))
+            shape = tiles.shape_of(replace(PROBLEM, rows=rows, format=LAID[name], columns=14336))
             assert shape.tokens == 256 and shape.wide == wide
-            assert not wide or shape.stages >= hopper.LEAST_STAGES
-            assert hopper._drain(shape) == (32 if wide else 64)
+            assert not wide or shape.stages >= tiles.LEAST_STAGES
+            assert tiles.drain_of(shape) == (32 if wide else 64)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
