@@ -10,7 +10,6 @@ namespace cuquant {
 // Where a warpgroup puts sums before they are stored: floats of each token, and those that it has room for, so that 16-bit
 // results of twice as many tokens fit.
 constexpr int kDrainPitch = 68, kDrainRoom = 72;
-constexpr int kBoxTokens = 16;  // that the copy engine stores at a time where a tile has no whole kDrain
 
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>
@@ -28,9 +27,11 @@ struct Tile {
 // kGroups: warpgroups of a block. kSlight: little shared memory is left.
 template <class T, int kTokens, int kGroups, bool kSlight>
 struct Drain {
-    static constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kGroups == 4 || kTokens == 192 || kSlight ? 32 : 64;
+    static constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kTokens == 160 || kTokens == 224 ? kTokens / 4 : kGroups == 4 || kTokens == 192 || kSlight ? 32 : 64;
     static constexpr int kDrain = kTokens < kMost ? kTokens : kMost, kParts = kTokens / kDrain;  // tokens that are stored at a time
-    static constexpr int floats = kDrain * kDrainRoom;                                           // of a warpgroup
+    static constexpr int kBox = kDrain % 16 ? 8 : 16;                                            // and by the copy engine, where a tile has no whole kDrain
+    static constexpr int kWhole = kTokens > 128 ? 256 : 1;                                       // floats of 1024 bytes, on which boxes begin
+    static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;          // of a warpgroup
     using Whole = Results<T, 64>;
     static constexpr int kPartBytes = kDrain * Whole::kPitch;
     static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
@@ -53,7 +54,7 @@ struct Drain {
     template <bool kSends, class Stores, class Place>
     __device__ static void store(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const TensorMap& y, const Tile& tile, int row_group, int warp, int lane,
                                  const Stores& stores, Place place) {
-        static_assert(!kSends || floats * 4 % 1024 == 0, "boxes begin on 1024 bytes, the second warpgroup's too");
+        static_assert(!kSends || kWhole > 1, "boxes have a place");
         const int thread = threadIdx.x % 128, first_row = static_cast<int>(tile.row) + row_group * 64, barrier = 1 + row_group;
         const bool quick = Whole::possible(epilogue, tile.N);
         const typename Whole::Bias bias(epilogue, first_row + warp * kStrip, quick ? tile.N : 0, lane);

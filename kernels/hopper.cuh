@@ -96,11 +96,13 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUQUANT_NAMES_64 CUQUANT_NAMES_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define CUQUANT_NAMES_96 CUQUANT_NAMES_64 \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define CUQUANT_NAMES_80 CUQUANT_NAMES_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUQUANT_NAMES_96 CUQUANT_NAMES_80 \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define CUQUANT_NAMES_128 CUQUANT_NAMES_96 \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+#define CUQUANT_NAMES_112 CUQUANT_NAMES_96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define CUQUANT_NAMES_128 CUQUANT_NAMES_112 \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define CUQUANT_SUMS_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define CUQUANT_SUMS_8(c, i) CUQUANT_SUMS_4(c, i), CUQUANT_SUMS_4(c, i + 4)
@@ -108,7 +110,9 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
 #define CUQUANT_SUMS_32(c, i) CUQUANT_SUMS_16(c, i), CUQUANT_SUMS_16(c, i + 16)
 #define CUQUANT_SUMS_48(c, i) CUQUANT_SUMS_32(c, i), CUQUANT_SUMS_16(c, i + 32)
 #define CUQUANT_SUMS_64(c, i) CUQUANT_SUMS_32(c, i), CUQUANT_SUMS_32(c, i + 32)
+#define CUQUANT_SUMS_80(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_16(c, i + 64)
 #define CUQUANT_SUMS_96(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_32(c, i + 64)
+#define CUQUANT_SUMS_112(c, i) CUQUANT_SUMS_96(c, i), CUQUANT_SUMS_16(c, i + 96)
 #define CUQUANT_SUMS_128(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_64(c, i + 64)
 
 // `sums` is half of `columns`; what follows are the names of the operands behind them.
@@ -127,7 +131,9 @@ CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20")
 CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36")
 CUQUANT_WGMMAS(96, 48, "%48", "%49", "%50", "%51", "%52")
 CUQUANT_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68")
+CUQUANT_WGMMAS(160, 80, "%80", "%81", "%82", "%83", "%84")
 CUQUANT_WGMMAS(192, 96, "%96", "%97", "%98", "%99", "%100")
+CUQUANT_WGMMAS(224, 112, "%112", "%113", "%114", "%115", "%116")
 CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
 
 #undef CUQUANT_WGMMAS
@@ -144,8 +150,12 @@ CUQUANT_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132")
 #undef CUQUANT_SUMS_48
 #undef CUQUANT_NAMES_64
 #undef CUQUANT_SUMS_64
+#undef CUQUANT_NAMES_80
+#undef CUQUANT_SUMS_80
 #undef CUQUANT_NAMES_96
 #undef CUQUANT_SUMS_96
+#undef CUQUANT_NAMES_112
+#undef CUQUANT_SUMS_112
 #undef CUQUANT_NAMES_128
 #undef CUQUANT_SUMS_128
 

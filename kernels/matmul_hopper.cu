@@ -78,7 +78,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     using Drained = Drain<T, kTokens, kGroups, kTable && kTokens == 256>;
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
-    constexpr bool kSends = kAlone && kKind == kOne && kTokens >= 192 && Decode::table_bytes % 1024 == 0;
+    constexpr bool kSends = kAlone && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
     static_assert(!kHalved || Drained::kParts > 1, "half of the parts are another block's");
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
@@ -458,7 +458,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (halved) HalfParts::run(sum, stages, received, 0, 0, rank, 0);
         }
         if constexpr (kAlone) {
-            const Tile own_tile{token, rows, row, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? kBoxTokens : Drained::kDrain};
+            const Tile own_tile{token, rows, row, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
             if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, warp % 4, lane);
             else {
                 const auto stores = [&](int part, int parts) { return !halved || halves.has_sums(part, parts); };

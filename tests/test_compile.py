@@ -174,7 +174,7 @@ def test_groups_that_are_columns_or_meet_operands_need_no_local_memory(name, blo
 TILES = [
     (name, ("float16", "bfloat16")[i % 2], rows)
     for i, name in enumerate(("int4", "nf4", "uint4", "int8", "uint3", "k6", "q4_1", "q4_k"))
-    for rows in (80, 128, 160)
+    for rows in (80, 128, 160, 192, 224)
 ]
 
 

@@ -72,6 +72,9 @@ SHAPES = [
     (256, 2, 1, 1, 4, 1, 2, 1),
     (192, 2, 1, 1, 3, 1, 2, 4),
     (192, 1, 2, 2, 4, 1, 2, 4),
+    (160, 2, 1, 2, 4, 1, 2, 4),
+    (160, 1, 2, 2, 4, 1, 2, 2),
+    (224, 2, 1, 1, 3, 1, 2, 4),
     (96, 2, 1, 1, 3, 1, 2, 4),
     (96, 1, 3, 2, 6, 2, 2, 1),
     (96, 4, 1, 1, 3, 1, 2, 2),
@@ -94,7 +97,9 @@ HALVED = [
         (128, 2, 1, 1, 4, 1, 2, 2),
         (128, 4, 1, 1, 3, 2, 2, 1),
         (96, 4, 1, 1, 3, 1, 2, 2),
+        (160, 2, 1, 1, 3, 1, 2, 2),
         (192, 2, 1, 1, 3, 1, 2, 4),
+        (224, 2, 1, 1, 3, 1, 2, 4),
         (256, 2, 1, 1, 3, 1, 2, 4),
     )
 ]
@@ -117,6 +122,7 @@ GATED = [
     ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 2, 4, 4, 2, 4, tiles.GATED)),
     ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 1, 4, 2, 1, 4, tiles.GATED)),
     ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 1, 2, 2, 1, 4, tiles.GATED)),
+    ("int4", 170, (150, 648), (1, 1), (160, 2, 1, 1, 3, 1, 2, 4, tiles.GATED)),
     ("int4", 270, (150, 648), (1, 1), (256, 2, 1, 1, 2, 1, 2, 4, tiles.GATED)),
     ("int4", 22, (70, 256), (1e-4, 2e4), ()),  # one is in float16's range, and one is not
     ("nf4", 22, (70, 256), (1e-3, 1e3), ()),
@@ -209,24 +215,28 @@ def test_blocks_that_share_x_and_the_last_tiles(built):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "case", "tile_rows", "box"),
+    ("tokens", "case", "tile_rows", "box", "sent_at_once"),
     [
-        (256, Case("int4", "float16", 300, (200, 320)), 128, 160),
-        (256, Case("nf4", "bfloat16", 257, (136, 320)), 128, 144),
-        (256, Case("nf4", "float16", 139, (136, 320)), 128, 139),
-        (192, Case("nf4", "float16", 400, (136, 320)), 128, 144),
-        (192, Case("int4", "float16", 384, (200, 320)), 128, 192),
+        (256, Case("int4", "float16", 300, (200, 320)), 128, 160, 16),
+        (256, Case("nf4", "bfloat16", 257, (136, 320)), 128, 144, 16),
+        (256, Case("nf4", "float16", 139, (136, 320)), 128, 139, 64),
+        (192, Case("nf4", "float16", 400, (136, 320)), 128, 144, 16),
+        (192, Case("int4", "float16", 384, (200, 320)), 128, 192, 32),
+        (160, Case("int4", "bfloat16", 300, (200, 320)), 128, 160, 40),
+        (160, Case("nf4", "float16", 280, (136, 320)), 128, 144, 8),
+        (160, Case("int4", "float16", 131, (136, 320)), 128, 131, 40),
+        (224, Case("int4", "float16", 400, (200, 320)), 128, 208, 8),
+        (224, Case("nf4", "float16", 440, (136, 320)), 128, 224, 56),
+        (224, Case("int4", "bfloat16", 219, (200, 320)), 128, 219, 56),
         # A box has rows of another tile, and follows one that has none.
-        (256, Case("int4", "bfloat16", 300, (224, 320)), 112, 160),
-        (256, Case("int4", "float16", 1030, (224, 64)), 112, 208),
+        (256, Case("int4", "bfloat16", 300, (224, 320)), 112, 160, 16),
+        (256, Case("int4", "float16", 1030, (224, 64)), 112, 208, 16),
     ],
     ids=str,
 )
-def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, built):
+def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, sent_at_once, built):
     """Tiles end within the rows of x and of the weight; what is beside the output stays."""
     rows, columns = case.rows, case.shape[0]
-    together = 32 if tokens == 192 else 64  # rows of x that are stored
-    sent_at_once = together if box in (rows, 192) else 16
     bias = normal((columns,), "float32")
     rule = mock.patch.object(hopper, "rows_of_tile", lambda *_: tile_rows)
     shape = divided((tokens, 2, 1, 1, 3, 1, 2, 4))

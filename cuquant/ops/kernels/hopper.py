@@ -16,9 +16,9 @@ from cuquant.ops.kernels.operands import Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.route import ELEMENT_BYTES, gather, gathered, pitch
 from cuquant.ops.kernels.tiles import (
-    BOX_TOKENS,
+    BOX_ALIGNMENT,
     Shape,
-    drain_of,
+    box_of,
     halves_of,
     is_heavy,
     rows_of_tile,
@@ -30,7 +30,6 @@ from cuquant.ops.tensor_map import MAP_BYTES
 
 NOT_ROUTED = bytes(24)  # matmul_hopper.cu's Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
-BOX_ALIGNMENT = 1024  # of results on their way, behind a codebook's table
 FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul_stream.cu little to overlap
 
 
@@ -130,9 +129,8 @@ class Hopper:
             if not whole or out_type != TYPES[dtype]:
                 return NO_MAP
             matrix = (rows, columns, out_stride * ELEMENT_BYTES)
-            several = token_tiles > 1 and tile_tokens % drain_of(shape)
-            together = BOX_TOKENS if several else drain_of(shape)
-            return backend.tensor_map(out, *matrix, together, dtype)
+            box = box_of(shape, token_tiles, tile_tokens)
+            return backend.tensor_map(out, *matrix, box, dtype)
 
         # One row may have any stride, but a tensor map wants one of whole vectors.
         stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES

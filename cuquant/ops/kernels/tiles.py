@@ -14,14 +14,17 @@ from cuquant.ops.kernels.prepacked import Groups
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
 DRAIN_PITCH = 72  # floats that each of them has room for
-BOX_TOKENS = 16  # rows of x that the copy engine stores, where tiles have no whole DRAIN
+BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
+BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
+MANY = (160, 192, 224, 256)  # rows of x, of which a multiprocessor has two warpgroups
+QUARTERED = (160, 224)  # of these, those that are stored by quarters
 # Units of a stage, by rows of x.
-SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), 192: (1,), 256: (1,)}
-TOKENS = (16, 32, 64, 96, 128, 192, 256)
-MANY = TOKENS[-2:]  # of which a multiprocessor has two warpgroups
+SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
+TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
+ALONE = 224  # rows of x, of which two warpgroups along K are slower than one
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
 
@@ -102,10 +105,20 @@ class Shape:
 
 def drain_of(shape: Shape) -> int:
     """Rows of x that are stored at a time: few where other things need the place; an even part."""
+    if shape.tokens in QUARTERED:
+        return shape.tokens // 4
     large = shape.wide and shape.tokens == TOKENS[-1]
-    small = large or shape.row_groups == 4 or shape.tokens == MANY[0]
+    small = large or shape.row_groups == 4 or shape.tokens == 192
     most = DRAIN_SMALL if small else DRAIN
     return most * 3 // 4 if shape.tokens == FEW_MORE else most
+
+
+def box_of(shape: Shape, token_tiles: int, tile_tokens: int) -> int:
+    """And by the copy engine: fewer where there are several tiles, which have no whole ones."""
+    drain = drain_of(shape)
+    if token_tiles == 1 or tile_tokens % drain == 0:
+        return drain
+    return BOX_SMALL if drain % BOX_TOKENS else BOX_TOKENS
 
 
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
@@ -114,7 +127,9 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
     drain = 0
     if shape.alone:
-        drain = shape.row_groups * min(shape.tokens, drain_of(shape)) * DRAIN_PITCH * 4
+        each = min(shape.tokens, drain_of(shape)) * DRAIN_PITCH * 4
+        whole = BOX_ALIGNMENT if shape.tokens in MANY else 1
+        drain = shape.row_groups * -(-each // whole) * whole
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
     received = 16 if shape.split > 1 or shape.paired or shape.halved else 0
@@ -200,6 +215,7 @@ FEED, MEMORY, MULTIPLIED = 48.2, 12.95, 1943
 COMPUTED, LOOKED_UP, HEAVY = (610, 33), (608, 57), (960, 95)
 WAITING = {(1, 4): 4.3, (2, 4): 0.75, (2, 2): 0.2, (2, 1): 0.2}
 COMING_LATE, IN_TURN, IN_TURN_READING = 1.31, 0.04, 0.13
+UNUSUAL = 1.04  # what products of QUARTERED rows of x take more than their part of others'
 # Cycles of blocks whose sums are parts, and of those that meet another block; floats that
 # warpgroups of a block give each other in a cycle, and that blocks do.
 PARTS, MEETING, GIVEN, SENT = 420, 280, 10, 9
@@ -243,7 +259,8 @@ def _cost(
     if rows <= TOKENS[-1]:
         reading = tiles * units * codes / (processors * MEMORY)
         reading += IN_TURN_READING * units / s.split * alone + end
-    return max(rounds * (units / s.split * step + end), reading)
+    cost = max(rounds * (units / s.split * step + end), reading)
+    return cost * UNUSUAL if s.tokens in QUARTERED else cost
 
 
 def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
@@ -270,6 +287,8 @@ def _shapes(rows: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
             if tokens == FEW_MORE and (depth_groups > 2 or rows > tokens):
+                continue
+            if tokens == ALONE and depth_groups > 1:
                 continue
             if row_groups == 4 and decoding.room < (2 if tokens >= FEW_MORE else 1):
                 continue
