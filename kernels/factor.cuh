@@ -26,11 +26,8 @@ struct Factor {
                 if constexpr (minimums) {
                     scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
                 } else {
-                    high[h] = pair_of<T>(s, s);
-                    if constexpr (!exact) {
-                        const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
-                        low[h] = pair_of<T>(rest, rest);
-                    }
+                    if constexpr (exact) high[h] = pair_of<T>(s, s);
+                    else split_scales<T>(s, s, high[h], low[h]);
                 }
             }
         }
@@ -41,7 +38,7 @@ struct Factor {
             const int h = r % 2;
             if constexpr (minimums) a[r] = pair_of<T>(__fmaf_rn(low_of<T>(a[r]), scale[h], minimum[h]), __fmaf_rn(high_of<T>(a[r]), scale[h], minimum[h]));
             else if constexpr (exact) a[r] = mul_pair<T>(a[r], high[h]);
-            else a[r] = fma_pair<T>(a[r], high[h], mul_pair<T>(a[r], low[h]));
+            else a[r] = scaled_twice<T>(a[r], high[h], low[h]);
         }
     }
 };

@@ -52,7 +52,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     static_assert(!kBeside || (kRing && (!kColumns || kTiles == 1)), "scales that come beside codes");
     constexpr int kChunkBytes = kStrip * Rows::row_bytes;
     using Beside = RowGroups<Own, kBeside ? kInUnit : 1, kAhead>;
-    using Factors = Choice<kColumns, ColumnFactors<Own, T, kColumns ? kCount : 2>, PairFactors<Own, kScaled ? kCount : 1>>;
+    using Factors = Choice<kColumns, ColumnFactors<Own, T, kColumns ? kCount : 2>, PairFactors<Own, T, kScaled ? kCount : 1>>;
+    constexpr bool kShrinks = Factors::shrinks;
     constexpr int kZeroBytes = kColumns ? (kAhead + 1) * 128 : 0;  // x of lanes that have none
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
@@ -436,7 +437,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         const auto group_at = [](int pair, int e) { return Rows::column(pair, e) / 16; };  // of the lane's two
         Factors factors;
         if constexpr (kBeside) factors.template load<Beside>(ring_groups + reading, d * kInUnit, g, t, order);
-        if constexpr (kScaled) {
+        if constexpr (kShrinks) {
             factors.add_to(largest_scales);
             if (shrunk) {
                 factors.shrink(lane);
@@ -457,7 +458,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table, offset, a[s]);
             if constexpr (kScaled) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[s][i] = mul_pair<T>(a[s][i], factors.scale_of(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1)));
+                for (int i = 0; i < 4; ++i) a[s][i] = factors.times(a[s][i], i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
             }
         }
         const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
@@ -493,7 +494,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 }
             }
         }
-        if constexpr (kScaled) {
+        if constexpr (kShrinks) {
             if (shrunk) factors.resize(sum, Factors::kBack);
         }
     };
@@ -557,7 +558,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         // Without conditions the compiler mixes neighbouring units.
         constexpr bool kLoads = !kRing;  // units come one by one
         const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
-        if constexpr (kScaled) {
+        if constexpr (kShrinks) {
             float before[kTiles][4];
             const auto copy_sums = [](const float (&from)[kTiles][4], float (&to)[kTiles][4]) {
 #pragma unroll

@@ -153,4 +153,13 @@ template <class T> __device__ inline float high_of(u32 pair) {
     else return float_of(pair & 0xFFFF0000u);
 }
 
+// Two scales that may have no place in T, as a sum of two pairs; and a pair times it, which is rounded once.
+template <class T>
+__device__ inline void split_scales(float low, float high, u32& pair, u32& rest) {
+    pair = pair_of<T>(low, high);
+    const auto beyond = [](float scale, float near) { return fabsf(near) <= kFloatMax ? scale - near : 0.0f; };
+    rest = pair_of<T>(beyond(low, low_of<T>(pair)), beyond(high, high_of<T>(pair)));
+}
+template <class T> __device__ inline u32 scaled_twice(u32 pair, u32 scale, u32 rest) { return fma_pair<T>(pair, scale, mul_pair<T>(pair, rest)); }
+
 }  // namespace cuquant

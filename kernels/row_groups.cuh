@@ -79,16 +79,18 @@ struct LaneZeros {
     }
 };
 
-// And their scales, as pairs of float16: a weight's product with its scale is rounded once. (bfloat16 has no place for such a scale.)
-template <class Group, int kCount>
-struct PairFactors : LaneZeros<Group, Half, kCount> {
-    using LaneZeros<Group, Half, kCount>::two;
-    using LaneZeros<Group, Half, kCount>::of;
-    using Order = typename LaneZeros<Group, Half, kCount>::Order;
+// And their scales, as pairs of T: of bfloat16, which has no place for a scale, as sums of two. A weight's product with its scale
+// is rounded once.
+template <class Group, class T, int kCount>
+struct PairFactors : LaneZeros<Group, T, kCount> {
+    using LaneZeros<Group, T, kCount>::two;
+    using LaneZeros<Group, T, kCount>::of;
+    using Order = typename LaneZeros<Group, T, kCount>::Order;
     // Products with larger scales may be beyond float16, if zero points are no codes too: sums have them times kShrunk then.
+    static constexpr bool shrinks = is_same<T, Half>;
     static constexpr u32 kLarge = 0x5C00u;  // 256
     static constexpr float kShrunk = 0.00390625f, kBack = 256.0f;
-    u32 scale[2];
+    u32 scale[2], rest[2];
     bool shrunk[2];  // of a row
 
     template <class Rows>
@@ -97,7 +99,9 @@ struct PairFactors : LaneZeros<Group, Half, kCount> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u32 own = from + Rows::scale_at(first, g + 8 * h) + t * kCount / 4 * 2;
-            scale[h] = two ? __byte_perm(load4_shared(own), 0, order.scale) : __byte_perm(load2_shared(own), 0, 0x1010);
+            const u32 halves = two ? __byte_perm(load4_shared(own), 0, order.scale) : load2_shared(own);
+            if constexpr (!shrinks) split_scales<T>(float_of_half(halves), two ? float_of_high_half(halves) : float_of_half(halves), scale[h], rest[h]);
+            else scale[h] = two ? halves : __byte_perm(halves, 0, 0x1010);
         }
     }
 
@@ -122,11 +126,15 @@ struct PairFactors : LaneZeros<Group, Half, kCount> {
                 if (shrunk[e / 2]) sum[q][e] *= by;
     }
 
-    // Of row g + 8 h and columns in groups `low` and `high` of the lane's.
-    __device__ u32 scale_of(int h, int low, int high) const { return of(scale[h], low, high); }
+    // A pair of weights of row g + 8 h, whose columns are in groups `low` and `high` of the lane's.
+    __device__ u32 times(u32 pair, int h, int low, int high) const {
+        if constexpr (shrinks) return mul_pair<T>(pair, of(scale[h], low, high));
+        else return scaled_twice<T>(pair, of(scale[h], low, high), of(rest[h], low, high));
+    }
 };
 
-template <class Group> struct PairFactors<Group, 1> {
+template <class Group, class T> struct PairFactors<Group, T, 1> {
+    static constexpr bool shrinks = false;
     struct Order { __device__ explicit Order(int) {} };
 };
 
@@ -134,6 +142,7 @@ template <class Group> struct PairFactors<Group, 1> {
 // meets one scale then: those of groups 2 t and 2 t + 1, modulo kCount, are for lane t, which has these columns.
 template <class Group, class T, int kCount>
 struct ColumnFactors : LaneZeros<Group, T, kCount> {
+    static constexpr bool shrinks = false;
     using Order = typename LaneZeros<Group, T, kCount>::Order;
     u32 scale[2];  // of rows g and g + 8
 

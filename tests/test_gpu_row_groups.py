@@ -3,7 +3,15 @@ the CPU, and larger shapes."""
 
 import pytest
 from fragment_products import TYPES, Case
-from test_row_groups_kernel import CASES, FORMATS, LARGE, check_large_scales, expected, large_case
+from test_row_groups_kernel import (
+    CASES,
+    FORMATS,
+    LARGE,
+    check_large_scales,
+    check_rounded_once,
+    expected,
+    large_case,
+)
 
 import cuquant as cq
 
@@ -36,6 +44,11 @@ def test_of_the_size_of_a_layer(name, block, dtype, linear):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("name", "block"), LARGE)
-def test_products_beyond_float16_are_not_lost(name, block, linear):
-    check_large_scales(linear, large_case(name, block), on_gpu=True)
+@pytest.mark.parametrize("large", LARGE, ids=str)
+def test_products_beyond_float16_are_not_lost(large, linear):
+    check_large_scales(linear, large_case(*large), on_gpu=True)
+
+
+@pytest.mark.parametrize("large", LARGE, ids=str)
+def test_a_weight_that_meets_its_scale_is_rounded_once(large, linear):
+    check_rounded_once(linear, large_case(*large))

@@ -43,15 +43,18 @@ class Way(NamedTuple):
     short: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, groups: Groups) -> "Way":
-        """That of a product on a GPU with clusters."""
+    def all_of(cls, problem: Problem, groups: Groups) -> Iterator["Way"]:
+        """Those of a product on a GPU with clusters: the fastest, and where scales come beside
+        codes, another one that leaves more room for x."""
         fmt = problem.format
         assert fmt is not None
-        units, meet = -(-problem.depth // UNIT), _meet(problem, groups)
-        paired = _in_pairs(problem, groups, units, meet)
-        if not _has_ring(fmt.bits, groups, units, paired):
-            return cls(span=1 + paired)
-        return cls(True, 1 + paired, meet, _is_short(problem, groups, meet))
+        units = -(-problem.depth // UNIT)
+        for meet in dict.fromkeys((_meet(problem, groups), AT_SUMS)):
+            paired = _in_pairs(problem, groups, units, meet)
+            if _has_ring(fmt.bits, groups, units, paired):
+                yield cls(True, 1 + paired, meet, _is_short(problem, groups, meet))
+            else:
+                yield cls(span=1 + paired)
 
     def rooms(self, fmt: Format, groups: Groups) -> Iterator[tuple[int, int, int, int]]:
         """What codes that are copied may take: bytes of a warp's ring, units of a chunk, units in
@@ -128,8 +131,9 @@ def _meet(problem: Problem, groups: Groups) -> int:
     """What the scales of several groups in a unit meet: see Way.
 
     Where groups of few rows of x are columns of one product, a sum meets one scale, and lanes have
-    codes as they lie. Of more rows float16 operands meet theirs, but for levels that were rounded.
-    Where these cannot, a few such products take less than lanes that change codes, unless there is
+    codes as they lie. Of more rows operands meet theirs, but for levels that were rounded; of
+    bfloat16, which takes longer, with groups of 16 alone, and where two such products do not do.
+    Where operands cannot, a few products take less than lanes that change codes, unless there is
     little to change, or what is looked up takes longest.
     """
     p, fmt = problem, problem.format
@@ -144,9 +148,10 @@ def _meet(problem: Problem, groups: Groups) -> int:
         return AT_SUMS
     columns = p.rows * groups.fine * (2 if _has_short_codes(fmt) else 1)
     products = 1 << (-(-columns // TILE) - 1).bit_length()
-    operands = p.dtype == "float16" and exact and not (halves and fmt.bits == 4)
-    few = 2 if halves or fmt.bits not in (4, 6) else 4
-    if products <= (1 if operands else few):
+    half = p.dtype == "float16"
+    operands = exact and not (halves and (fmt.bits == 4 or not half))
+    few = 2 if operands or halves or fmt.bits not in (4, 6) else 4
+    if products <= (1 if operands and half else few):
         return products
     return AT_OPERANDS if operands and p.rows <= TILE * (1 if halves else 2) else AT_SUMS
 

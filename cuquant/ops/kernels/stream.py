@@ -275,31 +275,37 @@ def division_of(problem: Problem) -> Division | None:
     groups = Groups.of(fmt, p.depth)
     units = -(-p.depth // UNIT)
     by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
-    way = Way.of(p, groups) if by_rows else Way()
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
     farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
 
-    def divided(memory: Memory, most: int = 0) -> Division | None:
+    def divided(memory: Memory, way: Way, most: int = 0) -> Division | None:
         rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, way.short
         shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
         return Division(shape, groups, memory.table > small.table, memory, way.span, way.meet)
 
-    if way.copied:  # the larger table saves instructions
-        rooms = [Memory(t, *room) for t in tables[::-1] for room in way.rooms(fmt, groups)]
-        found = filter(None, map(divided, rooms))
-        return min(found, key=lambda division: _cost(division, units), default=None)
-    if by_rows:
-        found = divided(large, ROWS_SHARED)
-        if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
-            return found
-    found = divided(small)
-    wide = divided(large)
-    return wide if found and wide and wide.shape == found.shape else found
+    def divided_as(way: Way) -> Division | None:
+        if way.copied:  # the larger table saves instructions
+            rooms = [Memory(t, *room) for t in tables[::-1] for room in way.rooms(fmt, groups)]
+            found = filter(None, (divided(room, way) for room in rooms))
+            return min(found, key=lambda division: _cost(division, units), default=None)
+        if by_rows:
+            found = divided(large, way, ROWS_SHARED)
+            if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
+                return found
+        found = divided(small, way)
+        wide = divided(large, way)
+        return wide if found and wide and wide.shape == found.shape else found
+
+    if not by_rows:
+        return divided_as(Way())
+    found = filter(None, map(divided_as, Way.all_of(p, groups)))
+    # The one that reads the weight fewest times, or the first of them.
+    return min(found, key=lambda division: -(-p.rows // division.shape.tokens), default=None)
 
 
 def _copies_groups(fmt: Format, groups: Groups) -> bool:
