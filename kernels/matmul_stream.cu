@@ -3,11 +3,9 @@
 // the block holds in shared memory. Scales meet the float32 sums of their group, or what kMeet says (row_groups.cuh). The warps of
 // a block and the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "cluster.cuh"
+#include "follow.cuh"
+#include "lines.cuh"
 #include "named_barrier.cuh"
-#include "overlap.cuh"
-#include "prepacked.cuh"
-#include "row_groups.cuh"
-#include "rows.cuh"
 #include "staged.cuh"
 
 namespace cuquant {
@@ -238,31 +236,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; d += kSpan) load_groups(d, false);
         load_coming(groups);
     };
-    // What follows the first units comes to L2, where a warp has many. x is wanted before it, but then the copy engine, which
-    // brings x, is not free for it: 4 KB by lines, of 8 bits twice that where there is most; of codes that take longest, and for
-    // few tokens, less by the engine. Of 3 bits as much in front of x.
-    constexpr int kUnitBytes = 128 * kBits, kRest = 4096 / kUnitBytes - kAhead;  // units
-    constexpr bool kLookedUp = kGroupRing || Decode::table_bytes > 0;
-    enum class Soon { No, Run, Lines, RunBehind };
-    constexpr Soon kSoon = kBits <= 2 || kMinimum || kRing ? Soon::No
-                         : kRows ? (kBits == 4 || kBits == 8 ? Soon::Lines : Soon::No)
-                         : kLookedUp ? (kRest > 0 ? Soon::RunBehind : Soon::No)
-                         : kBits == 3 ? (kRest > 0 ? Soon::Run : Soon::No) : Soon::Lines;
+    // What follows the first units comes to L2, where a warp has many.
+    using Next = Follow<kBits, kAhead, kRows, kRing != 0, kMinimum, (kGroupRing || Decode::table_bytes > 0)>;
     const auto prefetch_more = [&] {
-        if (count <= kAhead + (kSoon == Soon::Lines ? kAhead : kRest) || now.turns <= 0) return;
+        if (count <= Next::few || now.turns <= 0) return;
         // Anew, since where the first units are would take registers until here.
-        const i64 strip = anew(first_strip);
-        const u8* const codes = reinterpret_cast<const u8*>(weights.codes);
-        if constexpr (kSoon == Soon::Lines) {
-            const i64 row = strip * kStrip + lane % kStrip;  // by rows, two lines of each
-            const u8* const from = codes + (kRows ? row * row_bytes + (first + kAhead) * (8 * kBits) : (strip * weights.units + first + kAhead) * kUnitBytes);
-            const int left = kRows && row >= weights.rows ? 0 : (count - kAhead) * (kRows ? 8 * kBits : kUnitBytes), at = (kRows ? lane / kStrip : lane) * 128;
-            if (at < left) prefetch_line(from + at);
-            constexpr int kFurther = kRows ? 256 : 4096;
-            if (kBits == 8 && count > 4 * kAhead && at + kFurther < left) prefetch_line(from + at + kFurther);
-        } else if (lane == 0) {
-            prefetch_run(codes + (strip * weights.units + first + kAhead) * kUnitBytes, kRest * kUnitBytes);
-        }
+        Next::prefetch(weights, anew(first_strip), first, count, lane);
     };
     const auto copy_second = [&] {
         Chunk after = now;
@@ -285,7 +264,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (early && !kBeside) close_copies();
             if constexpr (!kRing) copy_second();
         }
-        if constexpr (kSoon == Soon::Run) prefetch_more();
+        if constexpr (Next::in_front) prefetch_more();
         if constexpr (kFour) {
             locate_four();
             zeros_of_four(four);  // which no kernel writes that lets the next one start
@@ -311,7 +290,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             close_copies();
         }
     }
-    if constexpr (kSoon == Soon::Lines) { if (!kRows || kBits == 8 || tokens <= 2) prefetch_more(); }
+    if (Next::beside(tokens)) prefetch_more();
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();
     if (!kEarly || warp == 0) filling.store(tables, filler);
@@ -320,7 +299,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     __syncthreads();
     if constexpr (kRing) { if (count > 0) copy_second(); }  // before these the copies of x have begun
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
-    if constexpr (kSoon == Soon::RunBehind) { if (tokens <= 2) prefetch_more(); }
+    if (Next::behind(tokens)) prefetch_more();
     if constexpr (!kByParts) {
         staged.wait(first - block_first, first - block_first + count);
     } else if constexpr (kOneWarp) {
@@ -336,25 +315,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     const typename Rows::Sides sides(t);
     int reading = 0;
-    // Where the lane reads unit 0 of its token of each product, or of any where there is none. Of columns that are groups it may
-    // have none of x, or not the first 16 columns, or not those behind them; there it reads zeros, which no steps lead away from.
-    constexpr bool kParted = kCount == 8 && kColumns;
-    u32 x_lane[kProducts], x_behind[kParted ? kProducts : 1];
-    int x_step = 128, step_behind = 128;
-#pragma unroll
-    for (int q = 0; q < kProducts; ++q) {
-        const int own = (8 * q + (kRows ? g : lane % 8)) / (kColumns ? kCount : 1), m = own < M_here ? own : 0;
-        x_lane[q] = shared_address(xs) + m * x_pitch + (first - block_first) * 128 + (kRows ? Rows::x_place(t) : lane / 8 * 16);
-        if constexpr (kColumns) {
-            const u32 no_x = shared_address(zeros) + 32;
-            if constexpr (kParted) x_behind[q] = Factors::has(true, g, t) ? x_lane[q] + sides.across : no_x;
-            if (!Factors::has(false, g, t)) x_lane[q] = no_x;
-        }
-    }
-    if constexpr (kColumns) {
-        x_step = anew(Factors::has(false, g, t) ? 128 : 0);
-        if constexpr (kParted) step_behind = anew(Factors::has(true, g, t) ? 128 : 0);
-    }
+    const Choice<kRows, RowsOfX<Rows, Factors, kProducts, kColumns ? kCount : 1>, LinesOfX<kProducts>>
+        lines(shared_address(xs) + (first - block_first) * 128, x_pitch, M_here, shared_address(zeros) + 32, lane, sides);
     if constexpr (kPairsX) {  // for all warps that have this part of K
         u8* const own_x = xs + (first - block_first) * 128 + Rows::x_place(t);
         for (int i = warp % kStrips * 8 + g; i < M_here * (count / kSpan); i += kStrips * 8) {
@@ -470,9 +432,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
 #pragma unroll
             for (int q = 0; q < kProducts; ++q) {
                 u32 b[8 * kSpan];
-                const u32 line = x_lane[q] + at * x_step + d * 128;
-                const u32 behind = kParted ? x_behind[q] + at * step_behind + d * 128 : line + sides.across;
-                Rows::read_x(line, behind, b);
+                lines.read(q, at, d, b);
 #pragma unroll
                 for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
                 if constexpr (kColumns) {
@@ -488,7 +448,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
                 for (int q = 0; q < kProducts; ++q) {
-                    const uint4 b = load_matrices(x_lane[q] + (at + d) * 128 + s * 32);
+                    const uint4 b = load_matrices(lines.first[q] + (at + d) * 128 + s * 32);
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);
                 }
