@@ -125,7 +125,7 @@ def test_blocks_that_have_rows_of_the_weight_in_common(name, dtype, depth, gpu, 
     """Two of them have sums of 64 rows, each of every other stage: of one tile, or of the last."""
     q = Case(name, shape=(28672, depth)).weight
     p, x = there(cq.prepack(q)), normal((256, depth), dtype)
-    for rows in (40, 90, 128, 192, 256):
+    for rows in (40, 90, 128, 150, 192, 210, 256):
         problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
         assert device != (90, 132) or tiles.shape_of(problem).halved
         wanted, moved = expect(x[:rows], q, device), gpu.asarray(x[:rows])
@@ -133,6 +133,21 @@ def test_blocks_that_have_rows_of_the_weight_in_common(name, dtype, depth, gpu, 
         assert wanted.admits(y, depth, on_gpu=True), rows
         assert bits_equal(cq.linear(moved, p, out_dtype="float32").get(), y)
         assert wanted.admits(cq.linear(moved, p).get(), depth, on_gpu=True), rows
+
+
+@pytest.mark.parametrize("rows", [140, 300, 400, 1290])
+@pytest.mark.parametrize(
+    ("name", "dtype", "depth"),
+    [("int4", "float16", 520), ("nf4", "bfloat16", 520), ("q4_k", "float16", 1024)],
+)
+def test_tiles_of_any_rows_of_x(name, dtype, depth, rows, gpu, device):
+    """Also of several tiles, the last ones of which are not whole."""
+    q, x = Case(name, shape=(8200, depth)).weight, normal((rows, depth), dtype)
+    problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
+    assert device != (90, 132) or tiles.shape_of(problem).tokens in tiles.MANY
+    wanted, moved, p = expect(x, q, device), gpu.asarray(x), there(cq.prepack(q))
+    assert wanted.admits(cq.linear(moved, p, out_dtype="float32").get(), depth, on_gpu=True)
+    assert wanted.admits(cq.linear(moved, p).get(), depth, on_gpu=True)
 
 
 # ---- what happens to the sums -------------------------------------------------------------------
