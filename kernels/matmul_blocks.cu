@@ -35,7 +35,8 @@ struct Sums {
     static constexpr bool meets = Least::any || (kTiles > 1 && Block::lookup && !direct) || (direct && Block::wide && !Block::lookup && !Own::half);
     // Whether there is a way out, which nobody takes: for sm_100 and sm_120 the compiler puts sums off, and spills what they
     // wait for, but not past one.
-    static constexpr bool leaves = Least::any && (kResident == 8 ? Place::subs == 2 * kSteps : kBlackwell && kTiles > 1);
+    static constexpr bool fine = Place::subs == 2 * kSteps;  // 16 columns a scale
+    static constexpr bool leaves = Least::any && (kResident == 8 ? fine : kBlackwell && (fine || kTiles > 1));
     static constexpr int table_bytes = direct ? 0 : Place::table_bytes;
     // Steps whose scales are read together; half as many where addresses of levels take the registers.
     static constexpr int few = kTiles > 1 && Block::lookup && !direct && !kWide ? 2 : 1;
