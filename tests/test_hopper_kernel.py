@@ -127,6 +127,8 @@ GATED = [
     ("int4", 22, (70, 256), (1e-4, 2e4), ()),  # one is in float16's range, and one is not
     ("nf4", 22, (70, 256), (1e-3, 1e3), ()),
 ]
+# Integers whose scales have no place in bfloat16, or have one in float16.
+ROUNDED = [(name, dtype) for name in ("int3", "int4", "int5") for dtype in TYPES]
 # Weights of about this size, whose scales their format holds.
 SIZES = [
     *(("nf4", size) for size in (1e-30, 1e-6, 1.0, 1e5, 1e30)),
@@ -174,6 +176,9 @@ def built() -> None:
     for name, size in SIZES:
         for dtype in TYPES:
             run(cq.linear, normal((19, 256), dtype), cq.prepack(sized(name, size)))
+    for name, dtype in ROUNDED:
+        with divided(SHAPES[2]):
+            run(cq.linear, normal((40, 256), dtype), cq.prepack(weight(name, (70, 256))))
     assert {program.file for program in recorder.programs} == {"matmul_hopper.cu"}
     Emulator().build(recorder.programs)
 
@@ -288,6 +293,17 @@ def test_the_same_bits_in_every_order_of_threads(built):
                 emulator = Emulator(order=order, arch=ARCH)
                 runs.append(run_case(Products(emulator), case, out_dtype="float32"))
         assert all(bits_equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROUNDED)
+def test_an_integer_that_meets_its_scale_is_rounded_once(name, dtype, run):
+    """A row of x that is 1 in one column has that column's weights for results."""
+    q, x = weight(name, (70, 256)), np.zeros_like(normal((40, 256), dtype))
+    columns = 97 * np.arange(40) % 256
+    x[np.arange(40), columns] = 1
+    with divided(SHAPES[2]):
+        y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    assert bits_equal(y, q.dequantize().astype(x.dtype).T[columns].astype(F32))
 
 
 @pytest.mark.parametrize("name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3"])
