@@ -20,7 +20,8 @@ __device__ void put(const float* sum, float* to, int pitch, int t) {
 
 // Which tokens a tile has, from `token` on, those below `rows`; and which of the N columns of the output, those below row_end.
 struct Tile {
-    i64 token, rows, row, row_end, N;
+    int token, row;
+    i64 rows, row_end, N;
     int tokens, box_tokens;  // box_tokens: of which there are whole ones in a tile, or no other tile behind it
 };
 
@@ -55,7 +56,7 @@ struct Drain {
     __device__ static void store(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const TensorMap& y, const Tile& tile, int row_group, int warp, int lane,
                                  const Stores& stores, Place place) {
         static_assert(!kSends || kWhole > 1, "boxes have a place");
-        const int thread = threadIdx.x % 128, first_row = static_cast<int>(tile.row) + row_group * 64, barrier = 1 + row_group;
+        const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64, barrier = 1 + row_group;
         const bool quick = Whole::possible(epilogue, tile.N);
         const typename Whole::Bias bias(epilogue, first_row + warp * kStrip, quick ? tile.N : 0, lane);
         if (kSends && quick && (first_row + 64 <= tile.row_end || tile.row_end == tile.N)) {  // a box has no rows of another tile
@@ -71,7 +72,7 @@ struct Drain {
                 named_barrier(barrier, 128);
                 if (thread == 0)
                     for (int first = 0; first < min(kDrain, tile.tokens - part * kDrain); first += tile.box_tokens)
-                        send_box(&y, box + first * 128, first_row, static_cast<int>(tile.token) + part * kDrain + first);
+                        send_box(&y, box + first * 128, first_row, tile.token + part * kDrain + first);
             }
         } else if (quick) {
             if constexpr (kSends) {  // the tile before may still be read

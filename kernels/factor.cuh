@@ -26,8 +26,11 @@ struct Factor {
                 if constexpr (minimums) {
                     scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
                 } else {
-                    if constexpr (exact) high[h] = pair_of<T>(s, s);
-                    else split_scales<T>(s, s, high[h], low[h]);
+                    high[h] = pair_of<T>(s, s);
+                    if constexpr (!exact) {
+                        const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
+                        low[h] = pair_of<T>(rest, rest);  // split_scales would do it twice, and spill
+                    }
                 }
             }
         }

@@ -6,7 +6,6 @@
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "drain.cuh"
 #include "factor.cuh"
-#include "halves.cuh"
 #include "overlap.cuh"
 #include "segment.cuh"
 
@@ -45,7 +44,7 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
 // unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
 // kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both;
-// kHalved: see Halves.
+// kHalved: of their last tiles, the last 64 rows of the one are the first of the other, and each has every other stage of these.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
 // are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has no more.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
@@ -136,12 +135,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
-    const Halves<kRowGroups, kSpan> halves{rank, tiles};
-    const auto is_halved = [&](int tile, int row_group) { return kHalved && halves.has(tile, row_group); };
+    const int half = rank ? 0 : kRowGroups - 1;  // kHalved: the warpgroup whose last rows are the other block's too
+    const auto is_halved = [&](int tile, int row_group) { return kHalved && tile == tiles - 1 && row_group == half; };
+    const auto row_of = [&](int number, int rank) {  // kHalved
+        const int last = number == tiles - 1, before = (2 * tiles * kRowGroups - 1) * (blockIdx.x / 2) + 2 * number * kRowGroups;
+        return (before + rank * (kRowGroups - last)) * 64;
+    };
     const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
         if constexpr (kHalved) {
             token = 0;
-            row = halves.first_row(number, rank);
+            row = row_of(number, rank);
             return;
         }
         const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
@@ -203,10 +206,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
-                    const bool other = kHalved && halves.is_other(i);
+                    const bool other = kHalved && i / kSpan % 2 != rank;
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (other && tile == tiles - 1 ? 4 : 0)) * kUnitBytes));
+                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (is_halved(tile, half) && other ? 4 : 0)) * kUnitBytes));
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
@@ -219,7 +222,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        if (has(r) && !(other && halves.has(tile, r))) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        if (has(r) && !(is_halved(tile, r) && other)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -265,8 +268,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const float own_unit = own_weights.unit;
         Own groups[2][kFine];
         const bool halved = is_halved(tile, row_group);
-        const auto fetch = [&](int d, int i) {  // of this warpgroup's units
-            const u32 unit = min(first_unit + (halved ? halves.unit(i) : i), weights.units - 1);
+        // `i`: of this warpgroup's; of halved ones those of every other stage.
+        const auto fetch = [&](int d, int i) {
+            const u32 unit = min(first_unit + (halved ? i / kSpan * 2 * kSpan + rank * kSpan + i % kSpan : i), weights.units - 1);
             const u32 first = group_of(unit);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
@@ -286,7 +290,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (kHalved) done = tile * ((units + kSpan - 1) / kSpan);
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
-        const int own_units = lost ? 0 : halved ? halves.own_units(units) : units;
+        const int own_units = [&] {
+            if (lost) return 0;
+            if (!halved) return units;
+            const int stages = (units + kSpan - 1) / kSpan, own = (stages - rank + 1) / 2;
+            return own * kSpan - ((stages - 1) % 2 == rank ? stages * kSpan - units : 0);
+        }();
         const auto leave = [&](int stage) {
             if (lane != 0) return;
             barrier_arrive(empty + stage);
@@ -412,7 +421,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         for (int n = 0; n < kRound - 1; ++n)
             if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
         if constexpr (!kHalved) done += lost ? 0 : (units + kSpan - 1) / kSpan;
-        else row = halves.first_row(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
+        else row = row_of(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
         wgmma_wait<0>();
         float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -458,10 +467,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (halved) HalfParts::run(sum, stages, received, 0, 0, rank, 0);
         }
         if constexpr (kAlone) {
-            const Tile own_tile{token, rows, row, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
+            const Tile own_tile{token, row, rows, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
             if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, warp % 4, lane);
             else {
-                const auto stores = [&](int part, int parts) { return !halved || halves.has_sums(part, parts); };
+                const auto stores = [&](int part, int parts) { return !halved || part * 2 / parts == rank; };
                 Drained::template store<kSends>(sum, drain + row_group * Drained::floats, epilogue, y, own_tile, row_group, warp % 4, lane, stores, place);
             }
         } else {
@@ -474,7 +483,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
-    if (kHalved && row_group != halves.group()) cluster_wait();
+    if (kHalved && row_group != half) cluster_wait();
 }
 
 }  // namespace cuquant
