@@ -145,6 +145,7 @@ FINE = [
     ("uint5", 16, "bfloat16", 2),
     ("uint5", 32, "bfloat16", 4),
     ("uint5", 16, "float16", 8),
+    ("int3", 16, "float16", 12),
     ("int2", 16, "bfloat16", 12),
     ("uint5", 16, "bfloat16", 8),
     ("uint6", 16, "bfloat16", 8),

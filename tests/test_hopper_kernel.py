@@ -261,7 +261,7 @@ def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, sent_
         assert (values(around) == 7).all()
 
 
-# Units of stages, and warpgroups, decide who has which; of more rows of x a few will do.
+# Units of stages, and warpgroups, decide who has which: of QUARTERED rows of x a few will do.
 IN_COMMON = [
     (numbers, *share, depth)
     for numbers in HALVED
@@ -269,7 +269,7 @@ IN_COMMON = [
         *((share, 1160) for share in SHARES),
         *((SHARES[3], depth) for depth in (8, 64, 128, 136)),
     )
-    if numbers[0] <= 128 or (share, depth) in ((SHARES[3], 136), (SHARES[6], 1160))
+    if numbers[0] not in tiles.QUARTERED or (share, depth) in ((SHARES[3], 136), (SHARES[6], 1160))
 ]
 
 
