@@ -11,6 +11,7 @@ from emulator import Emulator, Recorder, compiler
 from fragment_products import (
     BLOCKS,
     OPTIONS,
+    SMALLEST,
     TYPES,
     Case,
     Expected,
@@ -18,6 +19,7 @@ from fragment_products import (
     check_nan_scales,
     check_nonfinite_x,
     check_out,
+    operand,
     run_case,
     unit_of,
 )
@@ -27,7 +29,7 @@ from prepack_cases import LAID
 from products import TINY, ULP, UNIT, Products, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import hopper, stream, tiles
+from cuquant.ops.kernels import hopper, prepacked, stream, tiles
 from cuquant.ops.kernels.tiles import Shape
 from cuquant.reference import ACTIVATIONS
 
@@ -49,6 +51,7 @@ CASES = [
     *(Case("nf4", "float16", 20, shape) for shape in ((1, 8), (64, 64), (65, 136), (130, 328))),
     *(Case("int4", "bfloat16", rows, (70, 264)) for rows in (17, 32, 33, 65, 128, 129, 260)),
     Case("q4_k", "float16", 130, (70, 256)),
+    *(Case(name, "bfloat16", 20, (70, 32)) for name in ("q4_0", "q5_1", "q8_0")),  # one block
     Case("nf4", "float16", 18, (70, 256), "rows"),
 ]
 
@@ -129,6 +132,8 @@ GATED = [
 ]
 # Integers whose scales have no place in bfloat16, or have one in float16.
 ROUNDED = [(name, dtype) for name in ("int3", "int4", "int5") for dtype in TYPES]
+# Scales that are wider than float16, or times codes beyond it; weights have minimums or none.
+UNEVEN = ["fp8_e5m2", "fp8_e4m3", "mxfp8_e5m2", "int8", "nf4", "bof4s", "q8_0", "q4_k", "q6_k"]
 # Weights of about this size, whose scales their format holds.
 SIZES = [
     *(("nf4", size) for size in (1e-30, 1e-6, 1.0, 1e5, 1e30)),
@@ -179,6 +184,10 @@ def built() -> None:
     for name, dtype in ROUNDED:
         with divided(SHAPES[2]):
             run(cq.linear, normal((40, 256), dtype), cq.prepack(weight(name, (70, 256))))
+    for name in UNEVEN:
+        for dtype in TYPES:
+            with divided(SHAPES[2]):
+                run(cq.linear, normal((40, 256), dtype), cq.prepack(uneven(name, 1.0)))
     assert {program.file for program in recorder.programs} == {"matmul_hopper.cu"}
     Emulator().build(recorder.programs)
 
@@ -306,6 +315,30 @@ def test_an_integer_that_meets_its_scale_is_rounded_once(name, dtype, run):
     assert bits_equal(y, q.dequantize().astype(x.dtype).T[columns].astype(F32))
 
 
+@cache
+def uneven(name: str, size: float) -> cq.QuantArray:
+    """Rows whose largest weights are up to 2^10 apart."""
+    sizes = F32(size) * F32(2.0) ** -(np.arange(70, dtype=F32) % 11)
+    return cq.quantize(normal((70, 256)) * sizes[:, None], name)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [1.0, 0.02])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_weight_that_meets_its_scale_is_off_by_little_more_than_one_rounding(
+    name, size, dtype, run
+):
+    """However small its scale is: sums hide what this sees, column by column."""
+    q, x = uneven(name, size), np.zeros_like(normal((40, 256), dtype))
+    columns = 97 * np.arange(40) % 256
+    x[np.arange(40), columns] = 1
+    with divided(SHAPES[2]):
+        y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
+    w, sizes = (part[:, columns].T for part in operand(q, dtype))
+    bound = 1.01 * ULP[dtype] * np.abs(w) + 8 * UNIT * sizes + SMALLEST[dtype] / unit_of(x, q)
+    assert (np.abs(y - w) <= bound).all()
+
+
 @pytest.mark.parametrize("name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3"])
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
     """Also that of the last group, which the columns behind K share."""
@@ -333,7 +366,9 @@ def test_weights_of_any_size(name, size, run):
 def test_bfloat16_needs_no_power_of_two(name, size, run):
     q, x = sized(name, size), normal((19, 256), "bfloat16")
     y = run(cq.linear, x, cq.prepack(q), out_dtype="float32")
-    assert unit_of(x, q) == 1.0 and Expected.of(x, q, 1.0).admits(y, 256)
+    parts = cq.prepack(q).arrays()
+    assert prepacked.scaling(Recorder(), q.format, parts, "bfloat16") == prepacked.Scaling(1.0)
+    assert Expected.of(x, q, 1.0).admits(y, 256)
 
 
 def test_one_row_that_shared_memory_does_not_hold(run):

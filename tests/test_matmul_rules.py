@@ -13,7 +13,7 @@ from emulator import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arrays import LEVELS
-from products import normal, weight
+from products import normal, values, weight
 
 import cuquant as cq
 from cuquant.formats import Codebook, Minifloat
@@ -85,6 +85,21 @@ def test_the_unit_brings_the_largest_weight_near_1(name, size):
     assert math.frexp(unit)[0] == 0.5
     largest = float(np.abs(q.dequantize(dtype="float32").astype(np.float64)).max()) * unit
     assert size == 0 or 2.0**-2 < largest < 4
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e5m2", "fp8_e4m3", "mxfp8_e5m2", "q8_0"])
+@pytest.mark.parametrize("size", [1e-32, 1e-9, 1.0, 3e4, 1e30])
+def test_scales_that_meet_operands_are_neither_small_nor_large(name, size):
+    """So that float16 holds them, and the weights, of rows much smaller than others too."""
+    if name == "q8_0":
+        size = float(np.clip(size, 1e-3, 1e6))
+    q = cq.quantize(normal((9, 128)) * np.float32(size), name)
+    unit, wide = prepacked.scaling(Recorder(), q.format, cq.prepack(q).arrays(), "float16")
+    assert math.frexp(unit)[0] == 0.5 and not wide
+    scale, largest = (float(np.abs(values(part)).max()) * unit for part in (q.scale, q))
+    assert 2.0**-3 < scale < 2.0**15 and largest < 2.0**16
+    assert largest >= 2.0**12
+    assert prepacked.scaling(Recorder(), q.format, cq.prepack(q).arrays(), "bfloat16").unit == 1
 
 
 def test_units_see_through_numbers_that_are_not_finite_and_go_with_their_arrays():

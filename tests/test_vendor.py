@@ -49,6 +49,7 @@ CASES = [
 PREPACKED = [
     *(Case(name, list(DTYPES)[i % 3], 5, (35, 256)) for i, name in enumerate(LAID)),
     *(Case("nf4", dtype, 3, (35, 131)) for dtype in DTYPES),
+    Case("q5_1", "float16", 5, (35, 32)),
     *(Case("q6_k", "bfloat16", 2, (n, 256)) for n in (1, 8, 17, 48)),
     *(
         Case(name, "float16", 4, (40, 300), options=options)

@@ -22,6 +22,7 @@ ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows
 
 # Largest weights, or powers of two below, that float16 holds as exactly as a weight near 1.
 LEAST, MOST = 2.0**-4, 2.0**14
+MOST_UNIT = 2.0**126  # whose inverse float32 holds as well
 
 _units: dict[int, float] = {}  # by the identity of a scale array
 
@@ -45,7 +46,7 @@ class Groups:
     def of(cls, fmt: Format, depth: int) -> "Groups":
         """Of rows of `depth` columns; the layout takes no others."""
         columns = _columns(fmt)
-        if columns is None or columns >= depth:
+        if columns is None or (columns >= depth and not fmt.is_blocks):
             return cls(0, 1)
         return cls(1, UNIT // columns) if columns < UNIT else cls(columns // UNIT, 1)
 
@@ -171,7 +172,8 @@ class Scaling(NamedTuple):
     Attributes
     ----------
     unit
-        A power of two that they are multiplied by.
+        A power of two that they are multiplied by; so are their scales, which meet codes in that
+        dtype.
     wide
         Whether codes times float16 scales must be, which else are multiplied in float16.
     """
@@ -192,10 +194,13 @@ def scaling(backend: Backend, fmt: Format, parts: Mapping[str, Any], dtype: str)
     found = unit_of(backend, fmt, parts)
     pure = scale.dtype == "float16" and not fmt.is_blocks
     # An integer times a float16 has few enough bits, however small the scale is.
-    smallest = 0.0 if pure and isinstance(fmt.codec, Uniform) else LEAST
-    if smallest <= 1 / found <= MOST:
+    smallest = 0.0 if isinstance(fmt.codec, Uniform) else LEAST
+    if pure and smallest <= 1 / found <= MOST:
         return Scaling(1.0)
-    return Scaling(found, pure and not isinstance(fmt.codec, Codebook))
+    # Codes are up to 57344: scales of weights near 1 would be too small for float16. Those of
+    # levels below 1 are larger than weights are.
+    room = MOST * min(2.0 ** math.floor(math.log2(words.largest_value(fmt))), 1.0)
+    return Scaling(min(found * room, MOST_UNIT), pure and not isinstance(fmt.codec, Codebook))
 
 
 def is_wide(fmt: Format) -> bool:
