@@ -8,7 +8,7 @@ extern __shared__ __align__(16) u8 dynamic_shared[];
 
 constexpr int kRows = 16, kSteps = 8;  // of a warp; of 32 columns in a group
 // Warps of a multiprocessor that shared memory has room for; registers must not be what limits them.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kResident = 8;
 #else
 constexpr int kResident = 16;

@@ -9,7 +9,7 @@ struct Nothing {  // of what there is not
     template <class... Arguments> __device__ Nothing(Arguments...) {}
 };
 
-// Of a kernel whose blocks work in clusters of so many along x; before sm_90 there are none.
+// Of a kernel whose blocks work in clusters of so many along x; before sm_90 there are none. A macro, since attributes have no other names.
 #if __CUDA_ARCH__ >= 900
 #define CUQUANT_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #else

@@ -33,7 +33,7 @@ __device__ inline void store_typed(void* to, int type, i64 i, float x) {
 // relu, exact gelu or silu; NaN stays.
 __device__ inline float activated(int activation, float x) {
     if (activation == kRelu) return x < 0.0f ? 0.0f : x;
-    if (activation == kGelu) return x * (1.0f + erff(x * 0.70710678118654752f)) * 0.5f;
+    if (activation == kGelu) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));  // half first: x may be the largest
     if (activation == kSilu) return x / (1.0f + expf(-x));
     return x;
 }

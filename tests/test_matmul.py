@@ -113,9 +113,10 @@ def test_activations_by_the_c_library():
     assert bits_equal(ACTIVATIONS["relu"](x), np.maximum(x, np.float32(0)))
     assert np.abs(erf(x) - [math.erf(v) for v in true]).max() < 1e-7
     with np.errstate(invalid="ignore"):
-        ends = {k: f(np.float32([np.inf, np.nan])) for k, f in ACTIVATIONS.items()}
+        ends = {k: f(np.float32([np.inf, np.nan, 3e38, -3e38])) for k, f in ACTIVATIONS.items()}
     for values in ends.values():
         assert values[0] == np.inf and np.isnan(values[1])
+        assert (values[2:] == np.float32([3e38, 0])).all()
 
 
 def test_swiglu(rng):

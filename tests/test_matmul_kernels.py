@@ -122,12 +122,13 @@ def test_special_numbers_of_activations():
     """Through a kernel that adds a bias to sums of 0."""
     if compiler() is None:
         pytest.skip("no g++ to compile kernels with")
-    bias = F32([np.nan, np.inf, -np.inf, 0.0, 1.0, -200.0])
-    x, q = np.zeros((1, 64), F32), weight("int4", (6, 64))
+    bias = F32([np.nan, np.inf, -np.inf, 0.0, 1.0, -200.0, 3e38, -3e38])
+    x, q = np.zeros((1, 64), F32), weight("int4", (8, 64))
     with np.errstate(all="ignore"):
         for name, function in ACTIVATIONS.items():
             y = Products(Emulator())(cq.linear, x, q, bias, activation=name)[0]
             assert np.allclose(y, function(bias), atol=1e-6, equal_nan=True)
+            assert (y[6:] == F32([3e38, 0])).all()
 
 
 @needs_compiler

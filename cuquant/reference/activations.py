@@ -57,8 +57,7 @@ def gelu(x: Any, xp: ModuleType = np) -> Any:
         piece = flat[start : start + chunk]
         value = erf(piece * np.float32(0.5**0.5), xp)
         value += np.float32(1)
-        value *= piece
-        value *= np.float32(0.5)
+        value *= piece * np.float32(0.5)  # half first: x may be the largest
         out[start : start + chunk] = value
     return out.reshape(x.shape)
 

@@ -14,7 +14,7 @@ from cuquant.ops.kernels.q8_1 import ROWS, SHARED, WARP, Operand, operand
 
 TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
 FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
-NARROW = (86, 87, 89)  # architectures with little shared memory, like those from 120 on
+NARROW = (86, 89)  # architectures with little shared memory, like those from 120 on
 RING = 2  # groups that a warp has on their way
 BOX_ARCHS = range(90, 120)  # for sm_120 CUDA 12.9 makes boxes with stores to local memory
 BARRIER_BYTES = 8  # for each of them, of what counts their bytes
