@@ -6,12 +6,18 @@ import time
 import fake_gpu
 import numpy as np
 import pytest
+from emulator.cublas import Library
+from fragment_products import Expected
 from gpu_products import F32, check, host, to_gpu
 from oracle import DTYPES, bits_equal
 from products import normal, values, weight
 
 import cuquant as cq
-from cuquant.ops import repeated
+from cuquant import interop
+from cuquant.ops import gpu as backends
+from cuquant.ops import repeated, unpacked
+from cuquant.ops.cublas import Cublas
+from cuquant.ops.kernels import product
 
 
 @pytest.fixture(params=fake_gpu.KINDS)
@@ -90,6 +96,88 @@ def test_a_weight_that_was_overwritten_or_replaced(to):
     for _ in range(2):
         check(cq.linear(there, mixed), x, wanted, there)
         check(cq.linear(there, q), x, q.numpy(), there)
+
+
+def _overwrite(p, other):
+    for name, part in p.arrays().items():
+        new = other.arrays()[name]
+        if hasattr(part, "copy_"):
+            part.copy_(new)
+        else:
+            part[...] = new
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["int4", "q4_0", "nf4"])
+def test_a_prepacked_weight_that_was_overwritten(name, dtype, to):
+    """Also where its rows are unpacked for a kernel: each product fills them anew."""
+    first, second = (cq.quantize(normal((16, 64), seed=s), name) for s in (3, 9))
+    p, x = cq.prepack(to(first)), normal((2, 64), dtype)
+    there = to(x)
+    for _ in range(2):
+        check(cq.linear(there, p), x, first, there)
+    _overwrite(p, cq.prepack(to(second)))
+    for _ in range(2):
+        check(cq.linear(there, p), x, second, there)
+
+
+def test_rows_of_a_prepacked_weight_are_kept_once(to, plans):
+    """Whatever x is; both of a gated unit, and they go with the weight."""
+    p, other = (cq.prepack(to(weight(name, (16, 64)))) for name in ("int4", "nf4"))
+    there = to(normal((9, 64)))
+    for rows in range(1, 9):
+        cq.linear(there[:rows], p), cq.swiglu(there[:rows], p, other)
+    del plans[:]
+    for rows in range(1, 9):
+        cq.linear(there[:rows], p), cq.swiglu(there[:rows], p, other)
+    assert not plans and len(unpacked._rows) == 2
+    kept = {id(part) for found in repeated._plans.values() for plan in found.values()
+            for part in plan.kept if not isinstance(part, cq.formats.Format)}  # fmt: skip
+    assert kept == {id(part) for rows in unpacked._rows.values() for part in rows.values()}
+    del p, other, rows, kept
+    gc.collect()
+    assert not unpacked._rows and not repeated._plans
+
+
+@pytest.fixture
+def decoded(monkeypatch, request):
+    """Shape of a weight that is decoded to x's dtype, or meets its scales in it."""
+    if not request.node.callspec.params["to"].startswith("fake"):
+        return 1024, 1024
+    cublas = Cublas(Library(alignment=64))
+    monkeypatch.setattr(backends, "_vendor", lambda *_: cublas)
+    monkeypatch.setattr(backends.Gpu, "has_vendor", True)
+    monkeypatch.setattr(product, "choose", lambda _: "vendor")
+    return 16, 64
+
+
+def _is_near(y, x, q, size) -> bool:
+    wanted = Expected.of(x, q).sums
+    assert np.abs(wanted).max() > 4 * size
+    return bool((np.abs(host(y) - wanted) <= 2.0**-8 * size * x.shape[1] ** 0.5).all())
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8_e4m3"])
+def test_weights_that_became_much_larger_or_smaller(name, to, decoded):
+    """Than float16 holds: the power of two that brings them there is found anew."""
+    x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)
+    q, there = to(cq.quantize(w, name)), to(x)
+    cq.linear(there, q, out_dtype="float32")
+    for size in (2.0**20, 2.0**-30, 2.0**3):
+        cq.quantize(to(w * F32(size)), name, out=q)
+        assert _is_near(cq.linear(there, q, out_dtype="float32"), x, q.numpy(), size)
+
+
+def test_prepacked_weights_of_torch_that_became_much_larger(to, decoded):
+    """torch counts what is written to a tensor."""
+    x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)
+    p, there = cq.prepack(to(cq.quantize(w, "nf4"))), to(x)
+    if interop.kind(there) != "torch":
+        pytest.skip("no counts")
+    cq.linear(there, p, out_dtype="float32")
+    large = cq.quantize(w * F32(2.0**20), "nf4")
+    _overwrite(p, cq.prepack(to(large)))
+    assert _is_near(cq.linear(there, p, out_dtype="float32"), x, large, 2.0**20)
 
 
 def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):

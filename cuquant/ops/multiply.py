@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from cuquant.array import QuantArray
+from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.ops.backend import Backend
 from cuquant.ops.decode import contiguous_parts
 from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
@@ -21,10 +23,11 @@ from cuquant.ops.kernels.geometry import View, c_strides
 from cuquant.ops.kernels.hopper import segment_rows
 from cuquant.ops.kernels.matmul_plain import MOST_DIMS
 from cuquant.ops.kernels.operands import Dense, Product, Weight
-from cuquant.ops.kernels.product import ORCHESTRATORS, choose, orchestrator_of
+from cuquant.ops.kernels.product import ORCHESTRATORS, Run, choose, orchestrator_of
 from cuquant.ops.kernels.route import gather_bytes, route, route_bytes
 from cuquant.ops.product import Finish, Operand
 from cuquant.ops.repeated import Call, keep
+from cuquant.ops.unpacked import Filling, rows_of
 from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
 F32 = np.dtype(np.float32)
@@ -180,9 +183,11 @@ def linear(
             tuple(_weight(backend, operand)[0] for operand in weights),
         )
         orchestrator = orchestrator_of(backend, product.problem(backend))
+        as_given = all(map(_is_as_given, product.weights, weights))
+        fillings: list[Filling] = []
         if any(w.layout not in orchestrator.layouts for w in product.weights):
-            unpacked = tuple(_row_weight(backend, operand)[0] for operand in weights)
-            product = replace(product, weights=unpacked)
+            product, fillings, own = _with_rows(backend, product, weights)
+            as_given &= own
         epilogue = Epilogue(
             out=target,
             out_type=finish.dtype.name,
@@ -195,7 +200,7 @@ def linear(
             residual_type=_name(backend, residual),
             residual_stride=residual_step,
         )
-        run = orchestrator.prepare(backend, product)
+        run = _after(fillings, orchestrator.prepare(backend, product))
         run(backend, view.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -205,20 +210,42 @@ def linear(
             call is not None
             and stream is None
             and all(a is b for a, b in zip(made, given, strict=True))
-            and all(map(_is_as_given, product.weights, weights))
+            and as_given
         ):
             keep(call, out, product, run, epilogue.constants, backend)
         return out
 
 
 def _is_as_given(weight: Weight | Dense, operand: Operand) -> bool:
-    """Whether kernels read the operand's own memory, or what cannot change: not a copy of it."""
-    if isinstance(weight, Dense):
-        return False
+    """Whether kernels read the operand's own memory: not a copy of it."""
     own = operand.source.components
-    return isinstance(operand.source, PackedWeight) or all(
-        part is own[name] for name, part in weight.parts.items()
-    )
+    return isinstance(weight, Weight) and all(own[k] is part for k, part in weight.parts.items())
+
+
+def _with_rows(
+    backend: GpuBackend, product: Product, weights: tuple[Operand, ...]
+) -> tuple[Product, list[Filling], bool]:
+    """The product with all weights as rows, what fills those, and whether from their own arrays."""
+    rows, fillings, own = list(product.weights), [], True
+    for i, operand in enumerate(weights):
+        if rows[i].layout == FRAGMENTS_LAYOUT:
+            rows[i], filling, is_own = rows_of(backend, operand.source)
+            fillings.append(filling)
+            own &= is_own
+    return replace(product, weights=tuple(rows)), fillings, own
+
+
+def _after(fillings: list[Filling], run: Run) -> Run:
+    """`run` behind what it reads."""
+    if not fillings:
+        return run
+
+    def filled(backend: Backend, pointer: int, epilogue: bytes) -> None:
+        for filling in fillings:
+            filling.run(backend)
+        run(backend, pointer, epilogue)
+
+    return filled
 
 
 # ---- matmul -------------------------------------------------------------------------------------

@@ -5,31 +5,21 @@ from typing import Any
 
 from cuquant import jit
 from cuquant.fragments import Fragments
-from cuquant.ops.gpu import GpuBackend, backend_of
-from cuquant.ops.kernels.prepack import Prepack, prepack_programs
+from cuquant.ops.gpu import backend_of
+from cuquant.ops.kernels.prepack import Prepack, contiguous, prepack_programs
 from cuquant.stored import OPERATIONS
 
 
 def lay_out(layout: Fragments, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a PackedWeight, of those of a QuantArray."""
     with backend_of(next(iter(parts.values()))) as backend:
-        return Prepack(layout).lay_out(backend, _contiguous(backend, parts))
+        return Prepack(layout).lay_out(backend, contiguous(backend, parts))
 
 
 def rows(layout: Fragments, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a QuantArray, of those of a PackedWeight."""
     with backend_of(parts["codes"]) as backend:
-        return Prepack(layout).rows(backend, _contiguous(backend, parts))
-
-
-def _contiguous(backend: GpuBackend, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in C order and on whole elements, which those that a user put in need not be."""
-    found = dict(parts)
-    for name, part in parts.items():
-        view = backend.view(part)
-        if part.ndim and not (view.is_contiguous and view.pointer % view.dtype.itemsize == 0):
-            found[name] = backend.contiguous(part, -1)
-    return found
+        return Prepack(layout).rows(backend, contiguous(backend, parts))
 
 
 OPERATIONS["lay_out"] = lay_out

@@ -13,6 +13,7 @@ from cuquant.ops.calibrated import calibration
 from cuquant.ops.encode import EncodeOnGpu
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
+from cuquant.ops.repeated import overwritten
 
 
 @interop.untraced
@@ -123,7 +124,10 @@ def quantize(
     if on_gpu:
         run = EncodeOnGpu(fmt, axis, bool(stochastic), key, nonfinite, out)
         parts = run(x, stored, scale, zero_point, global_scale, stream)
-        return result(components=parts) if out is None else out
+        if out is None:
+            return result(components=parts)
+        overwritten(out.components.values())
+        return out
     interop.reject_stream(stream)
     given = calibration(fmt, stored, scale, zero_point, global_scale)
     parts = reference.quantize(

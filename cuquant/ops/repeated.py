@@ -17,6 +17,7 @@ from cuquant.array import QuantArray
 from cuquant.ops.gpu import GpuBackend, current_backend
 from cuquant.ops.kernels.epilogue import PACK
 from cuquant.ops.kernels.operands import Product
+from cuquant.ops.kernels.prepacked import forget_unit
 from cuquant.ops.kernels.product import Run
 from cuquant.packed import PackedWeight
 
@@ -31,8 +32,9 @@ class Plan:
 
     Attributes
     ----------
-    addresses
-        Where the components of the weights lay; None of a library whose arrays stay where they are.
+    places
+        Where the components of the weights lay, and torch's count of what was written to them; None
+        of a library whose arrays stay where they are.
     kept
         What must live as long as the plan: what was unpacked for it, and the formats, which a
         key names by identity. Not the components: the plan goes when they do.
@@ -46,7 +48,7 @@ class Plan:
         The weights' memory, and one span around all of it.
     """
 
-    addresses: list[int] | None
+    places: list[tuple[int, int]] | None
     kept: list[Any]
     run: Run
     constants: tuple[int, ...]
@@ -72,6 +74,10 @@ def _cupy_address(x: Any) -> int:
 
 def _torch_address(x: Any) -> int:
     return x.data_ptr()
+
+
+def _torch_place(x: Any) -> tuple[int, int]:
+    return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
 def _cupy_signature(x: Any) -> tuple:
@@ -164,7 +170,7 @@ def again(call: Call) -> Any:
     if plan is None:
         return None
     address = _ADDRESS[plan.kind]
-    if plan.addresses is not None and plan.addresses != list(map(address, parts)):
+    if plan.places is not None and plan.places != list(map(_torch_place, parts)):
         return None
     backend = current_backend(plan.kind, plan.device)
     if backend is None:
@@ -218,7 +224,7 @@ def keep(
     spans = tuple(map(interop.span, parts))
     arrays = call.x, call.bias, call.residual, call.out
     plan = Plan(
-        None if kind in _STAYS else list(map(_ADDRESS[kind], parts)),
+        None if kind in _STAYS else list(map(_torch_place, parts)),
         [w.format for w in call.weights]
         + [part for part in used if not any(part is own for own in parts)],
         run,
@@ -240,6 +246,16 @@ def keep(
     if len(plans) >= MOST:
         plans.clear()
     plans[key] = plan
+
+
+def overwritten(arrays: Collection[Any]) -> None:
+    """Forget what was found out about components that hold other numbers now."""
+    changed = set(map(id, arrays))
+    for ids in [ids for ids in _plans if not changed.isdisjoint(ids)]:
+        _plans.pop(ids, None)
+    for array in arrays:
+        interop.mark_written(array)
+        forget_unit(array)
 
 
 def _reach(array: Any, kind: str) -> Span:

@@ -4,7 +4,9 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from cuquant.formats import Format
 from cuquant.fragments import LANES, Fragments, takes
@@ -20,6 +22,24 @@ FIELDS = ("scale", "minimum", "sum", "sub_scale", "sub_minimum")  # of BlockFiel
 SHAPES = ((32, 512), (37, 131))
 
 Parts = dict[str, Any]
+
+
+class Maker(Protocol):
+    """What `rows` needs of a Backend."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
+    def pointer(self, array: Any) -> int: ...
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None: ...
+
+
+def contiguous(backend: Any, parts: Mapping[str, Any]) -> Parts:
+    """The arrays in C order and on whole elements, which those that a user put in need not be."""
+    found = dict(parts)
+    for name, part in parts.items():
+        view = backend.view(part)
+        if part.ndim and not (view.is_contiguous and view.pointer % view.dtype.itemsize == 0):
+            found[name] = backend.contiguous(part, -1)
+    return found
 
 
 def _launch(program: Program, items: int) -> Launch:
@@ -66,10 +86,12 @@ class Prepack:
             self._move_scales(backend, "strips_of_scales", parts, made)
         return {part.name: made[part.name] for part in layout.components}
 
-    def rows(self, backend: Backend, parts: Mapping[str, Any]) -> Parts:
-        """The components of the QuantArray: the inverse of `lay_out`."""
+    def rows(
+        self, backend: Maker, parts: Mapping[str, Any], into: Mapping[str, Any] | None = None
+    ) -> Parts:
+        """The components of the QuantArray: the inverse of `lay_out`. `into`: those it makes."""
         layout, fmt = self.layout, self.layout.fmt
-        kept = {part.name: parts[part.name] for part in layout.kept}
+        kept = {part.name: parts[part.name] for part in layout.kept} | dict(into or {})
         wanted = fmt.components(layout.shape)
         made = self._empty(backend, wanted, kept)
         target = made["blocks" if fmt.is_blocks else "packed"]
@@ -99,7 +121,7 @@ class Prepack:
         return {part.name: made[part.name] for part in wanted}
 
     def _move_scales(
-        self, backend: Backend, entry: str, source: Mapping[str, Any], target: Parts
+        self, backend: Maker, entry: str, source: Mapping[str, Any], target: Parts
     ) -> None:
         """A thread a number of what is written."""
         for part in self.layout.per_group:
@@ -139,16 +161,16 @@ class Prepack:
         spare = self.layout.spare_packing
         return 0 if spare is None else spare.words(self._row_words)
 
-    def _fields(self, backend: Backend, parts: Mapping[str, Any]) -> bytes:
+    def _fields(self, backend: Maker, parts: Mapping[str, Any]) -> bytes:
         """The BlockFields struct."""
         return struct.pack("<5Q", *(self._pointer(backend, parts, name) for name in FIELDS))
 
     @staticmethod
-    def _pointer(backend: Backend, parts: Mapping[str, Any], name: str) -> int:
+    def _pointer(backend: Maker, parts: Mapping[str, Any], name: str) -> int:
         return backend.pointer(parts[name]) if name in parts else 0
 
     @staticmethod
-    def _empty(backend: Backend, wanted: Sequence[Any], kept: Parts) -> Parts:
+    def _empty(backend: Maker, wanted: Sequence[Any], kept: Parts) -> Parts:
         made = {c.name: backend.empty(c.shape, c.dtype) for c in wanted if c.name not in kept}
         return {**made, **kept}
 

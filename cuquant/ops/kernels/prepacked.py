@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cuquant import interop
 from cuquant.formats import Codebook, Format, Minifloat, Uniform, get_format
 from cuquant.formats.blocks import Run
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
@@ -24,7 +25,8 @@ ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows
 LEAST, MOST = 2.0**-4, 2.0**14
 MOST_UNIT = 2.0**126  # whose inverse float32 holds as well
 
-_units: dict[int, float] = {}  # by the identity of a scale array
+# By the identity of a scale array: interop.version of it, and the unit.
+_units: dict[int, tuple[int, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,9 @@ def scaling(backend: Backend, fmt: Format, parts: Mapping[str, Any], dtype: str)
     smallest = 0.0 if isinstance(fmt.codec, Uniform) else LEAST
     if pure and smallest <= 1 / found <= MOST:
         return Scaling(1.0)
-    # Codes are up to 57344: scales of weights near 1 would be too small for float16. Those of
-    # levels below 1 are larger than weights are.
-    room = MOST * min(2.0 ** math.floor(math.log2(words.largest_value(fmt))), 1.0)
+    # Codes are up to 57344: scales of weights near 1 would be too small for float16, whose smallest
+    # number is 2^-24. With this they are off by 2^-22 of the largest weight at most.
+    room = max(2.0 ** math.floor(math.log2(words.largest_value(fmt) / 4)), 1.0)
     return Scaling(min(found * room, MOST_UNIT), pure and not isinstance(fmt.codec, Codebook))
 
 
@@ -216,23 +218,31 @@ def unit_of(backend: Backend, fmt: Format, parts: Mapping[str, Any]) -> float:
     """
     name = "nested_scale" if "nested_scale" in parts else "scale"
     array = parts[name]
-    found = _units.get(id(array))
-    if found is None:
-        dtype = None if fmt.is_blocks or fmt.scale is None else fmt.scale.dtype
-        largest = _largest(backend, array, dtype)
-        if name == "nested_scale":
-            largest += _largest(backend, parts["nested_offset"])
-        largest *= words.largest_value(fmt)
-        if fmt.is_blocks:
-            layout = fmt.layout
-            largest *= _largest_field(layout.sc_runs)
-            if "minimum" in parts:
-                largest += _largest(backend, parts["minimum"]) * _largest_field(layout.m_runs)
-        exponent = math.frexp(largest)[1] - 1 if largest else 0
-        found = 2.0 ** -min(max(exponent, -120), 120)
-        _units[id(array)] = found
+    version, known = interop.version(array), _units.get(id(array))
+    if known is not None and known[0] == version:
+        return known[1]
+    dtype = None if fmt.is_blocks or fmt.scale is None else fmt.scale.dtype
+    largest = _largest(backend, array, dtype)
+    if name == "nested_scale":
+        largest += _largest(backend, parts["nested_offset"])
+    largest *= words.largest_value(fmt)
+    if fmt.is_blocks:
+        layout = fmt.layout
+        largest *= _largest_field(layout.sc_runs)
+        if "minimum" in parts:
+            largest += _largest(backend, parts["minimum"]) * _largest_field(layout.m_runs)
+    exponent = math.frexp(largest)[1] - 1 if largest else 0
+    found = 2.0 ** -min(max(exponent, -120), 120)
+    _units[id(array)] = version, found
+    if known is None:
         weakref.finalize(array, _units.pop, id(array), None)
     return found
+
+
+def forget_unit(array: Any) -> None:
+    """Find the unit of a scale array anew, which was written to."""
+    if id(array) in _units:
+        _units[id(array)] = -1, 0.0
 
 
 def _largest(backend: Backend, array: Any, dtype: str | None = None) -> float:
