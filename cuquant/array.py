@@ -1,5 +1,6 @@
 """QuantArray: an immutable array in a quantization format."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.formats.format import Component
-from cuquant.stored import OPERATIONS, Stored
+from cuquant.stored import OPERATIONS, Stored, torch_call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,7 +224,7 @@ class QuantArray(Stored):
         """
         fmt = get_format(format)
         layout = fmt.layout if fmt.is_blocks else _block_layout(fmt)
-        shape = tuple(int(n) for n in np.atleast_1d(shape))
+        shape = tuple(operator.index(n) for n in np.atleast_1d(shape))
         if interop.kind(blocks) is None:
             raise TypeError(f"blocks must be an array, got {type(blocks).__name__}")
         if not shape or shape[-1] % layout.elements:
@@ -294,14 +295,7 @@ class QuantArray(Stored):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """torch_tensor @ q, torch.matmul and torch.nn.functional.linear."""
-        name = getattr(func, "__name__", "")
-        if name in ("matmul", "__matmul__", "mm"):
-            return OPERATIONS["matmul"](*args, **(kwargs or {}))
-        if name == "__rmatmul__":  # torch hands over (tensor, other) for other @ tensor
-            return OPERATIONS["matmul"](args[1], args[0])
-        if name == "linear":
-            return OPERATIONS["linear"](*args, **(kwargs or {}))
-        return NotImplemented
+        return torch_call(func, args, kwargs)
 
 
 def _check_arrays(stored: Sequence[Any], axes: tuple[int, ...]) -> None:

@@ -91,7 +91,10 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def _checked(x: Any, name: str) -> Any:
     """An array on the CPU as NumPy's, one on a GPU as it is."""
-    return x if interop.is_on_gpu(x) else interop.to_numpy(x, name)
+    found = x if interop.is_on_gpu(x) else interop.to_numpy(x, name)
+    if interop.dtype_of(found).kind == "c":
+        raise TypeError(f"{name} is complex; its real and imaginary parts have errors of their own")
+    return found
 
 
 def _pieces(x: Any, size: int = 1 << 20) -> Iterator[np.ndarray]:

@@ -12,8 +12,9 @@ from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.stored import OPERATIONS, Stored
+from cuquant.stored import OPERATIONS, Stored, torch_call
 
+_LINEAR = "cuquant.linear(x, p) is x @ w.T of a prepacked weight"
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
 
 
@@ -72,17 +73,6 @@ class PackedWeight(Stored):
     def _wanted(self) -> tuple[Component, ...]:
         return layout_components(self.format, self.shape, self.layout)
 
-    def check(self) -> None:
-        """FormatError unless the arrays have the names, dtypes and shapes of the layout."""
-        wanted = self._wanted()
-        found = {
-            name: (interop.dtype_of(part), tuple(part.shape)) if interop.kind(part) else type(part)
-            for name, part in self.components.items()
-        }
-        if found != {part.name: (part.dtype, part.shape) for part in wanted}:
-            said = f"{self.format}, layout={self.layout}, shape={self.shape}"
-            raise FormatError(f"PackedWeight({said}) holds {found}; its layout is {list(wanted)}")
-
     def __repr__(self) -> str:
         return (
             f"PackedWeight({self.format}, layout={self.layout}, shape={self.shape}, "
@@ -96,8 +86,16 @@ class PackedWeight(Stored):
     ) -> Any:
         """torch.nn.functional.linear(x, p); torch's own layers then see that p is no tensor."""
         if getattr(func, "__name__", "") == "linear":
-            return OPERATIONS["linear"](*args, **(kwargs or {}))
+            return torch_call(func, args, kwargs)
         return NotImplemented
+
+    def __rmatmul__(self, other: Any) -> Any:
+        raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "T":
+            raise AttributeError(f"a PackedWeight has no transpose: {_LINEAR}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(
@@ -124,7 +122,7 @@ def prepack(q: QuantArray) -> PackedWeight:
     Raises
     ------
     TypeError, ValueError
-        For anything else.
+        For anything else; FormatError, a ValueError, where its arrays are not what its format says.
 
     Examples
     --------
@@ -141,6 +139,7 @@ def prepack(q: QuantArray) -> PackedWeight:
         raise ValueError(
             f"prepack takes [N, K] or [E, N, K] quantized along K; got {q.shape}, axis {q.axis}"
         )
+    q.check()
     layout = layout_for(q.format, q.shape)
     parts = q.arrays()
     if layout == FRAGMENTS_LAYOUT:

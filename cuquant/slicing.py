@@ -33,8 +33,19 @@ def take(
     if (start, stop) != (0, stored[-1]):
         parts = _take_columns(fmt, parts, stored, start, stop)
     shape = np.empty(stored[:-1], np.int8)[tuple(rows)].shape
+    taken_as = _format_of_row(fmt) if not shape else fmt
     taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
-    return fmt, _fresh(taken, which), (*shape, stop - start)
+    return taken_as, _fresh(taken, which), (*shape, stop - start)
+
+
+def _format_of_row(fmt: Format) -> Format:
+    """That of one row alone, which has no blocks of several axes."""
+    block = None if fmt.scale is None else fmt.scale.block
+    if not isinstance(block, tuple):
+        return fmt
+    if block[1] % 8:
+        raise ValueError(f"one row of {fmt} has no format: slice it, as in q[i : i + 1]")
+    return get_format(fmt, block_size=block[1])
 
 
 def _kind(parts: Mapping[str, Any]) -> str:

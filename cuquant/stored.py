@@ -1,17 +1,42 @@
 """What a QuantArray and a PackedWeight share: a few component arrays that stand for one array."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cuquant import interop
+from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 
 # Methods that are shorthands for operations of the layers above; those register themselves here,
 # so that imports go one way.
 OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+# The operations, and their arguments, that functions of torch's stand for, by name.
+_TORCH_CALLS = {
+    "linear": ("linear", {"input": "x", "weight": "w"}),
+    "matmul": ("matmul", {"input": "a", "other": "b"}),
+    "__matmul__": ("matmul", {}),
+    "mm": ("matmul", {"input": "a", "mat2": "b"}),
+}
+
+
+def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """What a function of torch's gives for arguments of which some are quantized.
+
+    NotImplemented for those that know nothing of it.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__rmatmul__":  # torch hands over (tensor, other) for other @ tensor
+        return OPERATIONS["matmul"](args[1], args[0])
+    if name not in _TORCH_CALLS:
+        return NotImplemented
+    operation, names = _TORCH_CALLS[name]
+    given = {names.get(key, key): value for key, value in (kwargs or {}).items()}
+    return OPERATIONS[operation](*args, **given)
+
 
 S = TypeVar("S", bound="Stored")
 
@@ -29,6 +54,17 @@ class Stored:
     def _wanted(self) -> tuple[Component, ...]:
         """What is stored: names, dtypes and shapes of the components."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """FormatError unless the components have the names, dtypes and shapes that they must."""
+        wanted = self._wanted()
+        found = {
+            name: (interop.dtype_of(part), tuple(part.shape)) if interop.kind(part) else type(part)
+            for name, part in self.components.items()
+        }
+        if found != {part.name: (part.dtype, part.shape) for part in wanted}:
+            said = f"{type(self).__name__} of {self.format} {self.shape}"
+            raise FormatError(f"a {said} holds {found}; it must hold {list(wanted)}")
 
     @property
     def ndim(self) -> int:

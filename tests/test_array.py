@@ -202,6 +202,53 @@ def test_two_dimensional_blocks_slice_on_their_boundaries():
             q[index]
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "uint4", "nf4"])
+def test_one_row_of_blocks_that_have_one(name):
+    """It has blocks along it alone."""
+    q = make(name, (3, 4, 256), block_size=(1, 128))
+    values = q.dequantize()
+    for index in [(0, 1), (-1, 3, slice(128, 256)), (slice(None), 2), (0, [3, 1])]:
+        row = q[index]
+        assert bits_equal(row.dequantize(), np.ascontiguousarray(values[index]))
+        assert repr(row) and row.nbytes == sum(a.nbytes for a in row.arrays().values())
+    assert q[0, 1].format == cq.get_format(name, block_size=128)
+    assert [r.shape for r in q[0]] == [(256,)] * 4
+    assert bits_equal(q[0, 0] @ np.eye(256, dtype=np.float32), values[0, 0])
+    with pytest.raises(ValueError, match="slice it"):
+        make("fp8_e4m3", (4, 32), block_size=(1, 1))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        ({"scale": np.ones((3, 2), np.float16)}, (8, 256)),
+        ({"scale": np.ones((8, 2), np.float32)}, (8, 256)),
+        ({"packed": np.zeros((8, 128), np.float32)}, (8, 256)),
+        ({"scale": None}, (8, 256)),
+        ({"zero_point": np.zeros((8, 2), np.uint8)}, (8, 256)),
+        ({}, (16, 256)),
+        ({}, (8, 512)),
+    ],
+)
+def test_components_that_are_not_the_formats_are_refused(change, shape, tmp_path):
+    """Before anything is read or written."""
+    q = make("int4", (8, 256))
+    parts = {k: v for k, v in {**q.arrays(), **change}.items() if v is not None}
+    bad = cq.QuantArray(q.format, shape, q.dtype, parts, (0, 1))
+    x = np.ones((2, shape[1]), np.float32)
+    for call in (
+        lambda: cq.linear(x, bad),
+        lambda: x @ bad.T,
+        lambda: cq.prepack(bad),
+        lambda: bad.dequantize(),
+        lambda: bad.save(tmp_path / "w"),
+    ):
+        with pytest.raises(cq.FormatError, match="it must hold"):
+            call()
+    assert not list(tmp_path.iterdir())
+    q.check()
+
+
 def test_slices_of_a_transposed_array():
     q = make("int4", (256, 6), axis=0).T[1:4]
     assert q.shape == (3, 256)
@@ -367,6 +414,8 @@ def test_error_by_hand():
     assert all(np.isnan(cq.error(x, np.float32([np.nan, 1]))))
     with pytest.raises(ValueError, match="shape"):
         cq.error(x, y[:1])
+    with pytest.raises(TypeError, match="complex"):
+        cq.error(x + 1j, y)
 
 
 # ---- what once went wrong -------------------------------------------------------------------

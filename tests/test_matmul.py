@@ -102,6 +102,13 @@ def test_epilogue_order(activation, rng):
     assert bits_equal(out, wanted)
 
 
+def test_an_activation_that_is_none():
+    x, q = np.ones((2, 64), np.float32), cq.quantize(np.ones((8, 64), np.float32), "int4")
+    for activation in ("tanh", [], 1):
+        with pytest.raises(ValueError, match="activation must be None or one of"):
+            cq.linear(x, q, activation=activation)
+
+
 def test_activations_by_the_c_library():
     x = np.linspace(-9, 9, 4001, dtype=np.float32)
     true = x.astype(np.float64)

@@ -65,7 +65,11 @@ def test_products():
     w, x = torch.randn(24, 256), torch.randn(2, 5, 256)
     q = cq.quantize(w, "int4")
     wanted = cq.linear(x.numpy(), q.numpy())
-    results = [x @ q.T, torch.matmul(x, q.T), torch.nn.functional.linear(x, q), cq.linear(x, q)]
+    linear = torch.nn.functional.linear
+    results = [x @ q.T, torch.matmul(x, q.T), linear(x, q), cq.linear(x, q)]
+    results += [linear(x, weight=q), linear(input=x, weight=q, bias=None)]
+    results += [torch.matmul(input=x, other=q.T), torch.matmul(x, other=q.T)]
+    results.append(torch.mm(input=x.reshape(10, 256), mat2=q.T).reshape(2, 5, 24))
     for y in results:
         assert isinstance(y, torch.Tensor) and bits_equal(y.numpy(), wanted)
     assert torch.equal(q @ x[0].T, cq.matmul(q, x[0].T))

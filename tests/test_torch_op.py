@@ -236,6 +236,16 @@ def test_x_must_be_a_tensor():
         QuantLinear.from_linear(linear(), "nf4")(random(2, 256).numpy())
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.float64, torch.complex64], ids=str
+)
+def test_autocast_casts_no_other_dtypes(dtype):
+    layer = QuantLinear(cq.quantize(random(8, 64), "int4"))
+    refused = pytest.raises(TypeError, match="x must be")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), refused:
+        layer(torch.ones(1, 64, dtype=dtype))
+
+
 def test_autocast_as_for_nn_linear():
     plain = linear()
     layer = QuantLinear.from_linear(plain, "int8")

@@ -10,6 +10,7 @@ import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
 
+from torch.nn.utils import prune  # noqa: E402
 from torch_models import DTYPES, Block, kinds, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
@@ -157,12 +158,14 @@ def test_layers_with_a_life_of_their_own_are_kept():
     class Renamed(nn.Linear):
         pass
 
-    patched = linear()
+    patched, pruned = linear(), nn.Linear(64, 64)
     patched.forward = lambda x: x
+    prune.l1_unstructured(pruned, "bias", 0.5)
     model = nn.ModuleDict(
         {
             "adapted": Adapted(64, 64),
             "patched": patched,
+            "pruned": pruned,
             "parametrized": nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)),
             "lazy": nn.LazyLinear(4),
             "attention": nn.MultiheadAttention(64, 4),
@@ -196,6 +199,14 @@ def test_a_transformer_of_torchs_own(prepack, training):
 def test_functional_linear_of_a_packed_weight():
     p, x = cq.prepack(cq.quantize(random(24, 128), "int4")), random(2, 128)
     assert torch.equal(nn.functional.linear(x, p), cq.linear(x, p))
+    assert torch.equal(nn.functional.linear(x, weight=p), cq.linear(x, p))
+    for call in (lambda: x.numpy() @ p.numpy(), lambda: 2 @ p):
+        with pytest.raises(TypeError, match=r"cuquant.linear\(x, p\)"):
+            call()
+    with pytest.raises(AttributeError, match=r"cuquant.linear\(x, p\)"):
+        _ = p.T
+    with pytest.raises(AttributeError, match="'PackedWeight' object has no attribute 'U'"):
+        _ = p.U
 
 
 # ---- what is shared -----------------------------------------------------------------------------

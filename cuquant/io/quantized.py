@@ -64,6 +64,7 @@ def save(
         if not isinstance(name, str):
             raise TypeError(f"names are strings, got {name!r}")
         if isinstance(value, (QuantArray, PackedWeight)):
+            value.check()
             host = value.numpy()
             if nonfinite == "raise":
                 refuse_nonfinite(name, unpack(host) if isinstance(host, PackedWeight) else host)

@@ -46,7 +46,14 @@ def values(q: QuantArray, dtype: object, out: Any, stream: object) -> Any:
 
 
 def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
-    """The components in C order, which those that a user put in need not have."""
+    """The components in C order, which those that a user put in need not have.
+
+    Raises
+    ------
+    FormatError
+        Where they are not what the format says: kernels read as far as that.
+    """
+    q.check()
     parts = q.arrays()
     for name, part in parts.items():
         view = backend.view(part)

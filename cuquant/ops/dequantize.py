@@ -49,6 +49,7 @@ def dequantize(
         raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}")
     if q.device != "cpu":
         return decode.values(q, dtype, out, stream)
+    q.check()
     host = q._host
     interop.reject_stream(stream)
     order = np.argsort(q.axes)  # the inverse permutation: logical to stored

@@ -274,7 +274,8 @@ def _experts(experts: Any, x: Operand, known: int) -> Any:
         chosen = chosen.astype(np.int64)
     _check_experts(chosen.dtype, chosen.shape, x.shape[0])
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < known):
-        raise ValueError(f"experts must be in 0..{known - 1}, got {chosen.min()}..{chosen.max()}")
+        which = f"in 0..{known - 1}" if known else "none, as w has none"
+        raise ValueError(f"experts must be {which}, got {chosen.min()}..{chosen.max()}")
     return chosen.astype(np.int64)
 
 

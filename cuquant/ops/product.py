@@ -75,8 +75,7 @@ class Operand:
     @classmethod
     def of(cls, value: Any, name: str) -> "Operand":
         if isinstance(value, (QuantArray, PackedWeight)):
-            if isinstance(value, PackedWeight):
-                value.check()
+            value.check()
             first = next(iter(value.components.values()))
             if not interop.is_on_gpu(first):
                 interop.refuse_gpu(first, name)
@@ -178,7 +177,7 @@ class Finish:
             first.place.check(other.place, other.name, first.name)
         if not first.place.is_gpu:
             interop.reject_stream(stream)
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
         added = _addend(bias, "bias", shape[-1:], first)

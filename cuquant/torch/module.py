@@ -85,7 +85,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self._spec = WeightSpec.of(weight)
         self.out_features, self.in_features = self._spec.shape
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
         self.activation = activation
@@ -144,6 +144,7 @@ class QuantLinear(nn.Module):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         kind = x.device.type
         if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+            interop.float_dtype(x.dtype, "x")
             x = x.to(torch.get_autocast_dtype(kind))
         return LINEAR(x, self._parts(), *self._words, self.bias, self.activation)
 

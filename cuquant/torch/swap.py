@@ -239,6 +239,8 @@ def _obstacle(module: nn.Linear, fmt: Format) -> str | None:
         return "nn.MultiheadAttention reads its weight itself"
     if weight is None or type(weight) is not nn.Parameter:
         return "its weight is no plain parameter"
+    if module.bias is not module._parameters.get("bias"):
+        return "its bias is no plain parameter"
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{str(weight.dtype).removeprefix('torch.')} values"
     try:
