@@ -1,7 +1,7 @@
 """cuquant: every quantization format people use, one NumPy-style API.
 
-NumPy arrays and CPU tensors are computed on the CPU; CuPy arrays and CUDA tensors are quantized
-and dequantized on their GPU, by kernels that compile themselves, to the same bytes.
+NumPy arrays and CPU tensors are computed on the CPU; CuPy arrays and CUDA tensors are quantized,
+decoded and multiplied on their GPU, by kernels that compile themselves.
 
 >>> import numpy as np, cuquant as cq
 >>> w = np.random.default_rng(0).standard_normal((128, 256), dtype=np.float32)

@@ -124,6 +124,21 @@ def test_a_wrong_number_is_seen(where, gpu, monkeypatch):
     assert where[1] in columns
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_lost_column_of_many_is_seen(dtype):
+    """Which the bound of each number may not see."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 1024)).astype(dtype)
+    w = rng.standard_normal((64, 1024)).astype(np.float32)
+    x[:, -1] = 2
+    wanted, bound = matmul.bounded_product(x, w)
+    found = x.astype(np.float64) @ w.astype(dtype).astype(np.float64).T
+    lost = found - x[:, -1:].astype(np.float64) @ w[:, -1:].astype(np.float64).T
+    gap, gap_lost = np.abs(found.astype(dtype).astype(np.float64) - wanted), np.abs(lost - wanted)
+    assert (gap <= bound).all() and matmul.is_near(gap, wanted, dtype, 1024)
+    assert not matmul.is_near(gap_lost, wanted, dtype, 1024)
+
+
 def test_what_was_never_written_is_seen(gpu, monkeypatch):
     monkeypatch.setattr(matmul, "linear", lambda x, w, *, out: None)
     assert not any(m.right for m in matmul.run(gpu, settings(["nf4"])))

@@ -32,6 +32,7 @@ HEALTHY = Facts(
     driver="575.51",
     driver_cuda=(12, 9),
     gpus=(H100,),
+    cublas=12,
     cache=Folder(Path("/home/u/.cache/cuquant")),
     kernels=Path("/venv/cuquant/kernels"),
 )
@@ -191,7 +192,7 @@ def test_without_a_gpu_nothing_is_a_problem(wheels):
 
 def test_what_computes():
     healthy = check("backend")
-    assert healthy.status == "ok" and healthy.found.startswith("cuda: quantize and dequantize")
+    assert healthy.status == "ok" and healthy.found.startswith("cuda: arrays on the GPU")
     alone = check("backend", cupy_wheels={}, nvrtc=None, **NO_GPU)
     assert (alone.status, alone.found) == ("ok", "cpu: NumPy computes")
     for case, (changes, name, status, _, _) in CASES.items():
@@ -224,6 +225,14 @@ def test_newer_drivers_run_older_cuda():
 def test_torch_without_cuda_fits_everything():
     assert check("torch", torch="2.13.0+cpu").status == "ok"
     assert check("torch").status == "missing"
+
+
+def test_cublas_is_a_help_and_no_need():
+    assert check("cublas").status == "ok"
+    lacking = check("cublas", cublas=None)
+    assert (lacking.status, lacking.advice) == ("missing", "pip install 'cuquant[cublas12]'")
+    assert Diagnosis(examine(replace(HEALTHY, cublas=None))).ok
+    assert check("cublas", cublas=None, cupy_wheels={}, nvrtc=None).advice is None
 
 
 def test_ok_and_the_text():

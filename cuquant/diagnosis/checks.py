@@ -48,6 +48,7 @@ def examine(facts: Facts) -> tuple[Check, ...]:
         check_nvrtc(facts),
         check_headers(facts),
         check_compiler(facts),
+        check_cublas(facts),
         check_torch(facts),
         check_cache(facts),
         check_kernels(facts),
@@ -186,6 +187,15 @@ def check_compiler(facts: Facts) -> Check:
     return Check("compiler", "problem", found, install(facts))
 
 
+def check_cublas(facts: Facts) -> Check:
+    """Nothing needs it; products of many rows of x are faster with it."""
+    if facts.cublas is not None:
+        return Check("cublas", "ok", f"of CUDA {facts.cublas}, for products of many rows")
+    found = "not installed; products of many rows whose weights are not prepacked take longer"
+    advice = f"pip install 'cuquant[cublas{fitting_major(facts)}]'" if facts.nvrtc else None
+    return Check("cublas", "missing", found, advice)
+
+
 def check_torch(facts: Facts) -> Check:
     if facts.torch is None:
         return Check("torch", "missing", "not installed; nothing here needs it")
@@ -233,7 +243,7 @@ def check_backend(checks: Iterable[Check]) -> Check:
     status = {check.name: check.status for check in checks}
     lacking = [name for name in NEEDED_BY_GPU if status[name] != "ok"]
     if not lacking:
-        found = "cuda: quantize and dequantize run where the array is, products on the CPU"
+        found = "cuda: arrays on the GPU are quantized, decoded and multiplied there"
         return Check("backend", "ok", found)
     if status["gpu"] == "missing":
         return Check("backend", "ok", "cpu: NumPy computes")

@@ -18,6 +18,7 @@ import numpy as np
 
 from cuquant import jit
 from cuquant.cubins import CacheSize, Folder, cache_folder, cache_size, examine_folder
+from cuquant.ops.cublas import library
 from cuquant.sources import Headers, cuda_headers, cuda_version, kernel_folder
 
 Version = tuple[int, int]  # major, minor
@@ -52,6 +53,8 @@ class Facts:
         compiles for (75, 80, ...).
     driver, driver_cuda
         The driver's release, and the newest CUDA it runs.
+    cublas
+        CUDA major version of the cuBLAS that fits CuPy.
     trial_error
         Why a kernel of one line does not compile.
     cached
@@ -74,6 +77,7 @@ class Facts:
     driver: str | None = None
     driver_cuda: Version | None = None
     gpus: tuple[Gpu, ...] = ()
+    cublas: int | None = None
     torch: str | None = None
     torch_cuda: Version | None = None
     trial_error: str | None = None
@@ -102,6 +106,7 @@ def gather(package: Path) -> Facts:
     if driver_cuda is None and cupy is not None:  # Jetson has a driver, but no NVML
         driver_cuda, gpus = attempt(lambda: _cupy_devices(cupy), (None, ()))
     torch, torch_cuda = attempt(_torch, (None, None))
+    major = nvrtc[0] if nvrtc else 0
     return Facts(
         python=platform.python_version(),
         platform=attempt(platform.platform, sys.platform),
@@ -117,6 +122,7 @@ def gather(package: Path) -> Facts:
         driver=driver,
         driver_cuda=driver_cuda,
         gpus=gpus,
+        cublas=major if major and attempt(lambda: library(major), None) else None,
         torch=torch,
         torch_cuda=torch_cuda,
         trial_error=attempt(_trial, "it fails") if nvrtc else None,
