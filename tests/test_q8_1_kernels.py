@@ -12,7 +12,7 @@ from oracle import bits_equal
 import cuquant as cq
 import cuquant.functional as F
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
-from cuquant.ops.kernels import q8_1
+from cuquant.ops.kernels import gpus, q8_1
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
@@ -165,12 +165,12 @@ def test_tiles_of_rows_that_are_no_whole_words():
 def test_launches(m, n, arch, entry, tokens, threads):
     launch = q8_1.operand("q4_0").launch(m, n, arch, 132)
     assert (launch.program.entry, launch.program.arguments[1]) == (entry, tokens)
-    assert launch.threads == threads and launch.shared <= q8_1.SHARED.get(arch, 64 << 10)
+    assert launch.threads == threads and launch.shared <= gpus.SHARED.get(arch, 64 << 10)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_shared_memory_is_there_on_every_gpu(name):
-    for arch, limit in q8_1.SHARED.items():
+    for arch, limit in gpus.SHARED.items():
         for n in (1, 5, 9, 512):
             assert q8_1.operand(name).launch(4096, n, arch, 132).shared <= limit
 

@@ -9,8 +9,9 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
+from cuquant.ops.kernels.gpus import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
-from cuquant.ops.kernels.q8_1 import ROWS, SHARED, WARP, Operand, operand
+from cuquant.ops.kernels.q8_1 import ROWS, WARP, Operand, operand
 
 TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
 FEW_WARPS, LEAST_WARPS = 8, 4  # of a thread block
@@ -157,9 +158,9 @@ def divide(
     weights of the next one come beside it.
     """
     made, groups, strips = operand(name), -(-depth // GROUP), -(-columns // ROWS)
-    limit, sets = SHARED.get(arch, SHARED[86]), 2 if gated else 1
+    limit, sets = SHARED.get(arch, SHARED_OF_ALL), 2 if gated else 1
     split = 1
-    if 90 <= arch < 100 and groups > 1:
+    if is_hopper(arch) and groups > 1:
         large = rows * depth * 2 > LARGE_X
         split = 2 if large or 2 * strips <= multiprocessors else 1
     most = -(-groups // split)

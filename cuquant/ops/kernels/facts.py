@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cuquant.formats import Codebook, Format, Minifloat, Packing, Uniform
+from cuquant.formats import Codebook, Format, Packing, Uniform
 from cuquant.formats.blocks import BlockLayout, Run
 from cuquant.formats.codecs import Codec
 from cuquant.ops.backend import Backend
@@ -299,9 +299,3 @@ def lookup(codec: Codec, backend: Backend) -> bytes:
         len(cells.image) // 16,
         cells.steps,
     )
-
-
-def check_codec(fmt: Format) -> None:
-    """TypeError for a codec that kernels do not know; there is none in the catalogue."""
-    if not isinstance(fmt.codec, (Codebook, Uniform, Minifloat)):
-        raise TypeError(f"no kernel knows the codec of {fmt}")

@@ -17,8 +17,6 @@ from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 
-SHARED_MOST = 227 * 1024  # bytes of shared memory of a block, on the GPUs with clusters
-SHARED_OLD = 99 * 1024  # on every GPU from sm_80 on
 ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows
 
 # Largest weights, or powers of two below, that float16 holds as exactly as a weight near 1.

@@ -17,6 +17,7 @@ from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
 from cuquant.ops.kernels.facts import ELEMENTS
+from cuquant.ops.kernels.gpus import SHARED
 
 WARP, WARPS, QUANTIZE_THREADS = 32, 8, 256
 ROWS, STEPS = 16, GROUP // 32  # of weights in a thread block; of 32 columns in a group
@@ -27,9 +28,6 @@ TOKEN_PITCH = 304  # bytes of a token's group in shared memory
 STAGES = 2  # groups that a warp has on their way
 NARROW_WARPS = 4  # along the columns, where 8 do not find enough shared memory
 SHARE = 2  # warps that have the same tokens and different rows
-# Bytes of shared memory that a thread block may have; other GPUs have what sm_75 has, or more.
-SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-SHARED |= {100: 227 << 10, 103: 227 << 10, 120: 99 << 10, 121: 99 << 10}
 Q8_1 = get_format("q8_1")
 
 
@@ -137,7 +135,7 @@ class Operand:
         them where half as many thread blocks still fill the GPU, but not one token, nor few where
         weights are looked up: that is faster than what two warps wait for each other.
         """
-        limit = SHARED.get(arch, SHARED[75])
+        limit = SHARED.get(arch, SHARED[75])  # others have as much, or more
         blocks = -(-m // (ROWS * WARPS)) * -(-n // self.tile)
         if 3 * blocks >= 2 * multiprocessors and n > MOST and self.tile_shared <= limit:
             arguments = (self.facts.type, self.tile, WARPS)

@@ -11,6 +11,7 @@ from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
+from cuquant.ops.kernels.gpus import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way
@@ -100,11 +101,6 @@ def _warps(tiles: int, pressure: int, clusters: bool) -> int:
     return MANY_WARPS if tiles <= 2 and (clusters or pressure == LIGHT) else FEW_WARPS
 
 
-def _has_clusters(arch: int) -> bool:
-    """And with them the shared memory of a data center's GPU."""
-    return 90 <= arch < 100
-
-
 class Memory(NamedTuple):
     """Bytes of shared memory beside x and the sums.
 
@@ -163,8 +159,8 @@ def divide(
     `short`: half of the warps will do, so that the next product's weights come beside this one.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
-    clusters = _has_clusters(arch)
-    most = most or (prepacked.SHARED_MOST if clusters else prepacked.SHARED_OLD)
+    clusters = is_hopper(arch)
+    most = most or (SHARED[90] if clusters else SHARED_OF_ALL)
 
     def fits(shape: Shape) -> bool:
         return shared_bytes(shape, groups, units, memory, gated) <= most
@@ -274,11 +270,11 @@ def division_of(problem: Problem) -> Division | None:
     assert fmt is not None
     groups = Groups.of(fmt, p.depth)
     units = -(-p.depth // UNIT)
-    by_rows = p.layout != FRAGMENTS_LAYOUT and _has_clusters(p.arch)
+    by_rows = p.layout != FRAGMENTS_LAYOUT and is_hopper(p.arch)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
-    farther = _farther(fmt, groups, p.layout) if _has_clusters(p.arch) else 0
+    farther = _farther(fmt, groups, p.layout) if is_hopper(p.arch) else 0
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
-    tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, _has_clusters(p.arch))]
+    tables = [prepacked.table_bytes(fmt, wide=wide) for wide in (False, is_hopper(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
 
     def divided(memory: Memory, way: Way, most: int = 0) -> Division | None:
@@ -365,7 +361,7 @@ class Stream:
         each = backend.multiprocessors if shape.spread else 0
         clusters, *taken = shared_evenly(strips, shape.taken, each)
         units = -(-product.depth // UNIT)
-        alone = memory.ring > 0 and _has_clusters(backend.arch) and not shape.spread
+        alone = memory.ring > 0 and is_hopper(backend.arch) and not shape.spread
         launch = Launch(
             _program(fmt, dtype, division, first.layout, gated),
             (clusters * shape.split, -(-product.rows // shape.tokens), 1),

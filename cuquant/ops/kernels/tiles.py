@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cuquant.formats import Format
 from cuquant.fragments import STRIP, UNIT
 from cuquant.ops.kernels import prepacked
+from cuquant.ops.kernels.gpus import SHARED
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.prepacked import Groups
 
@@ -145,7 +146,7 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
     for span in dict.fromkeys((shape.span, 1)):
         for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
-            if shared_bytes(found, bits, table) <= prepacked.SHARED_MOST:
+            if shared_bytes(found, bits, table) <= SHARED[90]:
                 return found
     return None
 

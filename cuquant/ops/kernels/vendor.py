@@ -86,7 +86,7 @@ LAUNCHES = 8e6  # bytes in the time that two more launches take
 # By how much of the GEMM's time matmul_hopper.cu is slower for ggml's blocks, of up to 4 bits and
 # of more. Else it is faster: at 4096 x 4096 x 14336 on an H100 nf4 took 624 us, where decoding and
 # cuBLAS took 674, q4_k 670 and 659, q6_k 731 and 669.
-FEW_BITS, MANY_BITS = 1 / 8, 1 / 5
+SLOWER_BY_4, SLOWER_BY_8 = 1 / 8, 1 / 5
 
 
 def takes(p: Problem) -> bool:
@@ -133,7 +133,7 @@ def beats_hopper(p: Problem) -> bool:
     assert p.format is not None
     if not p.format.is_blocks:
         return False
-    part = FEW_BITS if p.format.bits <= 4 else MANY_BITS
+    part = SLOWER_BY_4 if p.format.bits <= 4 else SLOWER_BY_8
     decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
     return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
 
