@@ -151,6 +151,16 @@ def prepack(q: QuantArray) -> PackedWeight:
 def unpack(p: PackedWeight) -> QuantArray:
     """The QuantArray that was prepacked, bit for bit.
 
+    Parameters
+    ----------
+    p
+        PackedWeight [N, K] or [E, N, K].
+
+    Returns
+    -------
+    QuantArray
+        Of the same format, shape, dtype and kind.
+
     Raises
     ------
     TypeError

@@ -4,11 +4,13 @@ import time
 
 import numpy as np
 import pytest
-from gpu_products import check, host, tensor
+from gpu_products import check, host, moves, tensor
 from oracle import bits_equal
 from products import normal, weight
 
 import cuquant as cq
+from cuquant.interop import span
+from cuquant.ops.gpu import stream_handle
 
 
 class Operands:
@@ -111,6 +113,28 @@ def test_streams(gpu, torch):
     y = cq.linear(x_torch, moved, stream=own)
     own.synchronize()
     assert bits_equal(host(y), out.get())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["cupy", "torch"])
+def test_streams_of_gated_units_and_experts(kind, gpu, torch):
+    """x is there when the stream has come to it, and is zeros before."""
+    to = moves(gpu.asarray if kind == "cupy" else lambda a: tensor(torch, a))
+    stream = gpu.cuda.Stream(non_blocking=True) if kind == "cupy" else torch.cuda.Stream()
+    x = normal((4, 256), "float16")
+    there, ready, q = to(x * 0), to(x), to(weight("nf4", (96, 256)))
+    w, experts = to(cq.quantize(normal((3, 96, 256)), "int4")), to(np.array([2, 0, 0, 1]))
+    wanted = cq.swiglu(ready, q, q), cq.grouped_linear(ready, w, experts)
+    cq.swiglu(there, q, q), cq.grouped_linear(there, w, experts)
+    gpu.cuda.runtime.deviceSynchronize()
+    addresses = (span(array)[0] for array in (there, ready))
+    gpu.cuda.runtime.memcpyAsync(*addresses, x.nbytes, 3, stream_handle(stream))
+    gated = cq.swiglu(there, q, q, stream=stream)
+    routed = cq.grouped_linear(there, w, experts, stream=stream)
+    stream.synchronize()
+    assert bits_equal(host(gated), host(wanted[0])) and bits_equal(host(routed), host(wanted[1]))
+    with pytest.raises(TypeError, match="stream must be"):
+        cq.swiglu(there, q, q, stream="side")
 
 
 @pytest.mark.gpu

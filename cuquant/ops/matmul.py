@@ -146,21 +146,23 @@ def linear(
 
 
 @interop.untraced
-def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
+def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None, stream: object = None) -> Any:
     """silu(x @ w_gate.T) * (x @ w_up.T): the gated half of a transformer's MLP (Shazeer, 2020).
 
     Parameters
     ----------
     x
-        [..., K].
+        [..., K], an array of float32, float16 or bfloat16, or a QuantArray.
     w_gate, w_up
         QuantArray or PackedWeight [N, K].
     out
         An array [..., N] to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
 
     Returns
     -------
-    Array [..., N] of x's kind and dtype.
+    Array [..., N] of x's kind, and of its dtype or float32 where x is quantized.
 
     Raises
     ------
@@ -176,15 +178,15 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
     np.float32(4096.0)
     """
     call = Call("linear", x, (w_gate, w_up), out=out)
-    if (made := again(call)) is not None:
+    if stream is None and (made := again(call)) is not None:
         return made
     left, gate, up = Operand.of(x, "x"), weight(w_gate, "w_gate", 2), weight(w_up, "w_up", 2)
     shape = linear_shape(left, gate)
     if up.shape != gate.shape:
         raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
-    finish = _finish(call, [left, gate, up], shape, None)
+    finish = _finish(call, [left, gate, up], shape, stream)
     if finish.place.is_gpu:
-        return multiply.linear(left, (gate, up), finish, None, call)
+        return multiply.linear(left, (gate, up), finish, stream, call)
 
     def product() -> np.ndarray:
         values = left.values()
@@ -195,13 +197,13 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None) -> Any:
 
 
 @interop.untraced
-def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
+def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None, stream: object = None) -> Any:
     """Each row of x through its own expert's weight: y[i] = x[i] @ w[experts[i]].T.
 
     Parameters
     ----------
     x
-        [T, K].
+        [T, K], an array of float32, float16 or bfloat16, or a QuantArray.
     w
         QuantArray or PackedWeight [E, N, K].
     experts
@@ -209,10 +211,12 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
         beforehand, which would mean to wait for it: a row whose expert does not exist becomes NaN.
     out
         An array [T, N] to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
 
     Returns
     -------
-    Array [T, N] of x's kind and dtype.
+    Array [T, N] of x's kind, and of its dtype or float32 where x is quantized.
 
     Raises
     ------
@@ -230,10 +234,10 @@ def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None) -> Any:
     known, width, depth = right.shape
     if len(left.shape) != 2 or left.shape[1] != depth:
         raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
-    finish = Finish.check([left, right], (left.shape[0], width), out=out)
+    finish = Finish.check([left, right], (left.shape[0], width), out=out, stream=stream)
     chosen = _experts(experts, left, known)
     if finish.place.is_gpu:
-        return multiply.grouped_linear(left, right, chosen, finish)
+        return multiply.grouped_linear(left, right, chosen, finish, stream)
 
     def product() -> np.ndarray:
         values = left.values()

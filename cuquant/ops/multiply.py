@@ -134,13 +134,15 @@ def _unit_columns(backend: GpuBackend, array: Any) -> tuple[Any, int]:
 # ---- one call -----------------------------------------------------------------------------------
 
 
-def _record(backend: GpuBackend, stream: object, operands: Sequence[Operand], f: Finish) -> None:
+def _record(
+    backend: GpuBackend, stream: object, operands: Sequence[Operand], f: Finish, *others: Any
+) -> None:
     """torch must not use the memory of these arrays anew before this stream's work is done."""
     if stream is None or backend.kind != "torch":
         return
     own = sys.modules["torch"].cuda.current_stream(backend.device)
     inputs = [part for operand in operands for part in operand.memory()]
-    for array in (*inputs, f.bias, f.residual, f.out):
+    for array in (*inputs, f.bias, f.residual, f.out, *others):
         if array is not None:
             array.record_stream(own)
 
@@ -409,10 +411,14 @@ def _with_rows_of_batch(product: Product, epilogue: Epilogue) -> tuple[Product, 
 # ---- experts ------------------------------------------------------------------------------------
 
 
-def grouped_linear(left: Operand, right: Operand, experts: Any, finish: Finish) -> Any:
+def grouped_linear(
+    left: Operand, right: Operand, experts: Any, finish: Finish, stream: object = None
+) -> Any:
     """Rows of x through the weights of their experts, which the host does not wait for."""
     known, width, depth = right.shape
-    with backend_of(left.memory()[0]) as backend:
+    with backend_of(left.memory()[0], stream) as backend:
+        on_host = isinstance(experts, np.ndarray)
+        _record(backend, stream, (left, right), finish, None if on_host else experts)
         out = _result(backend, finish)
         if not math.prod(finish.shape):
             return out
@@ -429,7 +435,7 @@ def grouped_linear(left: Operand, right: Operand, experts: Any, finish: Finish) 
         if weight.layout not in orchestrator.layouts:
             weight, step = _row_weight(backend, right)
             product = replace(product, weights=(weight,))
-        numbers = backend.array(experts) if isinstance(experts, np.ndarray) else experts
+        numbers = backend.array(experts) if on_host else experts
         height = orchestrator.height or segment_rows(problem)
         down, across = backend.view(out).strides
         epilogue = Epilogue(out, finish.dtype.name, down, across)
