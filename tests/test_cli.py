@@ -285,13 +285,15 @@ def test_inspect_lists_any_file(model, monkeypatch):
 def test_inspect_puts_quantized_arrays_together(tmp_path):
     w = np.ones((4, 128), np.float16)
     q = cq.quantize(w, "nf4", block_size=32, double_quant=True)
-    cq.save(tmp_path / "q", {"w": q, "b": np.zeros(3, np.float32)})
+    p = cq.prepack(cq.quantize(w, "int4"))
+    cq.save(tmp_path / "q", {"w": q, "b": np.zeros(3, np.float32), "p": p})
     lines = run("inspect", tmp_path / "q").output.splitlines()
     row = {line.split()[0]: line for line in lines if line.strip()}
     fields = re.split(r"\s{2,}", row["w"].strip())
     assert fields == [
         "w", str(q.format), "4 x 128", "float16", f"{q.bits_per_element:.4g}", f"{q.nbytes}"
     ]  # fmt: skip
+    assert re.split(r"\s{2,}", row["p"].strip())[1] == "int4, fragments/1"
     assert "w.packed" not in row and "b" in row
     assert any(line.startswith("metadata cuquant: ") for line in lines)
 

@@ -187,7 +187,8 @@ def inspect(
             screen.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-Row = tuple[str, str, tuple[int, ...], str, int]  # name, format, shape, dtype, bytes
+# name, format and the layout of a PackedWeight, shape, dtype, bytes
+Row = tuple[str, str, tuple[int, ...], str, int]
 
 
 def _quantized_rows(reader: SafetensorsReader) -> list[Row]:
@@ -201,7 +202,9 @@ def _quantized_rows(reader: SafetensorsReader) -> list[Row]:
             if info is None:
                 raise FormatError(f"{where}: its tensor {part!r} is missing")
             nbytes += info.nbytes
-        rows.append((name, str(fmt), shape, str(dtype), nbytes))
+        layout = described.get("layout")
+        kind = str(fmt) if layout is None else f"{fmt}, {layout}"
+        rows.append((name, kind, shape, str(dtype), nbytes))
     return rows
 
 
