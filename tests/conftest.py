@@ -86,6 +86,14 @@ def gpu():
     return cupy
 
 
+@pytest.fixture
+def two(gpu):
+    """CuPy, where there are two GPUs."""
+    if gpu.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU")
+    return gpu
+
+
 @pytest.fixture(scope="session")
 def torch(gpu):
     """torch, on a machine where it finds a GPU; skips elsewhere."""

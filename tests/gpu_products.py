@@ -56,7 +56,9 @@ def to_gpu(kind: str, monkeypatch):
 
 
 def tensor(torch, values: np.ndarray):
-    return interop.from_numpy(np.ascontiguousarray(values), "torch").to("cuda")
+    return interop.from_numpy(np.ascontiguousarray(values).reshape(values.shape), "torch").to(
+        "cuda"
+    )
 
 
 def host(x) -> np.ndarray:

@@ -248,13 +248,6 @@ def test_a_gradient_does_not_hinder(torch):
 # ---- devices ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two(gpu):
-    if gpu.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one GPU")
-    return gpu
-
-
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
 def test_work_is_done_where_the_data_is(kind, two, request):
     case = Case("nf4", "float32", (16, 512), data="normal")
