@@ -92,10 +92,10 @@ class PackedWeight(Stored):
     def __rmatmul__(self, other: Any) -> Any:
         raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "T":
-            raise AttributeError(f"a PackedWeight has no transpose: {_LINEAR}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def T(self) -> Any:
+        """There is none, and what to call in its place is said."""
+        raise AttributeError(f"a PackedWeight has no transpose: {_LINEAR}")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(

@@ -151,13 +151,27 @@ class Expected:
 
 
 def unit_of(x: np.ndarray, q: cq.QuantArray) -> float:
-    """What matmul_hopper.cu multiplies weights by, at least, before it rounds them to x's dtype.
+    """What matmul_hopper.cu multiplies weights by, at least, before it rounds them to x's dtype;
+    less by how many times half of float16's smallest number they may be off near zero.
 
-    With it the largest of them is 2^-4 or more in float16.
+    A product with a scale that float16 has is rounded once, as it is from 2^-4 to 2^14 and else
+    near 1. What is left of another scale in a second float16 is off as much, times a code, for
+    which the weights are larger: 8 times at most, and 2 times where blocks of ggml's are bounded.
     """
+    fmt = q.format
+    if x.dtype != np.float16 or fmt.scale is None:
+        return 1.0
+    if fmt.scale.dtype == "e4m3":  # their products are exact, and sums meet the other scale
+        return 1 / float(q.arrays()["global_scale"])
     sizes = np.abs(values(q))
-    largest = sizes[np.isfinite(sizes)].max(initial=0.0)
-    return 2.0**-4 / largest if x.dtype == np.float16 and largest else 1.0
+    largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
+    own = fmt.scale.dtype == "float16" and not fmt.is_blocks
+    if not largest or (own and 2.0**-4 <= largest <= 2.0**14):
+        return 1.0
+    if own or fmt.scale.dtype == "e8m0":
+        return 1 / (2 * largest if fmt.offset else largest)
+    codes = 1 + min(float(np.nanmax(np.abs(fmt.codec.numbers))), 8)
+    return 1 / (min(codes * (1 + fmt.is_blocks), 16) * largest)
 
 
 # ---- what kernels are asked, and how they answer ------------------------------------------------

@@ -151,8 +151,7 @@ def test_grouped_linear(name, double, rng):
     values = q.dequantize()
     for i, expert in enumerate(experts):
         wanted = x[i].astype(np.float64) @ values[expert].astype(np.float64).T
-        size = np.abs(x[i]).astype(np.float64) @ np.abs(values[expert]).astype(np.float64).T
-        assert is_close(y[i], wanted, size, 256)
+        assert np.allclose(y[i], wanted, rtol=0, atol=256 * 2**-24 * 64)
     assert bits_equal(cq.grouped_linear(x, cq.prepack(q), experts.tolist()), y)
     assert cq.grouped_linear(x[:0], q, []).shape == (0, 8)
     for wrong, error in [
@@ -169,7 +168,7 @@ def test_weights_quantized_along_another_axis(rng):
     w = rng.standard_normal((128, 24), dtype=np.float32)
     q = cq.quantize(w, "int4", axis=0)
     x = rng.standard_normal((3, 128), dtype=np.float32)
-    assert is_close(x @ q, *exact(x, q.T), 128)
+    assert np.allclose(x @ q, x @ q.dequantize(), atol=1e-4)
     stacked = cq.quantize(rng.standard_normal((128, 4, 8), dtype=np.float32), "int4", axis=0)
     y = cq.grouped_linear(np.ones((2, 8), np.float32), stacked, [127, 3])
     assert np.allclose(y, stacked.dequantize()[[127, 3]].sum(-1), atol=1e-4)

@@ -391,12 +391,6 @@ def test_weights_in_rows_are_read_as_they_are(tmp_path):
     assert again.layout == "rows/1" and same(cq.unpack(again), q)
 
 
-def test_a_short_scale_is_refused():
-    q = Case("int4", (8, 256)).weight()
-    with pytest.raises(cq.FormatError, match="it must hold"):
-        cq.prepack(replace(q, components={**q.arrays(), "scale": q.scale[:3]}))
-
-
 @pytest.mark.parametrize("parts", [{}, {"codes": None, "scale": None}, {"codes": np.zeros(3)}])
 def test_a_packed_weight_of_other_arrays_is_refused(parts):
     p = replace(cq.prepack(Case("nf4", (8, 64)).weight()), components=parts)

@@ -205,8 +205,6 @@ def test_functional_linear_of_a_packed_weight():
             call()
     with pytest.raises(AttributeError, match=r"cuquant.linear\(x, p\)"):
         _ = p.T
-    with pytest.raises(AttributeError, match="'PackedWeight' object has no attribute 'U'"):
-        _ = p.U
 
 
 # ---- what is shared -----------------------------------------------------------------------------
