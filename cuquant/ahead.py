@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cuquant import cubins, jit
-from cuquant.formats import get_format, list_formats
+from cuquant.formats import Format, get_format, list_formats
 from cuquant.interop import INPUT_DTYPES
 
 Progress = Callable[[int, int, str], object]
@@ -26,7 +26,7 @@ class Precompiled(NamedTuple):
 
 
 def precompile(
-    *formats: str,
+    *formats: str | Format,
     operations: Iterable[str] = ("quantize", "dequantize"),
     dtypes: Iterable[str] = INPUT_DTYPES,
     arch: str | int | tuple[int, int] | None = None,
@@ -39,7 +39,7 @@ def precompile(
     Parameters
     ----------
     formats
-        Names of formats; all of them where none is given.
+        Names, strings such as "nf4:32+dq" or Formats; all formats where none is given.
     operations
         Whose kernels.
     dtypes

@@ -1,4 +1,7 @@
-"""The exceptions that cuquant raises beside ValueError and TypeError."""
+"""The exceptions that cuquant raises beside ValueError and TypeError, and pieces of their texts."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class FormatError(ValueError):
@@ -11,3 +14,27 @@ class BackendUnavailable(RuntimeError):
 
 class CompileError(RuntimeError):
     """NVRTC rejected a kernel; the message names the kernel, the true file and line."""
+
+
+def clipped(value: object, most: int = 60) -> str:
+    """repr of what came, cut where it is long: a message stays one that people can read.
+
+    >>> clipped("a" * 1000, 9)
+    "'aaaaaa..."
+    """
+    if isinstance(value, (str, bytes)):
+        value = value[: most + 1]
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 2] + "..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question where `name` is near to known ones, else nothing.
+
+    >>> did_you_mean("nf5", ["nf4", "int8"])
+    " (did you mean 'nf4'?)"
+    """
+    if len(name) > 64:
+        return ""
+    near = difflib.get_close_matches(name.lower(), list(known), 3, 0.6)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

@@ -46,8 +46,139 @@ def test_aliases(alias, name):
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match=r"unknown format 'nf5'; known are nf4, fp4, .*q6_k"):
+    wanted = r"unknown format 'nf5' \(did you mean 'nf4'\?\); known are nf4, fp4, .*q6_k"
+    with pytest.raises(ValueError, match=wanted):
         cq.get_format("nf5")
+    with pytest.raises(ValueError, match=r"unknown format 'xyzzy'; known are nf4"):
+        cq.get_format("xyzzy")
+    with pytest.raises(TypeError, match=r"did you mean 'block_size'\?"):
+        cq.get_format("nf4", blocksize=64)
+
+
+STRINGS = {
+    "nf4": {},
+    "nf4:32": {"block_size": 32},
+    "nf4:32+dq": {"block_size": 32, "double_quant": True},
+    "int4:row": {"block_size": "row"},
+    "int8:tensor": {"block_size": "tensor"},
+    "fp8_e4m3:128x128": {"block_size": (128, 128)},
+    "int8:128x1": {"block_size": (128, 1)},
+    "k3+normal": {"levels": "normal"},
+    "k3+word": {"packing": "word"},
+    "k3:32+linear+planes": {"block_size": 32, "levels": "linear", "packing": "planes"},
+    "int4+dq+float32": {"double_quant": True, "scale_dtype": "float32"},
+    "q4_k": {},
+}
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_a_string_says_what_options_say_and_prints_again(text):
+    fmt = cq.get_format(text.partition(":")[0].partition("+")[0], **STRINGS[text])
+    assert cq.get_format(text) == cq.get_format(text.upper()) == fmt
+    assert str(fmt) == text and str(cq.get_format(text)) == text
+    assert repr(fmt) == f"Format({text!r})"
+    assert cq.get_format(text).options == fmt.options
+    x = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
+    q, wanted = cq.quantize(x, text), cq.quantize(x, fmt)
+    assert q.format == fmt
+    assert all(bits_equal(part, wanted.arrays()[name]) for name, part in q.arrays().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_prints_as_its_name(name):
+    assert str(cq.get_format(name)) == name
+
+
+def test_other_spellings_of_a_string():
+    assert str(cq.get_format("nf4:64+double_quant")) == "nf4+dq"
+    assert str(cq.get_format("k3+dense+lloyd")) == "k3"
+    assert cq.get_format("mxfp8^floor") == cq.get_format("mxfp8")
+    assert cq.get_format("float8_e4m3fn:128x128") == cq.get_format("fp8_e4m3:128x128")
+    assert cq.get_format("F16") == cq.get_format("fp16")
+
+
+def test_options_combine_with_a_string_and_contradictions_are_errors():
+    wanted = cq.get_format("nf4", block_size=32, double_quant=True)
+    assert cq.get_format("nf4:32", double_quant=True) == wanted
+    assert cq.get_format("nf4:32+dq", block_size=32, double_quant=True, levels=None) == wanted
+    assert cq.get_format("int8+float32", double_quant=True).scale.nested == "double"
+    x = np.ones((2, 64), np.float32)
+    assert cq.quantize(x, "nf4:32", double_quant=True).format == wanted
+    assert cq.quantize(x, wanted, block_size=128).format == cq.get_format("nf4:128+dq")
+    for text, options in (
+        ("nf4:32", {"block_size": 64}),
+        ("nf4+dq", {"double_quant": False}),
+        ("k3+normal", {"levels": "lloyd"}),
+        ("k3+normal", {"levels": [0.0, 1.0]}),
+        ("k3+word", {"packing": "dense"}),
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}.*contradict"):
+            cq.get_format(text, **options)
+    with pytest.raises(ValueError, match=r"block_size=64 contradict"):
+        cq.quantize(x, "nf4:32", block_size=64)
+
+
+def test_levels_of_ones_own_print_as_custom_which_is_not_read():
+    fmt = cq.get_format("k3:32", levels=[-1.0, 0.0, 1.0])
+    assert str(fmt) == "k3:32+custom"
+    with pytest.raises(ValueError, match="pass the Format"):
+        cq.get_format(str(fmt))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nf4:", "ROWSxCOLUMNS"),
+        ("nf4:x", "ROWSxCOLUMNS"),
+        ("nf4:32:32", "ROWSxCOLUMNS"),
+        ("nf4:32x", "ROWSxCOLUMNS"),
+        ("nf4:-8", "ROWSxCOLUMNS"),
+        ("nf4:12", "multiple of 8"),
+        ("nf4:9999999999", "below 2"),
+        ("nf4:" + "9" * 10**6, "ROWSxCOLUMNS"),
+        ("nf4+", "known are dq"),
+        ("nf4+64", "a block stands behind ':', as in nf4:64"),
+        ("k3+norml", "did you mean 'normal'"),
+        ("nf4+dq+dq", "twice"),
+        ("k3+normal+linear", "twice"),
+        ("nf4+word", "k2..k8"),
+        ("int4+dq", "float32"),
+        ("q4_0:64", "fixed by ggml"),
+        ("fp16:64", "no blocks"),
+        ("nf4^floor", "MX formats"),
+        ("fp16^floor", "MX formats"),
+        ("nf4^", "known are floor"),
+        ("mxfp8^ceiling", "did you mean 'ceil'"),
+        *((f"mxfp8^{rule}", "not available yet") for rule in ("ceil", "even", "4over6", "mse")),
+        ("int8:row+hadamard64", "not available yet"),
+        ("int8+hadamard", "not available yet"),
+        ("nf4:flat", "not available yet"),
+        ("", "unknown format ''"),
+        ("x" * 10**6, "unknown format 'xxx"),
+    ],
+)
+def test_strings_that_are_refused(text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        cq.get_format(text)
+    assert len(str(caught.value)) < 800
+
+
+def test_members_of_ggufs_enum_are_taken():
+    gguf = pytest.importorskip("gguf")
+    types = gguf.GGMLQuantizationType
+    for member in types:
+        if member.name.lower() in NAMES and member.name not in ("MXFP4", "NVFP4"):
+            assert cq.get_format(member) == cq.get_format(member.name)
+            assert cq.get_format(member).name == member.name.lower()
+    assert cq.get_format(types.F16).name == "fp16"
+    x = np.ones((1, 32), np.float32)
+    assert cq.quantize(x, types.Q4_0).format.name == "q4_0"
+    with pytest.raises(ValueError, match="ggml's own rule"):
+        cq.get_format(types.MXFP4)
+    with pytest.raises(TypeError, match="name or a Format, got int"):
+        cq.get_format(int(types.Q4_0))
+    with pytest.raises(TypeError, match="GGMLQuantizationType, got"):
+        cq.get_format(gguf.GGUFEndian.LITTLE)
 
 
 @pytest.mark.parametrize("block", [0, -1, 3, 12, 2**64, (128, 3), (0, 8), (1, 2, 3), "rows"])

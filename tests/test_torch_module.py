@@ -27,7 +27,7 @@ nn = torch.nn
 def test_repr_and_attributes():
     layer = QuantLinear.from_linear(linear(), cq.get_format("int4", block_size=64), prepack=True)
     assert repr(layer) == (
-        "QuantLinear(in_features=256, out_features=24, bias=True, format=int4(block_size=64), "
+        "QuantLinear(in_features=256, out_features=24, bias=True, format=int4:64, "
         "layout=fragments/1)"
     )
     assert (layer.in_features, layer.out_features, layer.activation) == (256, 24, None)
@@ -177,7 +177,7 @@ def test_load_refuses_what_is_no_such_weight():
     cases = {
         "fragments/2": {**prepacked, "_extra_state": said(layout="fragments/2")},
         "uint4": QuantLinear.from_linear(linear(), "uint4").state_dict(),
-        "block_size=64": {**state, "_extra_state": said(format='{"name": "int4", "options": '
+        "int4:64": {**state, "_extra_state": said(format='{"name": "int4", "options": '
                                                         '{"block_size": 64}}')},
         "version 2": {**state, "_extra_state": said(version=2)},
         "unknown format": {**state, "_extra_state": said(format="int44")},

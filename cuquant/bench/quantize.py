@@ -64,7 +64,7 @@ def parse_formats(names: Iterable[str]) -> dict[str, Format]:
     """Formats by the names they were asked for: "nf4", "nf4+double_quant", "int8+tensor", "all".
 
     >>> [str(fmt) for fmt in parse_formats(["int4+64", "fp8_e4m3+128x128"]).values()]
-    ['int4(block_size=64)', 'fp8_e4m3(block_size=(128, 128))']
+    ['int4:64', 'fp8_e4m3:128x128']
     """
     found = {}
     for text in names:

@@ -116,7 +116,7 @@ def parse_formats(names: Iterable[str]) -> dict[str, Format]:
     """Formats by the names they were asked for; "nf4+double_quant" is nf4 with that option.
 
     >>> [str(fmt) for fmt in parse_formats(["int4", "nf4+double_quant"]).values()]
-    ['int4', 'nf4(double_quant=True)']
+    ['int4', 'nf4+dq']
     """
     found = {}
     for text in names:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from functools import lru_cache
 
 import numpy as np
 
-from cuquant.formats import tables
+from cuquant.errors import clipped, did_you_mean
+from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
@@ -259,12 +261,16 @@ _MAKERS: dict[str, Callable[..., Format]] = {
 
 ALIASES = {
     "float16": "fp16",
+    "f16": "fp16",  # gguf's
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
     "mxfp8_e4m3": "mxfp8",
     "mxfp6_e2m3": "mxfp6",
 }
+
+# Members of gguf.GGMLQuantizationType that are called like a format with other bytes.
+_OTHERS_OF_GGML = {"mxfp4": "OCP's rule", "nvfp4": "a global scale"}
 
 _OPTIONS = ("block_size", "double_quant", "levels", "packing", "scale_dtype")
 
@@ -287,7 +293,11 @@ def get_format(name: str | Format, **options: object) -> Format:
     Parameters
     ----------
     name
-        A name of `list_formats()`, an alias such as "float8_e4m3fn", or a Format to alter.
+        A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
+        `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
+        alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
+        one of `levels`, `packing` or `scale_dtype`; a rule is floor, for MX formats, which have it.
+        `str(format)` is such a string; levels of one's own are printed as "custom" and not read.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns).
     double_quant
@@ -304,43 +314,87 @@ def get_format(name: str | Format, **options: object) -> Format:
     Raises
     ------
     ValueError
-        For an unknown name (the known ones are listed) or an option the format does not have.
+        For an unknown name (the known ones are listed), an option the format does not have, or an
+        option whose value differs from the one that the string gives.
 
     Examples
     --------
     >>> import cuquant as cq
     >>> cq.get_format("nf4", block_size=128).bits_per_element
     4.25
+    >>> cq.get_format("nf4:32+dq") == cq.get_format("nf4", block_size=32, double_quant=True)
+    True
+    >>> str(cq.get_format("fp8_e4m3", block_size=(128, 128)))
+    'fp8_e4m3:128x128'
     """
     if isinstance(name, Format):
         if not options:
             return name
-        return get_format(name.name, **{**name.options, **options})
+        return _new_format(name.name, {**name.options, **options})
+    if isinstance(name, Enum):
+        name = _name_of(name)
     try:
         kinds = repr(list(options.values()))  # 64 and 64.0 are alike to a dict, but not to a format
         return _kept_format(name, tuple(options.items()), kinds)
     except TypeError:  # options that cannot be hashed, or wrong ones
-        return _new_format(name, options)
+        return _asked_format(name, options)
 
 
 @lru_cache(maxsize=256)
 def _kept_format(name: str, options: tuple[tuple[str, object], ...], kinds: str) -> Format:
-    return _new_format(name, dict(options))
+    return _asked_format(name, dict(options))
 
 
-def _new_format(name: object, options: dict[str, object]) -> Format:
-    if not isinstance(name, str):
-        raise TypeError(f"format must be a name or a Format, got {type(name).__name__}")
-    known = ALIASES.get(name.lower(), name.lower())
-    if known not in _MAKERS:
-        raise ValueError(f"unknown format {name!r}; known are {', '.join(_MAKERS)}")
-    if unknown := set(options) - set(_OPTIONS):
-        raise TypeError(f"unknown option {sorted(unknown)}; options are {', '.join(_OPTIONS)}")
+def _asked_format(text: object, options: dict[str, object]) -> Format:
+    """The format of a string and of options beside it, which may not contradict it."""
+    if not isinstance(text, str):
+        raise TypeError(f"format must be a name or a Format, got {type(text).__name__}")
+    name, said = strings.parse(text)
+    name = ALIASES.get(name, name)
+    if name not in _MAKERS:
+        hint = did_you_mean(name, [*_MAKERS, *ALIASES])
+        raise ValueError(
+            f"unknown format {clipped(text)}{hint}; known are {', '.join(_MAKERS)}, "
+            f"with options as {strings.SHAPE}"
+        )
+    rule = said.pop("scale_rule", None)
+    beside = {option: value for option, value in options.items() if value is not None}
+    fmt = _new_format(name, {**options, **said, **beside})
+    if rule and (fmt.scale is None or fmt.scale.rule != "e8m0"):
+        raise ValueError(f"the rule ^{rule} is that of MX formats; leave it out for {name}")
+    both = sorted(said.keys() & beside.keys())
+    if both and _new_format(name, {**beside, **said}) != fmt:
+        raise ValueError(
+            f"format {clipped(text)} and {both[0]}={clipped(beside[both[0]])} contradict each "
+            "other; pass one of them"
+        )
+    return fmt
+
+
+def _name_of(member: Enum) -> str:
+    """The name of a member of gguf.GGMLQuantizationType; gguf itself is not looked at."""
+    name = member.name.lower()
+    if type(member).__name__ != "GGMLQuantizationType":
+        raise TypeError(
+            f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {member!r}"
+        )
+    if name in _OTHERS_OF_GGML:
+        raise ValueError(
+            f"ggml's own rule for {member.name} is not available yet; pass {name!r}, which has "
+            f"{_OTHERS_OF_GGML[name]} and becomes ggml's bytes by to_blocks()"
+        )
+    return name
+
+
+def _new_format(name: str, options: dict[str, object]) -> Format:
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        hint = did_you_mean(unknown[0], _OPTIONS)
+        raise TypeError(f"unknown option {unknown}{hint}; options are {', '.join(_OPTIONS)}")
     given = {k: v for k, v in options.items() if v is not None and v is not False}
     for option in ("levels", "packing"):
-        if option in given and not _takes_levels(known):
-            raise ValueError(f"{known} takes no {option}=; k2..k8 do")
-    fmt = _MAKERS[known](known, **given)
+        if option in given and not _takes_levels(name):
+            raise ValueError(f"{name} takes no {option}=; k2..k8 do")
+    fmt = _MAKERS[name](name, **given)
     for option, change in _CHANGES.items():
         if option in given:
             fmt = change(fmt, given[option])

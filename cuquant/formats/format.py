@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuquant.formats import strings
 from cuquant.formats.blocks import BlockLayout
 from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
@@ -26,9 +27,9 @@ class Component(NamedTuple):
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Format:
-    """One quantization format.
+    """One quantization format; `str` gives the string that `get_format` reads.
 
     Attributes
     ----------
@@ -64,8 +65,10 @@ class Format:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def __str__(self) -> str:
-        text = ", ".join(f"{key}={_short(value)}" for key, value in self.options.items())
-        return f"{self.name}({text})" if text else self.name
+        return strings.write(self.name, self.options)
+
+    def __repr__(self) -> str:
+        return f"Format({str(self)!r})"
 
     @property
     def is_blocks(self) -> bool:
@@ -169,8 +172,3 @@ class Format:
     def bits_per_element(self) -> float:
         """Bits an element takes in a 4096 x 4096 array, scales and all."""
         return self.nbytes((4096, 4096)) * 8 / 4096**2
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -42,7 +42,7 @@ def quantize(
         NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d, any strides.
         One on a GPU is quantized there, to the bytes that the CPU would make, without waiting.
     format
-        A name of `list_formats()` or a Format from `get_format`.
+        What `get_format` takes: a name, a string with options such as "nf4:32+dq", a Format.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns) for
         the last two axes. None: the format's own.

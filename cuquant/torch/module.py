@@ -67,11 +67,11 @@ class QuantLinear(nn.Module):
     >>> q = cq.quantize(torch.randn(32, 64), "int4", block_size=32)
     >>> layer = cuquant.torch.QuantLinear(q, activation="silu")
     >>> layer
-    QuantLinear(in_features=64, out_features=32, bias=False, format=int4(block_size=32), activation=silu)
+    QuantLinear(in_features=64, out_features=32, bias=False, format=int4:32, activation=silu)
     >>> x = torch.randn(5, 64)
     >>> torch.equal(layer(x), cq.linear(x, q, activation="silu"))
     True
-    """  # noqa: E501
+    """
 
     bias: nn.Parameter | None
 
