@@ -15,6 +15,7 @@ from cuquant import interop
 from cuquant.devices import resolve
 from cuquant.formats import Format
 from cuquant.io.cuda import make_slots
+from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
@@ -123,7 +124,7 @@ def quantize_file(
     Raises
     ------
     FormatError
-        For a malformed source.
+        For a malformed source, or one that another library has quantized.
     ValueError
         For non-finite values, naming the tensor, or names that collide.
     BackendUnavailable
@@ -133,6 +134,7 @@ def quantize_file(
     with SafetensorsReader(source) as reader:
         if KEY in reader.metadata:
             raise ValueError(f"{source} is quantized already; quantize the original file")
+        refuse_foreign(reader)
         plans = plan(reader, fmt, include, exclude)
         if begin is not None:
             begin(plans)
