@@ -152,10 +152,19 @@ def test_globs_choose_tensors(model, tmp_path, arguments, wanted):
 
 
 def test_nothing_to_quantize_is_said(model, tmp_path):
-    result = run("quantize", model, "-o", tmp_path / "out.safetensors", "--include", "typo*")
+    result = run("quantize", model, "-o", tmp_path / "out.safetensors", "--exclude", "*")
     assert result.exit_code == 0
     assert "warning: nothing was quantized" in result.output
     assert raw(tmp_path / "out.safetensors") == raw(model)
+
+
+def test_an_include_that_matches_nothing_is_an_error(model, tmp_path):
+    out = tmp_path / "out.safetensors"
+    for globs in (["typo*"], ["layer.*", "typo*"]):
+        include = [part for glob in globs for part in ("--include", glob)]
+        line = failed(run("quantize", model, "-o", out, *include))
+        assert "no tensor is called 'typo*'" in line and "'layer.0.weight'" in line
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_a_file_may_replace_itself(model, tmp_path):

@@ -292,7 +292,8 @@ def fake_cupy():
         def call(*arrays, axis):
             x = arrays[0].astype(np.float64)
             gap = x - arrays[1] if len(arrays) == 2 else x
-            return (gap * gap).sum(axis=axis)
+            counted = np.isfinite(x) if "isfinite" in mapped else True
+            return (gap * gap).sum(axis=axis, where=counted)
 
         return call
 
@@ -341,6 +342,85 @@ def test_the_slot_of_a_gpu(case, fake_gpu, tmp_path):
         assert (a.name, a.bytes_out, a.reason) == (b.name, b.bytes_out, b.reason)
         assert (a.sqnr_db is None) == (b.sqnr_db is None)
         assert (a.sqnr_db or 0) == pytest.approx(b.sqnr_db or 0, rel=1e-12)
+
+
+def clamped_model(path):
+    """Finite values of one magnitude, but for a NaN and two infinities."""
+    rng = np.random.default_rng(3)
+    w = rng.standard_normal((16, 256)).astype(np.float32)
+    w[0, 0], w[1, 1], w[2, 2] = np.nan, np.inf, -np.inf
+    cq.save(path, {"w": w})
+    return w
+
+
+def check_clamped(w, report, q):
+    """The SQNR counts what was finite: the block beside an infinity is lost, and that shows."""
+    finite = np.isfinite(w)
+    gap = w[finite].astype(np.float64) - q.dequantize()[finite]
+    wanted = 10 * np.log10((w[finite].astype(np.float64) ** 2).sum() / (gap**2).sum())
+    assert report.sqnr_db == pytest.approx(wanted, rel=1e-9) and 5 < wanted < 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_after_clamp_the_error_is_a_number(device, fake_gpu, tmp_path):
+    w = clamped_model(tmp_path / "in")
+    steps = quantize_file(
+        tmp_path / "in", tmp_path / "out", cq.get_format("nf4"), nonfinite="clamp", device=device
+    )
+    (report,) = steps
+    check_clamped(w, report, cq.load(tmp_path / "out")["w"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices.gpu_available(), reason="no GPU")
+def test_after_clamp_the_error_of_a_real_gpu_is_a_number(tmp_path):
+    w = clamped_model(tmp_path / "in")
+    fmt = cq.get_format("nf4")
+    steps = quantize_file(tmp_path / "in", tmp_path / "out", fmt, nonfinite="clamp", device="cuda")
+    (report,) = steps
+    check_clamped(w, report, cq.load(tmp_path / "out")["w"])
+
+
+@pytest.mark.parametrize("name", cq.list_formats())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_tensor_grows(name, dtype, tmp_path):
+    """Filters, columns, scalars a row: quantized where that saves bytes, else as they were."""
+    shapes = [
+        (64, 64, 1, 1), (64, 64, 3, 3), (16, 8, 7, 7), (64, 1), (64, 2), (64, 8), (64, 31),
+        (1, 1), (2, 256), (0, 256), (256, 0),
+    ]  # fmt: skip
+    rng = np.random.default_rng(2)
+    tensors = {str(shape): rng.standard_normal(shape).astype(np.dtype(dtype)) for shape in shapes}
+    cq.save(tmp_path / "in", tensors)
+    fmt = cq.get_format(name)
+    reports = quantize_file(tmp_path / "in", tmp_path / "out", fmt, device="cpu")
+    by_name = {report.name: report for report in reports}
+    loaded = cq.load(tmp_path / "out")
+    for key, x in tensors.items():
+        report, found = by_name[key], loaded[key]
+        if report.reason is None:
+            assert found.nbytes < x.nbytes, key
+            assert found.nbytes * 8 < 2 * fmt.bits_per_element * x.size, key
+        else:
+            assert found.dtype == x.dtype and found.tobytes() == x.tobytes(), key
+            assert report.bytes_out == report.bytes_in
+    if dtype == "bfloat16" and fmt.bits_per_element < 8 and not fmt.is_blocks:
+        assert by_name["(2, 256)"].reason is None
+
+
+def test_filters_are_kept_with_the_reason(tmp_path):
+    filters = {
+        "1x1": np.ones((256, 256, 1, 1), np.float32), "3x3": np.ones((256, 256, 3, 3), np.float32),
+        "column": np.ones((512, 1), np.float32), "wide": np.ones((4, 64), np.float32),
+    }  # fmt: skip
+    cq.save(tmp_path / "in", filters)
+    steps = quantize_file(tmp_path / "in", tmp_path / "out", cq.get_format("nf4"), device="cpu")
+    assert {report.name: report.reason for report in steps} == {
+        "1x1": "short rows of 1 would take 40 bits a weight",
+        "3x3": "short rows of 3 would take 16 bits a weight",
+        "column": "short rows of 1 would take 40 bits a weight",
+        "wide": None,
+    }
 
 
 @pytest.mark.parametrize("name", cq.list_formats())

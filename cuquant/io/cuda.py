@@ -81,7 +81,8 @@ class CudaSlot:
             )
             x = self._cupy.ndarray(job.shape, job.dtype, self._buffer.data)
             q = quantize(x, self._fmt, nonfinite=self._nonfinite)
-            made = {**q.arrays(), SUMS.name: _sums(self._cupy, x, q)}
+            sums = _sums(self._cupy, x, q, finite_only=self._nonfinite == "clamp")
+            made = {**q.arrays(), SUMS.name: sums}
             for part, start in _placed(self._fmt, job.shape):
                 source = made[part.name].data.ptr
                 runtime.memcpyAsync(
@@ -124,25 +125,29 @@ def make_slots(
     ]
 
 
-def _sums(cupy: Any, x: Any, q: QuantArray) -> Any:
-    """[sum x^2, sum (x - x')^2] as float64 on the device."""
+def _sums(cupy: Any, x: Any, q: QuantArray, *, finite_only: bool) -> Any:
+    """[sum x^2, sum (x - x')^2] as float64 on the device, over the finite x where asked for."""
     rows = (int(np.prod(x.shape[:-1])), x.shape[-1])
     x, decoded = x.reshape(rows), q.dequantize(dtype=np.float32).reshape(rows)
-    signal, noise = _kernels()
+    signal, noise = _kernels(finite_only)
     return cupy.stack([signal(x, axis=1).sum(), noise(x, decoded, axis=1).sum()])
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels(finite_only: bool) -> tuple[Any, Any]:
     """Sums over rows: of x^2, and of (x - y)^2."""
     reduction = load_cupy().ReductionKernel
-    square = "static_cast<double>(static_cast<float>(x))"
+    value = "static_cast<float>(x)"
+
+    def squares(inputs: str, gap: str, name: str) -> Any:
+        term = f"({gap}) * ({gap})"
+        if finite_only:
+            term = f"isfinite({value}) ? {term} : 0.0"
+            name += "_finite"
+        return reduction(inputs, "float64 z", term, "a + b", "z = a", "0", name)
+
+    exact = f"static_cast<double>({value})"
     return (
-        reduction(
-            "T x", "float64 z", f"{square} * {square}", "a + b", "z = a", "0", "cuquant_signal"
-        ),
-        reduction(
-            "T x, float32 y", "float64 z",
-            f"({square} - y) * ({square} - y)", "a + b", "z = a", "0", "cuquant_noise",
-        ),
-    )  # fmt: skip
+        squares("T x", exact, "cuquant_signal"),
+        squares("T x, float32 y", f"{exact} - y", "cuquant_noise"),
+    )

@@ -7,11 +7,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from cuquant import interop
+from cuquant.array import QuantArray
 from cuquant.devices import resolve
 from cuquant.formats import Format
 from cuquant.io.cuda import make_slots
@@ -19,6 +21,7 @@ from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
+from cuquant.io.safetensors.tensors import quote
 from cuquant.metrics import error
 from cuquant.ops.quantize import quantize
 
@@ -46,7 +49,8 @@ class Report:
     bytes_in, bytes_out
         Stored size before and after.
     sqnr_db
-        Of the quantized tensor; None where kept.
+        Of the quantized tensor, over its finite values where NaN and infinity are clamped; None
+        where kept.
     seconds
         To read, quantize, measure and write it; on a GPU, where these overlap with those of
         other tensors, since the report before.
@@ -68,7 +72,17 @@ class Report:
 def plan(
     reader: SafetensorsReader, fmt: Format, include: Sequence[str], exclude: Sequence[str]
 ) -> list[Plan]:
-    """Which tensors of a file `fmt` will quantize: float matrices that the globs select."""
+    """Which tensors of a file `fmt` will quantize: float matrices that the globs select.
+
+    ValueError for a glob of `include` that selects nothing.
+    """
+    for pattern in include:
+        if not any(fnmatchcase(name, pattern) for name in reader.tensors):
+            some = ", ".join(map(quote, islice(reader.tensors, 3)))
+            raise ValueError(
+                f"{reader.path}: no tensor is called {quote(pattern)}, which include names; the "
+                f"names are {some or 'none'}{', ...' if len(reader.tensors) > 3 else ''}"
+            )
     return [Plan(info, _reason(info, fmt, include, exclude)) for info in reader.tensors.values()]
 
 
@@ -87,6 +101,23 @@ def _reason(
         fmt.check_shape(info.shape)
     except ValueError:
         return f"{info.shape[-1]} columns do not divide into blocks"
+    return _why_too_large(fmt, info.shape, info.nbytes)
+
+
+def _why_too_large(fmt: Format, shape: tuple[int, ...], nbytes: int) -> str | None:
+    """Why a tensor of `nbytes` should not be quantized: `fmt` loses accuracy and saves too little.
+
+    Rows shorter than a block have a scale of their own all the same: nf4 takes 40 bits a weight
+    for filters of 1 x 1, and 16 for 3 x 3.
+    """
+    taken, size = fmt.nbytes(shape), math.prod(shape)
+    if not size:
+        return "no values"
+    bits = taken * 8 / size
+    if bits >= 2 * fmt.bits_per_element:
+        return f"short rows of {shape[-1]} would take {bits:.3g} bits a weight"
+    if taken >= nbytes:
+        return f"no smaller: it would take {bits:.3g} bits a weight"
     return None
 
 
@@ -113,7 +144,8 @@ def quantize_file(
     fmt
         Format of the result.
     include, exclude
-        Globs of tensor names; without `include`, all are candidates.
+        Globs of tensor names; without `include`, all are candidates. One of `include` that no
+        name matches is refused.
     nonfinite
         As in `quantize`; by default a NaN or infinity is refused.
     device
@@ -126,7 +158,8 @@ def quantize_file(
     FormatError
         For a malformed source, or one that another library has quantized.
     ValueError
-        For non-finite values, naming the tensor, or names that collide.
+        For non-finite values, naming the tensor, names that collide, or a glob of `include` that
+        matches none.
     BackendUnavailable
         Where a GPU is asked for and is not there.
     """
@@ -183,9 +216,16 @@ def _convert(
         raise ValueError(f"{info.name!r}: {problem}") from problem
     for name, part in q.arrays().items():
         writer.write(f"{info.name}.{name}", part)
-    sqnr = error(values, q).sqnr_db
+    sqnr = _sqnr_db(values, q, finite_only=nonfinite == "clamp")
     seconds = time.perf_counter() - started
     return Report(info.name, info.shape, None, info.nbytes, q.nbytes, sqnr, seconds)
+
+
+def _sqnr_db(values: np.ndarray, q: QuantArray, *, finite_only: bool) -> float:
+    """SQNR of a quantized tensor, over the finite values where asked for."""
+    if not finite_only or (finite := np.isfinite(values)).all():
+        return error(values, q).sqnr_db
+    return error(values[finite], q.dequantize(dtype=np.float32)[finite]).sqnr_db
 
 
 def _keep(
