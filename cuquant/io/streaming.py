@@ -111,6 +111,8 @@ def _why_too_large(fmt: Format, shape: tuple[int, ...], nbytes: int) -> str | No
     for filters of 1 x 1, and 16 for 3 x 3.
     """
     taken, size = fmt.nbytes(shape), math.prod(shape)
+    if fmt.scale is None:  # fp16 and bf16 have no blocks, and whoever asks for them wants the dtype
+        return None
     if not size:
         return "no values"
     bits = taken * 8 / size
