@@ -140,7 +140,7 @@ class QuantArray(Stored):
 
     # ---- what it becomes --------------------------------------------------------------------
 
-    def dequantize(self, *, dtype: object = None, out: Any = None, stream: object = None) -> Any:
+    def dequantize(self, dtype: object = None, *, out: Any = None, stream: object = None) -> Any:
         """The values; the same as `cuquant.dequantize(q, ...)`."""
         return OPERATIONS["dequantize"](self, dtype=dtype, out=out, stream=stream)
 

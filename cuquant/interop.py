@@ -96,6 +96,54 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
     return found
 
 
+def as_array(x: Any, name: str = "x") -> Any:
+    """An array of any kind as it is; lists and what else NumPy reads as numbers, as NumPy's.
+
+    Raises
+    ------
+    TypeError
+        For what makes no array of numbers.
+    ValueError
+        For lists whose lengths differ.
+    """
+    if kind(x):
+        return x
+    try:
+        found = np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name} does not make an array: {error}") from error
+    if found.dtype.kind not in "biufcV":
+        raise TypeError(
+            f"{name} must be a NumPy, CuPy or torch array, or nested lists of numbers, got "
+            f"{type(x).__name__}"
+        )
+    return found
+
+
+def as_float(x: Any, name: str = "x") -> Any:
+    """An array of numbers as one of a dtype that cuquant computes with: float64, integers and bools
+    become float32, where what is beyond its range is infinite; others stay as they are.
+
+    Raises
+    ------
+    TypeError
+        For complex numbers, 8-bit floats and what is no number.
+    """
+    found = dtype_of(x)
+    if found in _FLOATS:
+        return x
+    if not issubclass(found.type, (np.floating, np.integer, np.bool_)):
+        raise TypeError(
+            f"{name} must be float32, float16 or bfloat16, or float64, integers or bools, "
+            f"which are computed as float32; got {found}"
+        )
+    native = found.newbyteorder("=")
+    with np.errstate(over="ignore", under="ignore"):
+        if kind(x) == "torch":
+            x = x.detach()
+        return astype(x, native if native in _FLOATS else np.float32)
+
+
 def is_on_gpu(x: Any) -> bool:
     """Whether an array is CuPy's, or torch's on a CUDA device."""
     which = kind(x)

@@ -8,6 +8,8 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
+from cuquant.packed import PackedWeight, unpack
+from cuquant.stored import Stored
 
 
 class Error(NamedTuple):
@@ -36,8 +38,8 @@ def error(x: Any, q: Any) -> Error:
     x
         The true values, an array.
     q
-        QuantArray or array of x's shape. Either may be on a GPU: q is decoded there, and the sums
-        are taken on the CPU, in float64.
+        QuantArray, PackedWeight or array of x's shape. Either may be on a GPU: q is decoded there,
+        and the sums are taken on the CPU, in float64.
 
     Returns
     -------
@@ -46,6 +48,8 @@ def error(x: Any, q: Any) -> Error:
 
     Raises
     ------
+    TypeError
+        Where x is quantized, or one of the two is no array.
     ValueError
         Where the shapes differ.
 
@@ -56,8 +60,15 @@ def error(x: Any, q: Any) -> Error:
     >>> cq.error(x, cq.quantize(x, "fp16"))
     Error(sqnr_db=inf, max_error=0.0, cosine=1.0)
     """
+    if isinstance(x, Stored):
+        better = "error(x.dequantize(), q)" if isinstance(q, Stored) else "error(q, x)"
+        raise TypeError(
+            f"x is a {type(x).__name__}, and the true values come first: call cuquant.{better}"
+        )
     true = _checked(x, "x")
-    found = _checked(q.dequantize(dtype=np.float32) if isinstance(q, QuantArray) else q, "q")
+    whole = unpack(q) if isinstance(q, PackedWeight) else q
+    found = whole.dequantize(dtype=np.float32) if isinstance(whole, QuantArray) else whole
+    found = _checked(found, "q")
     shape, other = tuple(true.shape), tuple(found.shape)
     if shape != other:
         raise ValueError(f"x has shape {shape} and q {other}; they must be equal")
@@ -91,7 +102,8 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 def _checked(x: Any, name: str) -> Any:
     """An array on the CPU as NumPy's, one on a GPU as it is."""
-    found = x if interop.is_on_gpu(x) else interop.to_numpy(x, name)
+    found = interop.as_array(x, name)
+    found = found if interop.is_on_gpu(found) else interop.to_numpy(found, name)
     if interop.dtype_of(found).kind == "c":
         raise TypeError(f"{name} is complex; its real and imaginary parts have errors of their own")
     return found

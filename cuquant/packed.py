@@ -97,10 +97,14 @@ class PackedWeight(Stored):
         """There is none, and what to call in its place is said."""
         raise AttributeError(f"a PackedWeight has no transpose: {_LINEAR}")
 
+    def dequantize(self, dtype: object = None, *, out: Any = None) -> Any:
+        """The values [N, K] or [E, N, K]: those of `unpack(p).dequantize(dtype, out=out)`."""
+        return unpack(self).dequantize(dtype, out=out)
+
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(
             f"a PackedWeight ({self.format}) does not turn into an array by itself; "
-            "call cuquant.unpack(p).dequantize() for the values"
+            "call p.dequantize() for the values"
         )
 
 

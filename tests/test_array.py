@@ -418,6 +418,33 @@ def test_error_by_hand():
         cq.error(x + 1j, y)
 
 
+def test_dtype_may_come_first_and_a_packed_weight_decodes():
+    q = cq.quantize(np.random.default_rng(0).standard_normal((24, 128)).astype(np.float32))
+    wanted = q.dequantize(dtype="float16")
+    p = cq.prepack(q)
+    for found in (q.dequantize("float16"), cq.dequantize(q, "float16"), p.dequantize("float16")):
+        assert bits_equal(found, wanted)
+    assert bits_equal(p.dequantize(), q.dequantize())
+    out = np.empty((24, 128), np.float16)
+    assert p.dequantize(out=out) is out and bits_equal(out, wanted)
+    with pytest.raises(TypeError, match=r"p\.dequantize\(\)"):
+        cq.dequantize(p)
+
+
+def test_errors_advice_works_when_it_is_typed():
+    """error(q, x) names a call that gives the answer; a PackedWeight is decoded."""
+    x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    q = cq.quantize(x)
+    wanted = cq.error(x, q)
+    assert cq.error(x, cq.prepack(q)) == wanted
+    for a, b in ((q, x), (q, q), (cq.prepack(q), x), (cq.prepack(q), q)):
+        with pytest.raises(TypeError, match=r"call cuquant\.error\(") as caught:
+            cq.error(a, b)
+        said = str(caught.value).partition("call ")[2]
+        found = eval(said, {"cuquant": cq}, {"x": a, "q": b})
+        assert found == (wanted if b is x else (np.inf, 0.0, pytest.approx(1.0)))
+
+
 # ---- what once went wrong -------------------------------------------------------------------
 
 

@@ -191,7 +191,7 @@ def test_out_that_overlaps_is_refused(gpu, no_launch):
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "int8", "uint8", "bool", "complex64"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_other_dtypes_are_refused(dtype, gpu, no_launch):
     x = np.ones((4, 64), dtype)
     with pytest.raises(TypeError) as wanted:

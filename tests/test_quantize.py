@@ -135,14 +135,11 @@ def test_zero_d_is_refused(name):
 
 
 WRONG = {
-    "float64": np.float64,
-    "int32": np.int32,
-    "uint8": np.uint8,
-    "bool": np.bool_,
     "complex64": np.complex64,
-    "big-endian": ">f4",
-    "big-endian half": ">f2",
+    "complex128": np.complex128,
+    "datetime": "M8[s]",
     "float8": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
     "int4": ml_dtypes.int4,
     "object": object,
     "str": "U4",
@@ -155,10 +152,106 @@ def test_other_dtypes_are_refused_by_name(dtype):
         cq.quantize(np.zeros((2, 64), dtype))
 
 
-@pytest.mark.parametrize("x", [[1.0, 2.0], 1.0, None, "x", (1.0,)], ids=str)
-def test_only_arrays_are_taken(x):
-    with pytest.raises(TypeError, match="array"):
+OTHER = "float64 longdouble int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool >f4 >f8 >i2"
+
+
+def numbers(dtype: str) -> np.ndarray:
+    """[4, 64] of a dtype, with its largest and smallest values."""
+    dtype = np.dtype(dtype)
+    x = (np.random.default_rng(0).standard_normal((4, 64)) * 40).astype(np.float64)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        whole = np.clip(np.rint(x), max(limits.min, -100), 100).astype(dtype)
+        whole[3, :3] = limits.min, limits.max, limits.max // 3
+        return whole
+    return (x > 0) if dtype.kind == "b" else x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", OTHER.split())
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4", "q4_k", "fp16"])
+def test_other_numbers_are_computed_as_float32(dtype, name):
+    x = np.tile(numbers(dtype), 4)
+    q, wanted = cq.quantize(x, name), cq.quantize(x.astype(np.float32), name)
+    assert q.dtype == wanted.dtype == np.float32 and q.dequantize().dtype == np.float32
+    assert all(bits_equal(part, wanted.arrays()[key]) for key, part in q.arrays().items())
+    out = cq.quantize(np.zeros_like(x, np.float32), name)
+    assert cq.quantize(x, name, out=out) is out
+    assert all(bits_equal(part, wanted.arrays()[key]) for key, part in out.arrays().items())
+
+
+def test_a_big_endian_half_stays_a_half():
+    assert cq.quantize(np.ones((2, 64), ">f2")).dtype == np.float16
+
+
+class _Frame:
+    """As pandas' objects: read by np.asarray."""
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.arange(64.0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [[0.5] * 64, [[1, 2, 3], [4, 5, 6]], (1.0,), [True, False], range(64), _Frame(), [[], []]],
+    ids=lambda x: type(x).__name__,
+)
+def test_lists_of_numbers_are_taken(x):
+    q, wanted = cq.quantize(x), cq.quantize(np.asarray(x).astype(np.float32))
+    assert (q.kind, q.dtype, q.shape) == ("numpy", np.float32, wanted.shape)
+    assert all(bits_equal(part, wanted.arrays()[key]) for key, part in q.arrays().items())
+    assert cq.error(x, q) == cq.error(np.asarray(x), q)
+
+
+def test_what_is_beyond_float32_is_infinite():
+    x = np.ones((2, 64))
+    x[1, 5] = -1e39
+    assert np.isnan(cq.quantize(x).dequantize()[1]).all()
+    assert np.isfinite(cq.quantize(x).dequantize()[0]).all()
+    with pytest.raises(ValueError, match="inf"):
+        cq.quantize(x, nonfinite="raise")
+    clamped = cq.quantize(x, "fp8_e5m2", nonfinite="clamp").dequantize()
+    assert clamped[1, 5] == np.finfo(np.float32).min
+
+
+@pytest.mark.parametrize(
+    "x",
+    [None, "x", ["a"], {}, {1.0}, object(), b"x", [None], [2**70], ["1", "2"]],
+    ids=lambda x: type(x).__name__,
+)
+def test_only_numbers_are_taken(x):
+    with pytest.raises(TypeError, match="x must be"):
         cq.quantize(x)
+
+
+def test_a_list_of_complex_numbers_is_refused():
+    with pytest.raises(TypeError, match="computed as float32; got complex128"):
+        cq.quantize([1j])
+
+
+def test_lists_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="x does not make an array"):
+        cq.quantize([[1.0], [1.0, 2.0]])
+
+
+def test_a_quantized_array_is_not_quantized_again():
+    q = cq.quantize(np.ones((2, 64), np.float32))
+    for x in (q, cq.prepack(q)):
+        with pytest.raises(TypeError, match="dequantize"):
+            cq.quantize(x)
+
+
+def test_torch_tensors_of_other_dtypes():
+    torch = pytest.importorskip("torch")
+    x = numbers("float64")
+    for dtype in ("float64", "int8", "int16", "int32", "int64", "uint8", "bool"):
+        t = torch.tensor(x, requires_grad=dtype == "float64").to(getattr(torch, dtype))
+        q, wanted = cq.quantize(t), cq.quantize(t.detach().float())
+        assert q.kind == "torch" and q.dtype == np.float32
+        assert q.dequantize().dtype == torch.float32
+        assert all(torch.equal(part, wanted.arrays()[key]) for key, part in q.arrays().items())
+    for dtype in (torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="x must be float32"):
+            cq.quantize(torch.zeros(2, 64).to(dtype))
 
 
 def test_a_masked_array_is_refused():

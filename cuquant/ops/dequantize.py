@@ -9,12 +9,12 @@ from cuquant.array import QuantArray
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
 from cuquant.ops.outputs import writable_out
-from cuquant.stored import OPERATIONS
+from cuquant.stored import OPERATIONS, Stored
 
 
 @interop.untraced
 def dequantize(
-    q: QuantArray, *, dtype: object = None, out: Any = None, stream: object = None
+    q: QuantArray, dtype: object = None, *, out: Any = None, stream: object = None
 ) -> Any:
     """The values of a quantized array: decode(code) * scale + min in float32, rounded once.
 
@@ -46,7 +46,8 @@ def dequantize(
     array([-1.    ,  0.    ,  0.4407,  1.    ], dtype=float16)
     """
     if not isinstance(q, QuantArray):
-        raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}")
+        hint = "; call p.dequantize()" if isinstance(q, Stored) else ""
+        raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}{hint}")
     if q.device != "cpu":
         return decode.values(q, dtype, out, stream)
     q.check()

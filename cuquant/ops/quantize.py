@@ -11,6 +11,7 @@ from cuquant.array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.ops.calibrated import calibration
 from cuquant.ops.encode import EncodeOnGpu
+from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
 from cuquant.ops.repeated import overwritten
@@ -41,6 +42,8 @@ def quantize(
     x
         NumPy, CuPy or torch array of float32, float16 or bfloat16, any shape but 0-d, any strides.
         One on a GPU is quantized there, to the bytes that the CPU would make, without waiting.
+        float64, integers, bools and lists of numbers are computed as float32, which is then the
+        result's dtype; what is beyond its range is infinite, and `nonfinite` says what follows.
     format
         What `get_format` takes: a name, a string with options such as "nf4:32+dq", a Format.
     block_size
@@ -83,7 +86,7 @@ def quantize(
     Raises
     ------
     TypeError
-        For another dtype or a value that is not an array.
+        For complex numbers, 8-bit floats and what is no array or list of numbers.
     ValueError
         For arguments that do not fit, before anything is written.
     BackendUnavailable, CompileError
@@ -109,9 +112,16 @@ def quantize(
             f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding"
         )
     key = _seed(seed) if stochastic else 0
+    x = interop.as_array(x)
     on_gpu = interop.is_on_gpu(x)
-    source = x if on_gpu else interop.to_numpy(x)
-    dtype = interop.float_dtype(interop.dtype_of(source), "x")
+    if not on_gpu:
+        source = interop.as_float(interop.to_numpy(x))
+    elif interop.dtype_of(x).name in interop.INPUT_DTYPES:
+        source = x
+    else:
+        with backend_of(x, stream):
+            x = source = interop.as_float(x)
+    dtype = interop.dtype_of(source)
     axis = _axis(source, axis)
     order = geometry.axis_last(source.ndim, axis)
     shape = tuple(source.shape)
