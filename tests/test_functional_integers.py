@@ -49,7 +49,7 @@ def test_dynamic_quantize_by_its_formula(shift, dtype):
     assert zero_point.shape == () and zero_point.dtype == np.uint8
     assert zero_point == np.clip(np.rint(-low / scale), 0, 255)
     assert q.dtype == np.uint8 and q.shape == x.shape
-    wanted = np.clip(np.rint(wide * (F32(1) / scale)) + F32(zero_point), 0, 255)
+    wanted = np.clip(np.rint(wide / scale) + F32(zero_point), 0, 255)
     assert (q == wanted).all()
 
 

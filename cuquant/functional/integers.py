@@ -9,7 +9,7 @@ from cuquant import interop
 from cuquant.errors import FormatError
 from cuquant.formats import Packing, Uniform, get_format
 from cuquant.functional.checks import integer, integers, like, numbers, typed
-from cuquant.ops.plain import pack_codes, scaled, unpack_codes
+from cuquant.ops.plain import pack_codes, quotients, scaled, unpack_codes
 from cuquant.ops.quantize import quantize
 
 INT4 = Packing(4, "low")
@@ -108,7 +108,7 @@ def dequantize_tensor(q: Any, scale: Any) -> Any:
 
 
 def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
-    """Asymmetric uint8 with one scale and zero point: x is about (q - zero_point) * scale.
+    """ONNX's DynamicQuantizeLinear: uint8, and x is about (q - zero_point) * scale.
 
     Parameters
     ----------
@@ -118,10 +118,10 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     Returns
     -------
     q
-        uint8 of x's shape.
+        uint8 of x's shape: x / scale rounded half to even, plus zero_point, saturated.
     scale
         float32, 0-d: (max - min) / 255 over the range of x widened to hold 0. 0 where x is all
-        zeros, NaN where it is not finite (q is 0 then).
+        zeros, NaN where it is not finite (q is 0 then, as it is below a scale of 2^-128).
     zero_point
         uint8, 0-d: the code of 0, rint(-min / scale).
 
@@ -134,8 +134,9 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
 
     Notes
     -----
-    The format uint8 of `cuquant.quantize` with block_size="tensor" and float32 scales; the
-    formulas are ONNX's DynamicQuantizeLinear.
+    ONNX's DynamicQuantizeLinear, which divides by the scale. The format uint8 of
+    `cuquant.quantize` with block_size="tensor" and float32 scales has the same scale and zero
+    point, but multiplies by the reciprocal, which may round to the code beside it.
 
     Examples
     --------
@@ -145,7 +146,11 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     """
     fmt = get_format("uint8", block_size="tensor", scale_dtype="float32")
     parts = quantize(x, fmt).arrays()
-    return parts["packed"], parts["scale"], parts["zero_point"]
+    scale, zero_point = parts["scale"], parts["zero_point"]
+    if interop.is_on_gpu(x):
+        return quotients(x, scale, zero_point), scale, zero_point
+    host = [interop.to_numpy(part) for part in (x, scale, zero_point)]
+    return like(quotients(*host), x), scale, zero_point
 
 
 def pack_int4(x: Any, axis: int = -1) -> Any:

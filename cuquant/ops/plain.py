@@ -13,6 +13,7 @@ from cuquant import interop
 from cuquant.formats import Packing, get_format
 from cuquant.jit import Launch, Program
 from cuquant.ops.gpu import backend_of
+from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.dequantize import THREADS, decoder
 from cuquant.ops.kernels.pack import pack_launch
 from cuquant.ops.kernels.task import scale_arrays
@@ -88,6 +89,29 @@ def scaled(q: Any, factor: Any) -> Any:
         if count:
             program = Program("scaled.cu", "scaled", (THREADS,))
             pointers = [backend.pointer(array) for array in (values, factors, out)]
+            launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
+            backend.launch(launch, *pointers, count)
+        return out
+
+
+def quotients(x: Any, scale: Any, zero_point: Any) -> Any:
+    """uint8 rint(x / scale) + zero_point, saturated; 0 where 1 / scale is 0 or not finite."""
+    if not interop.is_on_gpu(x):
+        values = np.asarray(x, F32)
+        with np.errstate(all="ignore"):
+            inverse = F32.type(1) / scale
+            if not (np.isfinite(inverse) and inverse):
+                return np.zeros(values.shape, np.uint8)
+            q = np.rint(values / scale)
+        q += F32.type(zero_point)
+        return np.clip(q, 0, 255, out=q).astype(np.uint8)
+    with backend_of(x) as backend:
+        given, count = backend.contiguous(x, -1), math.prod(x.shape)
+        out = backend.empty(tuple(x.shape), np.dtype(np.uint8))
+        if count:
+            element = words.ELEMENTS[interop.dtype_of(x).name]
+            program = Program("quotients.cu", "quotients", (element, THREADS))
+            pointers = [backend.pointer(array) for array in (given, scale, zero_point, out)]
             launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
             backend.launch(launch, *pointers, count)
         return out
