@@ -153,3 +153,11 @@ def test_binary_matmul_multiplies_signs(dtype):
     signs = [np.where(x.astype(F32) >= 0, 1, -1).astype(np.int64) for x in (a, b)]
     found = F.binary_matmul(a, b.T)
     assert bits_equal(found, (signs[0] @ signs[1].T).astype(np.int32))
+
+
+def test_sums_beyond_int32_wrap_only_where_int32_is_returned():
+    """K = 131072 columns of (-128)^2 add up to 2^31."""
+    a = np.full((1, 131072), -128, np.int8)
+    assert F.int8_matmul(a, a.T).tolist() == [[-(2**31)]]
+    y = F.matmul_bias_relu(a, a.T, np.ones(1, F32), scale_c=0.5)
+    assert y.tolist() == [[2.0**30]]  # the bias is below half a step of float32 there

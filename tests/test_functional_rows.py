@@ -50,8 +50,17 @@ def test_mean_of_squares_is_summed_in_order_across_pieces():
     x = normal(200, 1000)
     ones = np.ones(1000, F32)
     assert arrays_equal(F.rmsnorm_quantize(x, ones), cq.quantize(rmsnorm(x, ones, 1e-6), "int8"))
-    large = np.full((1, 4), 1e25, F32)  # squares beyond float32: the row vanishes, as its norm says
-    assert (F.rmsnorm_quantize(large, ones[:4]).dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("exponent", [-148, -100, -64, 62, 64, 100, 124])
+def test_squares_beyond_float32_do_not_erase_a_row(exponent):
+    """Squares of 1e20 overflow float32 and those of 1e-20 vanish; the norm of a row does not."""
+    x, weight = (integers(-8, 8, (6, 32), np.int64) | 1).astype(F32), normal(32, seed=1)
+    wanted = F.rmsnorm_quantize(x, weight, eps=0, format="fp16").dequantize()
+    found = F.rmsnorm_quantize(x * F32(2.0**exponent), weight, eps=0, format="fp16")
+    assert wanted.any() and bits_equal(found.dequantize(), wanted)
+    largest = np.full((1, 4), np.finfo(F32).max)
+    assert (F.rmsnorm_quantize(largest, np.ones(4, F32), format="fp16").dequantize() == 1).all()
 
 
 def test_rmsnorm_options_are_those_of_quantize():

@@ -49,7 +49,8 @@ def int8_matmul(
     Returns
     -------
     [M, N] of a's kind. Without scales int32: the exact sum, which wraps beyond 2^31 as in
-    hardware. With any of them float32: that int32 * scale_a * scale_b * scale_c, in this order.
+    hardware (8-bit operands of 131072 columns may reach it). With any of them float32: that int32
+    * scale_a * scale_b * scale_c, in this order.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def int8_matmul(
     scales = _scales(scale_a, scale_b, scale_c, left.shape[0], right.shape[1])
     left = _centred(left, zero_point_a, "zero_point_a")
     right = _centred(right, zero_point_b, "zero_point_b")
-    product = _exact_product(left, right)
+    product = _exact_product(left, right).astype(np.int32)
     return like(_scaled(product, scales) if scales else product, a)
 
 
@@ -180,7 +181,8 @@ def matmul_bias_relu(
 
     Notes
     -----
-    The sums of integers are exact, those of floats have BLAS's order.
+    The sums of integers are exact at any K, and rounded once to float32 (those of `int8_matmul`
+    wrap beyond int32, from K = 131072 on at the earliest); the sums of floats have BLAS's order.
 
     Examples
     --------
@@ -241,7 +243,7 @@ def binary_matmul(a: Any, b: Any) -> Any:
     """
     left, right = _signs(a, "a"), _signs(b, "b")
     check_product(left, right)
-    return like(_exact_product(left, right), a)
+    return like(_exact_product(left, right).astype(np.int32), a)
 
 
 def fp16_gemm(
@@ -309,13 +311,10 @@ def _centred(x: np.ndarray, zero_point: Any, name: str) -> np.ndarray:
 
 
 def _exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """int32 of int16 matrices, by the BLAS of a float that holds every partial sum.
-
-    Sums wrap to int32 like a hardware accumulator's.
-    """
+    """int64 of int16 matrices, by the BLAS of a float that holds every partial sum."""
     peaks = [int(np.abs(x).max(initial=0)) for x in (a, b)]
     wide = F32 if a.shape[1] * peaks[0] * peaks[1] <= EXACT_FLOAT32 else np.float64
-    return (a.astype(wide) @ b.astype(wide)).astype(np.int64).astype(np.int32)
+    return (a.astype(wide) @ b.astype(wide)).astype(np.int64)
 
 
 def _float_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

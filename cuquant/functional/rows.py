@@ -19,6 +19,8 @@ from cuquant.reference import silu
 
 F32 = np.float32
 CHUNK = 1 << 16  # elements whose squares are held in float64 at a time
+SQUARES = 2.0**-126, float(np.finfo(F32).max)  # mean squares that float32 holds as well as any
+UNIT = 2.0**100
 
 
 def rmsnorm_quantize(
@@ -55,7 +57,8 @@ def rmsnorm_quantize(
     -----
     RMSNorm: Zhang and Sennrich, arXiv 1910.07467. The squares are added in float64 in index
     order and their mean is rounded once to float32; then (x * (1 / sqrt(mean + eps))) * weight
-    in float32.
+    in float32. A row whose mean + eps is not a normal float32 is multiplied by 2^100 or 2^-100
+    before, so that values of 1e20 and more, whose squares overflow, are normalized as all others.
 
     Examples
     --------
@@ -237,15 +240,20 @@ def hadamard_quantize(
 def _rmsnorm(rows: np.ndarray, weight: np.ndarray, eps: np.float32) -> np.ndarray:
     """float32 of float32 rows [..., K]."""
     with np.errstate(all="ignore"):
-        inverse = F32(1) / np.sqrt(_mean_square(rows) + eps)
-        return (rows * inverse) * weight
+        mean = _mean_square(rows)
+        square = mean.astype(F32) + eps
+        # Where squares leave float32's normal numbers the row is taken in other units.
+        unit = np.where(square > SQUARES[1], 1 / UNIT, np.where(square < SQUARES[0], UNIT, 1.0))
+        square = (mean * unit**2).astype(F32) + (eps * unit**2).astype(F32)
+        inverse = F32(1) / np.sqrt(square)
+        return (rows * unit.astype(F32) * inverse) * weight
 
 
 def _mean_square(rows: np.ndarray) -> np.ndarray:
-    """float32 [..., 1]: squares added in float64 in index order, their mean rounded once."""
+    """float64 [..., 1]: the mean of the squares, which are added in index order."""
     columns = rows.shape[-1]
     matrix = rows.reshape(-1, columns) if rows.size else rows.reshape(0, columns)
-    mean = np.zeros((math.prod(rows.shape[:-1]), 1), F32)
+    mean = np.zeros((math.prod(rows.shape[:-1]), 1))
     step = max(CHUNK // max(columns, 1), 1)
     for start in range(0, len(matrix), step):
         squares = np.square(matrix[start : start + step], dtype=np.float64)
