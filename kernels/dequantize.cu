@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(
         if (fabsf(scale[u]) > limit) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i)
-                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), zero[u], tables);
+                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), scale[u], zero[u], tables);
         }
         store_values(out + c * kChunk, x, c < chunks);
     }
@@ -84,9 +84,9 @@ __global__ void dequantize_plain(
     for (int i = 0; i < kChunk && column + i < tiles.columns; ++i) {
         const i64 block = Format::stored == Stored::None ? 0 : tiles.block(row, column + i);
         const u32 code = Format::Packing::get(from, column + i);
-        const float shift = shift_of<Format>(arrays, block);
-        const float x = value_of<Format>(code, scale_at<Format::stored>(arrays, block), shift, tables);
-        const float kept = saturated_value<Format, T>(x, code, shift, tables);
+        const float scale = scale_at<Format::stored>(arrays, block), shift = shift_of<Format>(arrays, block);
+        const float x = value_of<Format>(code, scale, shift, tables);
+        const float kept = saturated_value<Format, T>(x, code, scale, shift, tables);
         Element<T>::store(to + (column + i) * target.column_stride, kept);
     }
 }

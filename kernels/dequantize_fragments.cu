@@ -23,7 +23,7 @@ struct UnitDecoder {
             if constexpr (Own::Parts::minimums) return __fadd_rn(x, minimum);
             return x;
         } else {
-            return saturated_value<Format, float>(value_of<Format>(code, scale, shift, tables), code, shift, tables);
+            return saturated_value<Format, float>(value_of<Format>(code, scale, shift, tables), code, scale, shift, tables);
         }
     }
     // Registers 0 .. 3 of step kStep: see cuquant/fragments.py.
@@ -32,7 +32,7 @@ struct UnitDecoder {
         constexpr int h = kRegister % 2;
         const u32 codes = raw_codes<PairsOf<Codec, bits>, bits, 4 * kStep + kRegister>(words);
         float scale = own.value(h), shift = Codec::shift_of(0);
-        if constexpr (!Own::blocks && Own::stored == Stored::E4M3) scale = __fmul_rn(scale, *w.global_scale);
+        if constexpr (!Own::blocks && Own::stored == Stored::E4M3) scale = kept_finite(__fmul_rn(scale, *w.global_scale), scale, *w.global_scale);
         if constexpr (Own::zeros) shift = Codec::shift_of(own.zero >> 8 * h & 0xFFu);
         const float low = value(codes & 0xFFFFu, scale, own.minimum_of(h), shift, tables);
         const float high = value(codes >> 16, scale, own.minimum_of(h), shift, tables);

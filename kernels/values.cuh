@@ -14,15 +14,20 @@ struct ScaleArrays {
     const float* nested_map;     // [256], the values of its codes
 };
 
-// A finite scale times a code never becomes infinite.
+// What is made of finite numbers never becomes infinite.
 __device__ inline float saturated(float x, float top) {
     return fabsf(x) > top ? copysignf(top, x) : x;  // NaN stays
 }
 
-// The same for an element; a code that stands for infinity (e5m2 has two) stays infinite.
+// The same of x, the sum or product of a and b.
+__device__ inline float kept_finite(float x, float a, float b) {
+    return is_finite(a) && is_finite(b) ? saturated(x, kFloatMax) : x;
+}
+
+// The same of an element; one whose scale is infinite stays so, and one whose code stands for infinity (e5m2 has two).
 template <class Format, typename T>
-__device__ float saturated_value(float x, u32 code, float shift, const typename Format::Codec::DecodeTables& tables) {
-    return is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
+__device__ float saturated_value(float x, u32 code, float scale, float shift, const typename Format::Codec::DecodeTables& tables) {
+    return is_finite(scale) && is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
 }
 
 template <Stored kStored>
@@ -35,11 +40,13 @@ __device__ float scale_at(const ScaleArrays& arrays, i64 block) {
     }
     if constexpr (kStored == Stored::E4M3) {
         const u32 byte = static_cast<const u8*>(arrays.scale)[block];
-        return __fmul_rn(Minifloat<4, 3, Specials::OneNan>::decode(byte), *arrays.global_scale);
+        const float own = Minifloat<4, 3, Specials::OneNan>::decode(byte), global = *arrays.global_scale;
+        return kept_finite(__fmul_rn(own, global), own, global);
     }
     if constexpr (kStored == Stored::Double) {
-        const float inner = __fmul_rn(arrays.nested_map[static_cast<const u8*>(arrays.scale)[block]], arrays.nested_scale[block / 256]);
-        return __fadd_rn(__fadd_rn(saturated(inner, kFloatMax), 0.0f), *arrays.nested_offset);
+        const float level = arrays.nested_map[static_cast<const u8*>(arrays.scale)[block]], nested = arrays.nested_scale[block / 256];
+        const float inner = __fadd_rn(kept_finite(__fmul_rn(level, nested), level, nested), 0.0f), offset = *arrays.nested_offset;
+        return kept_finite(__fadd_rn(inner, offset), inner, offset);
     }
     return 1.0f;
 }

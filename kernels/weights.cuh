@@ -90,7 +90,7 @@ struct Rows {
                 zero = shift_of<Format>(arrays, block);
             }
             x[i] = value_of<Format>(codes[i], scale, zero, tables);
-            if (fabsf(scale) > limit) x[i] = saturated_value<Format, float>(x[i], codes[i], zero, tables);  // seldom
+            if (fabsf(scale) > limit) x[i] = saturated_value<Format, float>(x[i], codes[i], scale, zero, tables);  // seldom
         }
         if (k + kChunk > depth) {
 #pragma unroll

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import kernel_cases as cases
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
@@ -89,8 +90,16 @@ def _any(component, rng: np.random.Generator) -> np.ndarray:
     if dtype == np.uint8:
         return rng.integers(0, 4 if component.name == "zero_point" else 256, shape, np.uint8)
     top = np.finfo(dtype).max
-    special = np.array([1, -0.7, 0, np.finfo(dtype).tiny / 4, top, np.inf, np.nan, 1e-3], dtype)
-    return np.resize(special, shape).astype(dtype)
+    special = [1, -0.7, 0, np.finfo(dtype).tiny / 4, top, np.inf, np.nan, -np.inf]
+    scales = np.resize(np.array(special, dtype), shape)
+    scales.reshape(-1)[6::16] = signalling(dtype)
+    return scales
+
+
+def signalling(dtype: np.dtype) -> np.generic:
+    """A NaN that arithmetic would make a quiet one."""
+    bits, word = {2: (0x7C01, np.uint16), 4: (0x7F800001, np.uint32)}[dtype.itemsize]
+    return np.array([bits], word).view(dtype)[0]
 
 
 @pytest.mark.parametrize("q", every_code(), ids=lambda q: q.format.name)
@@ -103,6 +112,57 @@ def test_every_code_is_there():
         codec = q.format.codec
         count = len(codec.levels) if isinstance(codec, Codebook) else 1 << q.format.bits
         assert len(np.unique(q.codes())) == count
+
+
+ONES = [name for name in OWN if FORMATS[name].scale and FORMATS[name].scale_is_plain]
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_an_infinite_scale_makes_nothing_finite(name):
+    """An infinity times a number is infinite, times 0 NaN; finite scales beside it saturate."""
+    fmt = cq.get_format(name, block_size=8)
+    q = cq.quantize(np.linspace(-1, 1, 64, dtype=F32).reshape(2, 32), fmt)
+    scale = q.arrays()["scale"]
+    top = np.finfo(scale.dtype).max
+    scale[...] = np.array([[np.inf, top, -np.inf, 1], [0, top, 2, np.nan]], scale.dtype)
+    scale[1, 0] = signalling(scale.dtype)
+    plain = q.codes().astype(F32)
+    if q.zero_point is not None:
+        plain -= np.repeat(q.zero_point, 8, axis=1)
+    else:
+        plain = fmt.codec.decode(q.codes())
+    with np.errstate(invalid="ignore"):
+        exact = plain.astype(np.float64) * np.repeat(scale.astype(np.float64), 8, axis=1)
+    for dtype in DTYPES.values():
+        values = q.dequantize(dtype=dtype).astype(np.float64)
+        limit = float(ml_dtypes.finfo(dtype).max)
+        wanted = np.where(np.isfinite(exact), np.clip(exact, -limit, limit), exact)
+        np.testing.assert_allclose(values, wanted, rtol=2**-7)
+    check(q)
+
+
+@pytest.mark.parametrize("part", ["nested_scale", "nested_offset"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_an_infinite_nested_scale_makes_nothing_finite(part, value):
+    q = cq.quantize(cases.normal((4, 256), F32), "nf4", block_size=32, double_quant=True)
+    q.arrays()[part][...] = value
+    assert not np.isfinite(q.scale).any() and not np.isfinite(q.dequantize()).any()
+    check(q)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_an_infinite_global_scale_makes_nothing_finite(value):
+    q = cq.quantize(cases.normal((4, 256), F32), "nvfp4")
+    q.arrays()["global_scale"][...] = value
+    assert not np.isfinite(q.scale).any() and not np.isfinite(q.dequantize()).any()
+    check(q)
+
+
+def test_a_scale_that_is_the_product_of_finite_ones_saturates():
+    q = cq.quantize(cases.normal((4, 256), F32), "nvfp4")
+    q.arrays()["global_scale"][...] = 3e38
+    assert np.isfinite(q.dequantize()).all() and q.scale.max() == np.finfo(F32).max
+    check(q)
 
 
 def test_infinite_codes_stay_infinite():

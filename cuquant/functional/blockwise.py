@@ -1,7 +1,6 @@
 """bitsandbytes' 4-bit blocks: a flat array becomes nibbles and an absmax for each block."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array import QuantArray
 from cuquant.errors import FormatError
-from cuquant.formats import MAPS, Codebook, get_format
+from cuquant.formats import MAPS, get_format
 from cuquant.formats.scales import NESTED_BLOCK
 from cuquant.functional.checks import extents, flat, floats, integer, like, number, typed
 from cuquant.ops.plain import nested_absmax
@@ -261,11 +260,8 @@ def _effective_absmax(absmax: Absmax, blocks: int, near: Any) -> Any:
     offset = number(absmax["offset"], "offset", near)
     if interop.is_on_gpu(near):
         return nested_absmax(codes, scale, levels, offset)
-    codec = Codebook(tuple(levels.tolist()))
-    nested = replace(get_format("dynamic8", block_size=NESTED_BLOCK), codec=codec)
-    centred = reference.dequantize({"packed": codes, "scale": scale}, nested, (blocks,))
-    with np.errstate(over="ignore", invalid="ignore"):
-        return centred + offset
+    parts = {"scale": codes, "nested_scale": scale, "nested_offset": offset}
+    return reference.nested_scales(parts, tuple(levels.tolist()))
 
 
 def _float32_per_block(values: Any, name: str, count: int, near: Any) -> Any:

@@ -1,7 +1,7 @@
 """What every operation means, in NumPy: the oracle of the kernels, and the CPU backend."""
 
 from cuquant.reference.activations import ACTIVATIONS, erf, gelu, relu, silu
-from cuquant.reference.decode import Blocks, codes, dequantize, effective
+from cuquant.reference.decode import Blocks, codes, dequantize, effective, nested_scales
 from cuquant.reference.encode import NONFINITE, Calibration, quantize
 from cuquant.reference.memory import aligned, empty
 from cuquant.reference.philox import philox
@@ -18,6 +18,7 @@ __all__ = [
     "empty",
     "erf",
     "gelu",
+    "nested_scales",
     "philox",
     "quantize",
     "relu",

@@ -1,17 +1,19 @@
 """What `dequantize` means, in NumPy: x' = decode(code) * scale + min, in float32."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 
-from cuquant.formats import Format, Minifloat, Uniform, get_format
+from cuquant.formats import Codebook, Format, Uniform, get_format
 from cuquant.formats.blocks import Fields
+from cuquant.formats.scales import NESTED_BLOCK
 from cuquant.reference.memory import empty
 from cuquant.reference.tiles import Piece, Tiles
 
 F32 = np.float32
+FLOAT_MAX = np.finfo(F32).max
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,35 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
     if fmt.scale.nested == "global":
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             values = scale.view(ml_dtypes.float8_e4m3fn).astype(F32)
-            return Blocks(np.asarray(values * parts["global_scale"]))
+            world = parts["global_scale"]
+            return Blocks(np.asarray(_kept_finite(values * world, values, world)))
     return Blocks(scale)
 
 
-def nested_scales(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """float32 [scales]: map[code] * nested_scale[i // 256] + nested_offset (QLoRA)."""
+def nested_scales(
+    parts: Mapping[str, np.ndarray], levels: tuple[float, ...] | None = None
+) -> np.ndarray:
+    """float32 [scales]: level of the code * nested_scale[i // 256] + nested_offset (QLoRA).
+
+    `levels` are those of dynamic8 unless given.
+    """
     codes = parts["scale"].reshape(-1)
     nested = {"packed": codes, "scale": parts["nested_scale"]}
-    inner = dequantize(nested, get_format("dynamic8"), (codes.size,))
+    fmt = get_format("dynamic8", block_size=NESTED_BLOCK)
+    if levels is not None:
+        fmt = replace(fmt, codec=Codebook(levels))
+    inner = dequantize(nested, fmt, (codes.size,))
+    offset = parts["nested_offset"]
     with np.errstate(over="ignore", invalid="ignore"):
-        return inner + parts["nested_offset"]
+        return _kept_finite(inner + offset, inner, offset)
+
+
+def _kept_finite(result: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`result`, made of a and b: saturated at float32's largest number where both are finite."""
+    if not np.isinf(result).any():
+        return result
+    clipped = np.clip(result, -FLOAT_MAX, FLOAT_MAX)
+    return np.where(np.isfinite(a) & np.isfinite(b), clipped, result)
 
 
 def codes(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, ...]) -> np.ndarray:
@@ -76,6 +96,7 @@ def dequantize(
     """Values [rows..., K] of the components `parts`, rounded once from float32 to `dtype`.
 
     A finite scale times a code never becomes infinite: it saturates at the dtype's largest value.
+    An infinite scale gives what IEEE arithmetic gives: infinities, and NaN where a code is 0.
     `out`, if given, is overwritten; it has the shape `stored` and any strides.
     """
     tiles = Tiles.of(fmt, stored)
@@ -89,13 +110,14 @@ def dequantize(
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         may_overflow = not _reach(fmt, scale) <= top
         for piece, part, fields in _unpacked(parts, fmt, tiles):
+            near = [None, None]
             if fields is not None:
                 values = _decode_blocks(part, fmt, fields)
             else:
                 near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
                 values = _decode(part, fmt, *near)
             if may_overflow:
-                values = _saturate(values, part, fmt, top)
+                values = _saturate(values, part, fmt, near[0], top)
             matrices[piece.index] = values
     if out is not None and not np.shares_memory(matrices, out):  # reshape had to copy
         out[...] = matrices.reshape(out.shape)
@@ -103,24 +125,29 @@ def dequantize(
 
 
 def _reach(fmt: Format, scale: np.ndarray | None) -> float:
-    """A bound of the finite values; inf where only decoding tells (ggml's blocks)."""
+    """A bound of what finite scales give; inf where only decoding tells (ggml's blocks)."""
     if fmt.is_blocks:
         return float("inf")
-    largest = float(np.fmax.reduce(np.abs(fmt.codec.numbers)))
+    largest = float(np.abs(fmt.codec.numbers).max())
     if scale is None:
         return largest
-    scale = np.abs(scale.astype(F32, copy=False)).reshape(-1)
-    return largest * float(np.fmax.reduce(scale, initial=0))
+    size = np.abs(scale.astype(F32, copy=False)).reshape(-1)
+    return largest * float(size.max(initial=0, where=np.isfinite(size)))
 
 
-def _saturate(values: np.ndarray, part: np.ndarray, fmt: Format, top: np.float32) -> np.ndarray:
-    """Finite values within +-top. Infinities stay where codes or ggml's scales stand for them."""
+def _saturate(
+    values: np.ndarray,
+    part: np.ndarray,
+    fmt: Format,
+    scale: np.ndarray | None,
+    top: np.float32,
+) -> np.ndarray:
+    """Finite values within +-top. Infinities stay where codes or scales stand for them."""
     clipped = np.clip(values, -top, top)
-    if fmt.is_blocks or fmt.scale is None:
+    if scale is None:
         return np.where(np.isinf(values), values, clipped)
-    if isinstance(fmt.codec, Minifloat):  # e5m2 has codes of infinity
-        return np.where(np.isinf(fmt.codec.decode(part)), values, clipped)
-    return clipped
+    infinite = np.isinf(scale) | np.isinf(fmt.codec.decode(part))  # e5m2 has codes of infinity
+    return np.where(infinite, values, clipped)
 
 
 def _decode(
