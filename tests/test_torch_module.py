@@ -32,7 +32,7 @@ def test_repr_and_attributes():
     )
     assert (layer.in_features, layer.out_features, layer.activation) == (256, 24, None)
     assert layer.format == cq.get_format("int4", block_size=64)
-    assert QuantLinear(layer.weight).bias is None
+    assert QuantLinear(layer.quantized).bias is None
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
@@ -128,8 +128,8 @@ def test_state_dict_round_trip(fmt, prepack, tmp_path):
     assert not buffers_equal(layer, other)
     assert str(other.load_state_dict(saved)) == "<All keys matched successfully>"
     assert buffers_equal(layer, other)
-    for name, part in layer.weight.components.items():
-        found = other.weight.components[name]
+    for name, part in layer.quantized.components.items():
+        found = other.quantized.components[name]
         assert found.dtype == part.dtype and bits_equal(
             found.reshape(-1).view(torch.uint8).numpy(), part.reshape(-1).view(torch.uint8).numpy()
         )
@@ -232,7 +232,7 @@ def test_copies(fmt, prepack):
     loaded = torch.load(buffer, weights_only=False)
     for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded, copy.copy(layer)):
         assert buffers_equal(made, layer) and torch.equal(made(x), wanted)
-        assert repr(made) == repr(layer) and made.weight is not None
+        assert repr(made) == repr(layer) and made.quantized is not None
     deep = copy.deepcopy(layer)
     next(deep.buffers()).zero_()
     assert torch.equal(layer(x), wanted)
@@ -250,6 +250,6 @@ def test_state_dict_of_a_model_goes_into_safetensors(tmp_path):
 
 def test_the_weight_can_be_saved(tmp_path):
     layer = QuantLinear.from_linear(linear(), "k3")
-    cq.save(tmp_path / "w", {"w": layer.weight})
+    cq.save(tmp_path / "w", {"w": layer.quantized})
     assert torch.equal(QuantLinear(cq.load(tmp_path / "w")["w"])(random(2, 256)),
-                       cq.linear(random(2, 256), layer.weight))  # fmt: skip
+                       cq.linear(random(2, 256), layer.quantized))  # fmt: skip

@@ -100,11 +100,11 @@ def test_prepacked_equals_linear(fmt):
     p = cq.prepack(q)
     assert layer.layout == p.layout and torch.equal(layer(x), cq.linear(x, q, plain.bias.detach()))
     if p.layout == "rows/1":
-        assert isinstance(layer.weight, cq.QuantArray)
+        assert isinstance(layer.quantized, cq.QuantArray)
         return
-    assert layer.weight.layout == p.layout and layer._names == tuple(p.components)
+    assert layer.quantized.layout == p.layout and layer._names == tuple(p.components)
     assert all(
-        torch.equal(part.view(torch.uint8), layer.weight.components[name].view(torch.uint8))
+        torch.equal(part.view(torch.uint8), layer.quantized.components[name].view(torch.uint8))
         for name, part in p.components.items()
         if part.ndim
     )
@@ -140,15 +140,15 @@ def test_components_may_be_themselves_or_their_bytes():
 
 def test_the_weight_is_made_once():
     layer = QuantLinear.from_linear(linear(), "nf4")
-    first = layer.weight
+    first = layer.quantized
     layer(random(1, 256))
-    assert layer.weight is first
+    assert layer.quantized is first
     other = QuantLinear(cq.quantize(random(24, 256, seed=5), "nf4"))
-    assert other.weight is not first and layer.weight is first
+    assert other.quantized is not first and layer.quantized is first
     layer.packed.data = other.packed.clone()  # the same tensor, elsewhere
-    assert torch.equal(layer.weight.packed, other.weight.packed)
+    assert torch.equal(layer.quantized.packed, other.quantized.packed)
     fp4 = op.weight_of(layer._parts(), "fp4", *layer._words[1:])  # the same tensors, other words
-    assert fp4.format.name == "fp4" and layer.weight.format.name == "nf4"
+    assert fp4.format.name == "fp4" and layer.quantized.format.name == "nf4"
 
 
 @pytest.mark.parametrize("fmt", ["nf4", "q4_0", "bf16"])
@@ -270,7 +270,7 @@ def test_wrong_x():
 
 def test_meta_tensors():
     layer = QuantLinear.from_linear(linear(), "nf4").to("meta")
-    assert all(b.is_meta for b in layer.buffers()) and layer.weight.device == "meta"
+    assert all(b.is_meta for b in layer.buffers()) and layer.quantized.device == "meta"
     y = layer(torch.empty(3, 5, 256, device="meta", dtype=torch.float16))
     assert y.is_meta and y.shape == (3, 5, 24) and y.dtype == torch.float16
 

@@ -1,6 +1,7 @@
 """QuantLinear: a linear layer whose weight is quantized."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +14,32 @@ from cuquant.ops.quantize import quantize
 from cuquant.packed import ROWS_LAYOUT, layout_for
 from cuquant.packed import prepack as prepacked
 from cuquant.reference import ACTIVATIONS
-from cuquant.torch.op import LINEAR, weight_of
-from cuquant.torch.spec import Weight, WeightSpec, as_bytes, bytes_shape, format_text, parse_format
+from cuquant.torch.op import DEQUANTIZE, LINEAR, weight_of
+from cuquant.torch.spec import (
+    DTYPES,
+    Weight,
+    WeightSpec,
+    as_bytes,
+    bytes_shape,
+    format_text,
+    parse_format,
+)
+from cuquant.torch.weight import QuantWeight
 
 _EXTRA = "_extra_state"  # where nn.Module puts what get_extra_state returns
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(nn.Linear):
     """activation(x @ weight.T + bias) with a quantized weight, for inference.
 
     The weight's components are buffers under their own names ("packed", "scale", ...; those of the
     layout where it is prepacked), seen as bytes: a float16 scale [24, 2] is uint8 [24, 4]. So
     `.half()`, `.bfloat16()`, `.to(dtype)`, mixed precision wrappers and loaders that cast floats
-    change x and the bias, never codes or scales. `.to(device)` moves them; `.weight` is the array.
+    change x, the bias and the dtype that the weight decodes to, never codes or scales.
+    `.to(device)` moves them. `.quantized` is the array.
+
+    To other code it is an nn.Linear: `.weight` has the dtype, device and size of one, decodes where
+    its values are read, and quantizes what is assigned to it. It is no parameter.
 
     state_dict holds the buffers, the bias and, as "_extra_state", a small uint8 tensor that names
     format, layout with its version, shape and dtype: all tensors, so safetensors takes them too.
@@ -53,6 +67,10 @@ class QuantLinear(nn.Module):
         As given.
     bias
         Parameter [N], or None.
+    weight
+        A tensor [N, K] of the weight's dtype, on its device, that decodes where it is read.
+    quantized
+        The QuantArray or PackedWeight [N, K].
 
     Raises
     ------
@@ -73,7 +91,7 @@ class QuantLinear(nn.Module):
     True
     """
 
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -82,17 +100,15 @@ class QuantLinear(nn.Module):
         *,
         activation: str | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not nn.Linear's, which makes a float weight
         self._spec = WeightSpec.of(weight)
-        self.out_features, self.in_features = self._spec.shape
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
         self.activation = activation
         self._names: tuple[str, ...] = ()
         self._words: tuple[Any, ...] = ()
-        parts = {name: _tensor(part) for name, part in weight.components.items()}
-        self._hold(self._spec, lambda c: as_bytes(parts[c.name]))
+        self._take(weight)
         self.register_parameter("bias", None if bias is None else _frozen(bias, self.out_features))
 
     @classmethod
@@ -132,26 +148,47 @@ class QuantLinear(nn.Module):
         >>> cuquant.torch.QuantLinear.from_linear(linear, "q4_0")
         QuantLinear(in_features=64, out_features=8, bias=True, format=q4_0)
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
+            raise TypeError(f"linear must be a float nn.Linear, got {type(linear).__name__}")
         weight = quantized_weight(linear.weight.detach(), get_format(format), prepack)
         made = cls(weight, linear.bias, activation=activation)
         return made.train(linear.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        kind = x.device.type
-        if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
-            interop.float_dtype(x.dtype, "x")
-            x = x.to(torch.get_autocast_dtype(kind))
-        return LINEAR(x, self._parts(), *self._words, self.bias, self.activation)
+        return self._multiply(x, self.bias, self.activation)
 
     @property
-    def weight(self) -> Weight:
+    def quantized(self) -> Weight:
         """The QuantArray or PackedWeight [N, K], on the buffers' memory."""
         return weight_of(self._parts(), *self._words)
+
+    @property
+    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A tensor [N, K] that decodes where its values are read, with dtype and device.
+
+        Assigned to it can be a tensor [N, K], which is quantized in this layer's format and layout;
+        a QuantArray, a PackedWeight or another QuantLinear's weight, which is taken as it is, its
+        memory shared. The size may be another one.
+        """
+        return self._decoded() if torch.compiler.is_compiling() else QuantWeight(self)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if isinstance(value, QuantWeight):
+            if value._layer is self:
+                return
+            value = value._layer.quantized
+        if isinstance(value, torch.Tensor):
+            value = self._like_this(value)
+        self._take(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """nn.Module's, which would make a parameter of a weight that is one."""
+        if name == "weight":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def format(self) -> Format:
@@ -171,6 +208,56 @@ class QuantLinear(nn.Module):
         )
         layout = "" if self.layout == ROWS_LAYOUT else f", layout={self.layout}"
         return said + layout + (f", activation={self.activation}" if self.activation else "")
+
+    # ---- the weight -------------------------------------------------------------------------
+
+    def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
+        """activation(x @ weight.T + bias), of autocast's dtype where that is on."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        kind = x.device.type
+        if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+            interop.float_dtype(x.dtype, "x")
+            x = x.to(torch.get_autocast_dtype(kind))
+        return LINEAR(x, self._parts(), *self._words, bias, activation)
+
+    def _decoded(self) -> torch.Tensor:
+        """The weight's values, a new tensor [N, K]."""
+        return DEQUANTIZE(self._parts(), *self._words)
+
+    def _like_this(self, values: Any) -> Weight:
+        """Values [N, K] in this layer's format and layout."""
+        if not isinstance(values, torch.Tensor) or values.ndim != 2:
+            found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
+            raise ValueError(f"weight must be a tensor [N, K] of floats, got {found}")
+        return quantized_weight(values.detach(), self.format, self.layout != ROWS_LAYOUT)
+
+    def _take(self, weight: Weight) -> None:
+        """Hold a weight's arrays, whose memory is shared."""
+        spec = WeightSpec.of(weight)
+        parts = {name: _tensor(part) for name, part in weight.components.items()}
+        self._hold(spec, lambda c: as_bytes(parts[c.name]))
+        self.out_features, self.in_features = spec.shape
+
+    def _fill(self, values: Any) -> None:
+        """Quantize values into the buffers there are, which other layers may share."""
+        new, old = self._like_this(values), self._parts()
+        spec, parts = WeightSpec.of(new), [as_bytes(_tensor(p)) for p in new.components.values()]
+        if spec.shape != self._spec.shape or spec.layout != self.layout:
+            raise ValueError(f"weight.data must be of shape {self._spec.shape}, got {spec.shape}")
+        if any(a.device != b.device or a.is_inference() for a, b in zip(old, parts, strict=True)):
+            self._take(new)
+            return
+        with torch.no_grad():
+            for mine, part in zip(old, parts, strict=True):
+                mine.copy_(part)
+        self._decode_to(spec.dtype)
+
+    def _decode_to(self, dtype: torch.dtype) -> None:
+        """Let the weight be of a dtype, if it is one that can be quantized."""
+        if dtype in DTYPES.values():
+            self._spec = replace(self._spec, dtype=dtype)
+            self._words = (*self._words[:-1], dtype)
 
     # ---- buffers ----------------------------------------------------------------------------
 
@@ -196,7 +283,10 @@ class QuantLinear(nn.Module):
                 return result
             return tensor.to(result.device)
 
-        return super()._apply(spared, recurse)
+        super()._apply(spared, recurse)
+        probe = torch.empty(0, dtype=self._spec.dtype, device=self._parts()[0].device)
+        self._decode_to(fn(probe).dtype)
+        return self
 
     # ---- state_dict -------------------------------------------------------------------------
 
@@ -234,6 +324,7 @@ class QuantLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """nn.Module's, once it is known that the saved weight is one for this layer."""
+        dtype = self._spec.dtype
         try:
             self._expect(state_dict, prefix)
         except ValueError as error:
@@ -242,6 +333,8 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if not local_metadata.get("assign_to_params_buffers", False):
+            self._decode_to(dtype)  # as floats keep their dtype where others are copied into them
 
     def _expect(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Check what is saved under a prefix, then make room for it; ValueError changes nothing."""
@@ -261,11 +354,11 @@ class QuantLinear(nn.Module):
 
 def quantized_weight(weight: torch.Tensor, fmt: Format, prepack: bool | None) -> Weight:
     """A weight [N, K] quantized where it lies; of a meta tensor one on the meta device."""
+    interop.float_dtype(weight.dtype, "weight")
     wanted = weight.is_cuda if prepack is None else prepack
     if not weight.is_meta:
         q = quantize(weight, fmt)
         return prepacked(q) if wanted else q
-    interop.float_dtype(weight.dtype, "weight")
     shape = (weight.shape[0], weight.shape[1])
     layout = layout_for(fmt, shape) if wanted else ROWS_LAYOUT
     spec = WeightSpec(format_text(fmt), layout, shape, weight.dtype)

@@ -2,11 +2,13 @@
 
     torch.ops.cuquant.linear(x, components, format, layout, shape, dtype,
                              bias=None, activation=None, residual=None, out_dtype=None)
+    torch.ops.cuquant.dequantize(components, format, layout, shape, dtype)
 
-is `cuquant.linear` of the weight that `components` hold, which the four arguments behind them
-describe (`WeightSpec`). It is registered once, when this module is imported, for CPU and CUDA
-tensors and, as a calculation of the result's shape, for fake and meta ones: torch.compile, export
-and CUDA graphs see one operator and do not look inside. It has no gradient.
+are `cuquant.linear` of the weight that `components` hold, which the four arguments behind them
+describe (`WeightSpec`), and its values. They are registered once, when this module is imported, for
+CPU and CUDA tensors and, as a calculation of the result's shape, for fake and meta ones:
+torch.compile, export and CUDA graphs see one operator and do not look inside. They have no
+gradient.
 """
 
 import inspect
@@ -17,10 +19,17 @@ from typing import Any, NamedTuple
 import torch
 
 from cuquant import interop
+from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import linear
+from cuquant.packed import PackedWeight, unpack
 from cuquant.torch.spec import Weight, WeightSpec
 
 _product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway
+_decode, _rows = inspect.unwrap(dequantize), inspect.unwrap(unpack)
+_DEQUANTIZE = (
+    "dequantize(Tensor[] components, str format, str layout, int[] shape, ScalarType dtype) "
+    "-> Tensor"
+)
 _SCHEMA = (
     "linear(Tensor x, Tensor[] components, str format, str layout, int[] shape, ScalarType dtype, "
     "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None) "
@@ -56,7 +65,8 @@ def weight_of(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Weight:
-    """The QuantArray or PackedWeight of these tensors; the same object as long as they live.
+    """The QuantArray or PackedWeight of these tensors; the same object as long as they live, unless
+    one must be copied, because it starts where its elements cannot: the copy would not see changes.
 
     Raises
     ------
@@ -71,6 +81,10 @@ def weight_of(
         raise ValueError(f"shape must be [N, K], got {list(shape)}")
     weight = WeightSpec(format, layout, (shape[0], shape[1]), dtype).weight(components)
     key = id(components[0])
+    mine = zip(weight.components.values(), components, strict=True)
+    if any(alias.data_ptr() != part.data_ptr() for alias, part in mine):
+        _kept.pop(key, None)
+        return weight
 
     def forget(_: object) -> None:
         _kept.pop(key, None)
@@ -120,6 +134,19 @@ def _fake_linear(
     return x.new_empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype)
 
 
+def _dequantize(
+    components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    weight = weight_of(components, format, layout, shape, dtype)
+    return _decode(_rows(weight) if isinstance(weight, PackedWeight) else weight)
+
+
+def _fake_dequantize(
+    components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return components[0].new_empty(shape, dtype=dtype)
+
+
 def _checked_linear(*args: Any, **named: Any) -> torch.Tensor:
     """Where autograd looks at a call: once it is known that nobody expects a gradient, go on."""
     for name, value in (*zip(_NAMES, args, strict=False), *named.items()):
@@ -135,6 +162,11 @@ _library.impl("linear", _linear, "CPU")
 _library.impl("linear", _linear, "CUDA")
 _library.impl("linear", _checked_linear, "Autograd")
 torch.library.register_fake("cuquant::linear", _fake_linear, lib=_library)
+_library.define(_DEQUANTIZE, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("dequantize", _dequantize, "CPU")
+_library.impl("dequantize", _dequantize, "CUDA")
+torch.library.register_fake("cuquant::dequantize", _fake_dequantize, lib=_library)
 
 LINEAR = torch.ops.cuquant.linear.default
+DEQUANTIZE = torch.ops.cuquant.dequantize.default
 _NAMES = [argument.name for argument in LINEAR._schema.arguments]

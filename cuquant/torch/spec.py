@@ -19,6 +19,8 @@ from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_components
 VERSION = 1  # of what `to_tensor` writes
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+KERNEL_BYTES = 16  # that one load of a GPU takes, from a multiple of them
+
 Weight = QuantArray | PackedWeight
 
 
@@ -197,7 +199,8 @@ def _components(text: str, layout: str, shape: tuple[int, int]) -> tuple[Compone
 
 
 def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
-    """A tensor of the component's own dtype on the same memory; never `part` itself."""
+    """A tensor of the component's own dtype, on the same memory unless that is `misaligned`; never
+    `part` itself."""
     own = torch.uint8  # of fp8 and the like, which torch gets as bytes
     if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
         own = getattr(torch, component.dtype.name)
@@ -208,4 +211,15 @@ def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
             f"{component.name} is {part.dtype}{list(part.shape)} with strides {part.stride()}; it "
             f"must be {own}{list(component.shape)} or uint8{list(wanted[1][1])}, contiguous"
         )
-    return part.detach().view(own).view(component.shape)
+    part = part.clone() if misaligned(component, part) else part.detach()
+    return part.view(own).view(component.shape)
+
+
+def misaligned(component: Component, part: torch.Tensor) -> bool:
+    """Whether a component's tensor starts where it cannot be read: a CPU's elements stand on
+    multiples of their size, and kernels read 16 bytes at once."""
+    if part.is_meta:
+        return False
+    size = component.dtype.itemsize
+    offset = part.storage_offset() * part.element_size()  # which torch's own views look at
+    return part.data_ptr() % (KERNEL_BYTES if part.is_cuda else size) != 0 or offset % size != 0

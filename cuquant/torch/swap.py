@@ -100,6 +100,8 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, QuantLinear):
+        raise ValueError(f"model is quantized already: {model}")
     if isinstance(model, nn.Linear):
         raise ValueError(
             "model is itself an nn.Linear, which cannot be swapped inside a model; "
@@ -133,7 +135,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
     found: dict[nn.Module, _Layer] = {}
     for path, parent in model.named_modules(remove_duplicate=False):
         for key, module in parent._modules.items():
-            if not isinstance(module, nn.Linear):
+            if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear):
                 continue
             layer = found.setdefault(module, _Layer(module))
             layer.names.append(f"{path}.{key}" if path else key)

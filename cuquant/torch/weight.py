@@ -1,0 +1,108 @@
+"""What `QuantLinear.weight` is: a tensor whose values are decoded where they are read."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from cuquant import interop
+
+if TYPE_CHECKING:
+    from cuquant.torch.module import QuantLinear
+
+_T: Any = torch.Tensor
+# Ways to a tensor's memory that go past torch's operators: they get the decoded values.
+_READERS = ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "item", "numpy", "tolist")
+_READERS = frozenset(getattr(_T, name) for name in _READERS)
+_GRADIENT = (_T.requires_grad_, _T.requires_grad.__set__)
+_NO_MEMORY = (_T.data_ptr, _T.untyped_storage, _T.storage)
+_IN_PLACE = (
+    "{} would change a quantized weight in place; assign new values to layer.weight or "
+    "layer.weight.data, which quantizes them"
+)
+
+
+class QuantWeight(torch.Tensor):
+    """The weight of a `QuantLinear`, as code that expects an nn.Linear's sees it.
+
+    Shape, dtype and device cost nothing. Whatever reads values decodes all of them to a new tensor,
+    and torch.nn.functional.linear multiplies by the quantized weight, as the layer does. Setting
+    `.data` quantizes new values into the layer, in its format. Nothing changes the weight in place:
+    operations that would are errors, and those on what was read (`.data` too) change only that.
+    """
+
+    _layer: "QuantLinear"
+
+    @staticmethod
+    def __new__(cls, layer: "QuantLinear") -> "QuantWeight":
+        spec, device = layer._spec, layer._parts()[0].device
+        made = _T._make_wrapper_subclass(cls, spec.shape, dtype=spec.dtype, device=device)
+        made._layer = layer
+        return made
+
+    def __init__(self, layer: "QuantLinear") -> None:
+        """All is done in __new__, as torch wants it."""
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The decoded values, a new tensor [N, K]; setting it quantizes what is set."""
+        return self._layer._decoded()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._layer._fill(values)
+
+    def dequantize(self) -> torch.Tensor:
+        """The decoded values, a new tensor [N, K]."""
+        return self._layer._decoded()
+
+    def __repr__(self, **_: Any) -> str:
+        return (
+            f"QuantWeight({self._layer.format}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.device})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Products take the layer's way; all else goes on to torch, which reads what it needs."""
+        given: Mapping[str, Any] = kwargs or {}
+        if func is torch.nn.functional.linear:
+            return _linear(*args, **given)
+        if func in _READERS:
+            args = (args[0].dequantize(), *args[1:])
+        elif func in _GRADIENT and (*args, *given.values(), True)[1]:
+            raise RuntimeError("a quantized weight has no gradient; train what is beside it")
+        elif func is _T.__setitem__:
+            raise RuntimeError(_IN_PLACE.format("item assignment"))
+        elif func in _NO_MEMORY:
+            raise RuntimeError(
+                f"a quantized weight has no memory that {func.__name__} could name; "
+                "layer.weight.detach() is a tensor of its values, layer.quantized what is stored"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """An operator, with decoded values in place of the weights."""
+        given = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            value = args[at] if at < len(args) else given.get(argument.name)
+            if isinstance(value, cls) and argument.is_write:
+                raise RuntimeError(_IN_PLACE.format(func.name()))
+        args, given = tree_map_only(cls, cls.dequantize, (tuple(args), given))
+        return func(*args, **given)
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    """torch.nn.functional.linear where the weight, or another argument, is a QuantWeight."""
+    ours = isinstance(weight, QuantWeight) and not isinstance(input, QuantWeight)
+    if ours and not any(interop.wants_gradient(x) for x in (input, bias)):
+        return weight._layer._multiply(input, bias, None)
+    decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight, bias))
+    return torch.nn.functional.linear(*decoded)

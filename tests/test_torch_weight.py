@@ -1,0 +1,217 @@
+"""QuantLinear.weight: what code that expects an nn.Linear's weight does with it."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+
+torch = pytest.importorskip("torch", reason="torch is optional")
+
+from torch_models import FEW, VARIANTS, buffers_equal, linear, random  # noqa: E402
+
+import cuquant.torch  # noqa: E402
+from cuquant.torch import QuantLinear, quantize_  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
+PREPACK = pytest.mark.parametrize("prepack", [False, True])
+
+
+def quantized(fmt="int8", n=24, k=256, **options):
+    """A layer, and the values that its weight decodes to."""
+    plain = linear(n, k)
+    layer = QuantLinear.from_linear(plain, fmt, **options)
+    return layer, cq.quantize(plain.weight.detach(), fmt).dequantize()
+
+
+@PREPACK
+def test_it_looks_as_an_nn_linears_weight(prepack):
+    plain = linear().half()
+    layer = QuantLinear.from_linear(plain, "nf4", prepack=prepack)
+    assert isinstance(layer, nn.Linear) and isinstance(layer.weight, torch.Tensor)
+    for what in (
+        lambda w: w.dtype,
+        lambda w: w.device,
+        lambda w: w.shape,
+        lambda w: w.size(),
+        lambda w: w.size(0),
+        lambda w: (w.ndim, w.dim(), len(w), w.numel(), w.stride(), w.element_size(), w.nbytes),
+        lambda w: (w.is_floating_point(), w.is_cuda, w.is_meta, w.layout, w.is_contiguous()),
+        lambda w: w.device.type,
+        lambda w: random(2, 3).to(w.dtype).dtype,
+        lambda w: random(2, 3).to(w.device).device,
+        lambda w: random(2, 3).to(w).dtype,
+        lambda w: w.new_zeros(3).dtype,
+        lambda w: torch.finfo(w.dtype).max,
+        lambda w: w.type(),
+    ):
+        assert what(layer.weight) == what(plain.weight)
+    assert not layer.weight.requires_grad and layer.weight.grad is None
+    assert dict(layer.named_parameters()).keys() == {"bias"}
+    assert "nf4" in repr(layer.weight)
+    moved = layer.to("meta")
+    assert moved.weight.is_meta and moved.weight.detach().is_meta
+
+
+@PREPACK
+@pytest.mark.parametrize("fmt", [*FEW, *VARIANTS])
+def test_reading_decodes(fmt, prepack):
+    layer, values = quantized(VARIANTS.get(fmt, fmt), prepack=prepack)
+    w, x = layer.weight, random(3, 256)
+    buffer = io.BytesIO()
+    torch.save(w, buffer)
+    buffer.seek(0)
+    for read, wanted in (
+        (w.detach(), values),
+        (w.data, values),
+        (w.clone(), values),
+        (w.dequantize(), values),
+        (w.t(), values.T),
+        (w.T, values.T),
+        (w[1:3], values[1:3]),
+        (w.bfloat16(), values.bfloat16()),
+        (w + 1, values + 1),
+        (w == w, values == values),
+        (x @ w.T, x @ values.T),
+        (torch.cat([w, w]), torch.cat([values, values])),
+        (F.embedding(torch.tensor([2, 0]), w), values[[2, 0]]),
+        (torch.as_tensor(np.asarray(w)), values),
+        (torch.tensor(w.tolist()), values),
+        (copy.deepcopy(w), values),
+        (pickle.loads(pickle.dumps(w)), values),
+        (torch.load(buffer, weights_only=True), values),
+    ):
+        assert type(read) is torch.Tensor and torch.equal(read, wanted)
+    assert torch.equal(torch.nn.Parameter(w.data), values)
+    assert torch.equal(w.to(torch.float32).cpu().contiguous().detach(), values)
+
+
+@PREPACK
+def test_functional_linear_is_the_layers_product(prepack):
+    layer, values = quantized("nf4", prepack=prepack)
+    x = random(3, 256)
+    assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
+    assert torch.equal(F.linear(x, weight=layer.weight), cq.linear(x, layer.quantized))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
+    assert torch.equal(F.linear(layer.weight, values), F.linear(values, values))
+    leaf = x.clone().requires_grad_()  # decoded: a gradient of x there is
+    F.linear(leaf, layer.weight).sum().backward()
+    assert torch.allclose(leaf.grad, values.sum(0).expand(3, 256))
+
+
+def test_compiled_code_reads_it():
+    layer, values = quantized("int4")
+    other = nn.Linear(24, 8)
+
+    def function(x):
+        h = F.linear(x.to(layer.weight.dtype), layer.weight) * layer.weight.shape[0]
+        return other(layer(x) + h)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = random(3, 256)
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), function(x), atol=1e-2, rtol=1e-4)
+    arguments = layer._parts(), *layer._words
+    torch.library.opcheck(cuquant.torch.op.DEQUANTIZE, arguments)
+    assert torch.equal(torch.ops.cuquant.dequantize(*arguments), values)
+
+
+def test_nothing_changes_it_in_place():
+    layer, values = quantized()
+    w = layer.weight
+    for change in (
+        lambda: w.add_(1),
+        lambda: w.copy_(values),
+        lambda: w.zero_(),
+        lambda: w.fill_(3),
+        lambda: w.__setitem__(0, 0.0),
+        lambda: torch.add(values, values, out=w),
+        lambda: nn.init.normal_(w),
+        layer.reset_parameters,
+    ):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"assign new values to layer\.we"):
+            change()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        w.requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradient"):
+        w.requires_grad = True
+    w.requires_grad_(False).requires_grad = False
+    with pytest.raises(RuntimeError, match=r"layer\.weight\.detach\(\)"):
+        w.data_ptr()
+    assert torch.equal(layer.weight.detach(), values)
+
+
+@PREPACK
+@pytest.mark.parametrize("fmt", [*FEW, *VARIANTS])
+def test_values_that_are_set_are_quantized(fmt, prepack):
+    """PEFT merges by `weight.data += delta`; the buffers stay, and who shares them follows."""
+    fmt = VARIANTS.get(fmt, fmt)
+    layer, values = quantized(fmt, prepack=prepack)
+    twin, before, delta = copy.copy(layer), layer._parts(), random(24, 256, seed=7)
+    layer.weight.data += delta
+    wanted = QuantLinear(layer.quantized)
+    wanted.weight = values + delta
+    fresh = cq.quantize(values + delta, fmt)
+    assert torch.equal(layer.weight.detach(), fresh.dequantize())
+    assert buffers_equal(wanted, QuantLinear(cq.prepack(fresh) if prepack else fresh))
+    assert all(a is b for a, b in zip(layer._parts(), before, strict=True))
+    assert torch.equal(twin(random(2, 256)), layer(random(2, 256)))
+    with pytest.raises(ValueError, match=r"\(24, 256\)"):
+        layer.weight.data = random(24, 512)
+
+
+@PREPACK
+def test_assignment(prepack):
+    layer, values = quantized("int4", prepack=prepack)
+    first = layer._parts()
+    layer.weight = layer.weight
+    assert all(a is b for a, b in zip(layer._parts(), first, strict=True))
+    other, there = quantized("nf4", n=8)
+    other.bias = None
+    layer.weight = other.weight  # tied
+    assert layer.format == other.format and (layer.out_features, layer.in_features) == (8, 256)
+    assert layer._parts()[0].data_ptr() == other._parts()[0].data_ptr()
+    assert torch.equal(layer.weight.detach(), there)
+    layer.weight = cq.quantize(values, "k3")
+    assert layer.format.name == "k3" and layer.out_features == 24
+    layer.weight = nn.Parameter(random(40, 256).half())
+    assert layer.format.name == "k3" and layer.weight.shape == (40, 256)
+    assert layer.weight.dtype == torch.float16 and "weight" not in layer._parameters
+    for wrong in (None, 3, random(40), random(4, 4, 4), random(4, 256).double()):
+        with pytest.raises((TypeError, ValueError), match="weight|array"):
+            layer.weight = wrong
+    assert layer.weight.shape == (40, 256)
+
+
+def test_its_dtype_follows_casts():
+    """As a float weight's does: x.to(layer.weight.dtype) is then x of the rest of the model."""
+    model = quantize_(nn.Sequential(linear(24, 256), nn.LayerNorm(24)), "nf4")
+    parts = [part.clone() for part in model[0].buffers()]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert model.to(dtype)[0].weight.dtype == model[1].weight.dtype == dtype
+        assert model[0].weight.detach().dtype == dtype
+        assert model(random(2, 256).to(model[0].weight.dtype)).dtype == dtype
+    assert model.type(torch.float16)[0].weight.dtype == torch.float16
+    assert all(torch.equal(a, b) for a, b in zip(parts, model[0].buffers(), strict=True))
+    assert model.double()[0].weight.dtype == torch.float16  # which there are no weights of
+    saved = quantize_(nn.Sequential(linear(24, 256), nn.LayerNorm(24)), "nf4").state_dict()
+    model.half().load_state_dict(saved)  # copies into what is there, as it does for floats
+    assert model[0].weight.dtype == torch.float16
+    model.load_state_dict(saved, assign=True)
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_a_weight_keeps_its_layer_and_nothing_else_does():
+    layer, values = quantized()
+    alive, w = weakref.ref(layer), layer.weight
+    del layer
+    assert torch.equal(w.detach(), values)
+    del w
+    gc.collect()
+    assert alive() is None
