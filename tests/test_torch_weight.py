@@ -95,7 +95,7 @@ def test_reading_decodes(fmt, prepack):
 def test_functional_linear_is_the_layers_product(prepack):
     layer, values = quantized("nf4", prepack=prepack)
     x = random(3, 256)
-    assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
+    assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(input=x))
     assert torch.equal(F.linear(x, weight=layer.weight), cq.linear(x, layer.quantized))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))

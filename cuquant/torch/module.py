@@ -154,9 +154,9 @@ class QuantLinear(nn.Linear):
         made = cls(weight, linear.bias, activation=activation)
         return made.train(linear.training)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
-        return self._multiply(x, self.bias, self.activation)
+        return self._multiply(input, self.bias, self.activation)
 
     @property
     def quantized(self) -> Weight:
