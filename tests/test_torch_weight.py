@@ -184,7 +184,7 @@ def test_assignment(prepack):
     assert layer.format.name == "k3" and layer.weight.shape == (40, 256)
     assert layer.weight.dtype == torch.float16 and "weight" not in layer._parameters
     for wrong in (None, 3, random(40), random(4, 4, 4), random(4, 256).double()):
-        with pytest.raises((TypeError, ValueError), match="weight|array"):
+        with pytest.raises((TypeError, ValueError), match=r"weight|array"):
             layer.weight = wrong
     assert layer.weight.shape == (40, 256)
 
