@@ -1,6 +1,7 @@
 """The exceptions that cuquant raises beside ValueError and TypeError, and pieces of their texts."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -20,12 +21,26 @@ def clipped(value: object, most: int = 60) -> str:
     """repr of what came, cut where it is long: a message stays one that people can read.
 
     >>> clipped("a" * 1000, 9)
-    "'aaaaaa..."
+    "'aaaaa..."
     """
     if isinstance(value, (str, bytes)):
-        value = value[: most + 1]
-    text = repr(value)
-    return text if len(text) <= most else text[: most - 2] + "..."
+        text = repr(value[: most + 1])
+    else:
+        text = _PRINTER.repr(value)  # of a container, the first entries: it may hold millions
+    return shortened(text, most)
+
+
+_PRINTER = reprlib.Repr()
+_PRINTER.maxstring = _PRINTER.maxother = 80
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text, cut where it is longer than `most` characters.
+
+    >>> shortened("abcdefgh", 6)
+    'abc...'
+    """
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """The command line: what it writes, prints and refuses, and what it leaves behind."""
 
+import json
 import os
 import re
 import signal
@@ -174,6 +175,46 @@ def test_a_file_may_replace_itself(model, tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files by /proc")
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_the_source_is_closed_before_it_is_replaced(model, tmp_path, monkeypatch, link):
+    """Windows replaces no file that is open or mapped."""
+    target = model if link is None else tmp_path / "link"
+    if link is not None:
+        link(model, target)
+    replace, seen = os.replace, []
+
+    def checked(old, new):
+        fds = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        opened = {os.readlink(fd) for fd in fds if os.path.exists(fd)}
+        mapped = Path("/proc/self/maps").read_text().split()
+        seen.append(str(model) in opened or str(model) in mapped)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", checked)
+    assert run("quantize", model, "-o", target, "--device", "cpu").exit_code == 0
+    assert seen == [False]
+    assert isinstance(cq.load(target)["head.weight"], cq.QuantArray)
+
+
+@pytest.mark.parametrize("left", [0.5, 0.1, 0])
+def test_a_file_that_is_cut_short_amid_the_work(model, tmp_path, monkeypatch, left):
+    """Another process truncates it: an error, not SIGBUS, and nothing is left."""
+    from cuquant.io import streaming
+
+    quantize, size = streaming.quantize, model.stat().st_size
+
+    def cutting(*arguments, **options):
+        os.truncate(model, int(size * left))
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(streaming, "quantize", cutting)
+    out = tmp_path / "out.safetensors"
+    line = failed(run("quantize", model, "-o", out, "--device", "cpu"))
+    assert "cut short while it was read" in line and str(model) in line
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 def test_quantizing_twice_is_refused(model, tmp_path):
     out = tmp_path / "out.safetensors"
     run("quantize", model, "-o", out)
@@ -316,6 +357,32 @@ def test_inspect_refuses_a_file_that_lacks_a_component(tmp_path):
     assert "'scale' is missing" in failed(run("inspect", path))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(shape=[4096, 4096]),
+        lambda entry: entry.update(shape=[4, 2**40]),
+        lambda entry: entry.update(axes=[0]),
+        lambda entry: entry.update(layout="tiles/7"),
+        lambda entry: entry.update(layout="fragments/1"),
+        lambda entry: entry.update(components={"packed": {}}),
+        lambda entry: entry["options"].update(block_size=32),
+        lambda entry: entry.update(format="int8", options={}),
+    ],
+)
+def test_inspect_refuses_what_load_refuses(tmp_path, change):
+    path = tmp_path / "q"
+    cq.save(path, {"w": cq.quantize(np.ones((4, 64), np.float32), "nf4")})
+    with SafetensorsReader(path) as reader:
+        described = json.loads(reader.metadata["cuquant"])
+        change(described["arrays"]["w"])
+        parts = {name: reader.read(name) for name in reader.tensors}
+    write(path, parts, {"cuquant": json.dumps(described)})
+    with pytest.raises(cq.FormatError) as caught:
+        cq.load(path)
+    assert failed(run("inspect", path)) == f"error: {caught.value}"
+
+
 def test_names_are_printed_and_not_obeyed(tmp_path):
     path = write(tmp_path / "in", {HOSTILE: np.ones((4, 64), np.float32)}, {HOSTILE: HOSTILE})
     literal = r"[red]x\n\x1b[2J\u202e"
@@ -442,6 +509,21 @@ def test_a_closed_pipe_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize("command", ["formats", "inspect", "quantize"])
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_pipe_that_closes_early(command, lines, tmp_path):
+    """`cuquant inspect FILE | head -1`: no traceback, and the file is written all the same."""
+    path = write(tmp_path / "in", {f"{i}.weight": np.ones((2, 64), np.float32) for i in range(400)})
+    more = {"formats": [], "inspect": [path], "quantize": [path, "-o", tmp_path / "out"]}[command]
+    process = start("from cuquant.cli import main; main()", command, *more)
+    with process:
+        for _ in range(lines):
+            process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert (tmp_path / "out").exists() is (command == "quantize")
 
 
 def test_a_terminal_that_knows_ascii_only(tmp_path, monkeypatch):

@@ -186,14 +186,14 @@ def test_an_interrupt_leaves_nothing(where, error, fake, tmp_path, monkeypatch):
 
 def test_an_error_of_the_reading_thread_comes_out(fake, tmp_path, monkeypatch):
     model(tmp_path / "in")
-    raw = streaming.SafetensorsReader.raw
+    read = streaming.SafetensorsReader.read_into
 
-    def fail(self, name):
+    def fail(self, name, *arguments):
         if name == "7.weight":
             raise OSError(5, "Input/output error")
-        return raw(self, name)
+        return read(self, name, *arguments)
 
-    monkeypatch.setattr(streaming.SafetensorsReader, "raw", fail)
+    monkeypatch.setattr(streaming.SafetensorsReader, "read_into", fail)
     names = []
     with pytest.raises(OSError, match="Input/output"):
         names.extend(

@@ -22,9 +22,8 @@ from cuquant.cli.show import (
     table,
 )
 from cuquant.devices import describe, resolve
-from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
-from cuquant.io.quantized import parse_entry, read_entries
+from cuquant.io.quantized import described
 from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file
 
@@ -164,7 +163,7 @@ def inspect(
 ) -> None:
     """List what a safetensors file holds; reads its header only."""
     with SafetensorsReader(file) as reader:
-        rows = [*_quantized_rows(reader), *_plain_rows(reader)]
+        rows = _rows(reader)
         numbers = ("bits/element", "bytes")
         made = table(("name", "format", "shape", "dtype", *numbers), right=numbers)
         for name, kind, shape, dtype, nbytes in rows[:MAX_ROWS]:
@@ -191,31 +190,13 @@ def inspect(
 Row = tuple[str, str, tuple[int, ...], str, int]
 
 
-def _quantized_rows(reader: SafetensorsReader) -> list[Row]:
+def _rows(reader: SafetensorsReader) -> list[Row]:
+    """All arrays of a file that `cuquant.load` would read; FormatError where it would refuse."""
+    arrays, plain = described(reader)
     rows = []
-    for name, described in read_entries(reader).items():
-        where = f"{reader.path}: {name!r}"
-        fmt, shape, dtype, _ = parse_entry(where, described)
-        nbytes = 0
-        for part in described["components"]:
-            info = reader.tensors.get(f"{name}.{part}")
-            if info is None:
-                raise FormatError(f"{where}: its tensor {part!r} is missing")
-            nbytes += info.nbytes
-        layout = described.get("layout")
-        kind = str(fmt) if layout is None else f"{fmt}, {layout}"
-        rows.append((name, kind, shape, str(dtype), nbytes))
-    return rows
-
-
-def _plain_rows(reader: SafetensorsReader) -> list[Row]:
-    inside = {
-        f"{name}.{part}"
-        for name, described in read_entries(reader).items()
-        for part in described["components"]
-    }
-    return [
-        (info.name, "", info.shape, str(info.numpy_dtype), info.nbytes)
-        for info in reader.tensors.values()
-        if info.name not in inside
-    ]
+    for name, array in arrays.items():
+        layout = "" if array.layout is None else f", {array.layout}"
+        kind = f"{array.format}{layout}"
+        rows.append((name, kind, array.shape, str(array.dtype), array.nbytes))
+    infos = (reader.tensors[name] for name in plain)
+    return rows + [(i.name, "", i.shape, str(i.numpy_dtype), i.nbytes) for i in infos]

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from cuquant.errors import clipped
+
 
 @dataclass(frozen=True)
 class Job:
@@ -120,7 +122,7 @@ class Pipeline:
             try:
                 slot.start(job)
             except ValueError as problem:
-                failure = ValueError(f"{job.name!r}: {problem}")
+                failure = ValueError(f"{clipped(job.name, 200)}: {problem}")
                 failure.__cause__ = problem
                 break
             started.append(arrived)

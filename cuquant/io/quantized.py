@@ -9,15 +9,17 @@ version, whose components these are. Everything else in a file is a plain array.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cuquant import interop, reference
 from cuquant.array import QuantArray
-from cuquant.errors import FormatError
+from cuquant.errors import FormatError, shortened
 from cuquant.formats import Format, get_format
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
+from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
+from cuquant.io.safetensors.tensors import quote
 from cuquant.packed import PackedWeight, layout_components, unpack
 from cuquant.stored import OPERATIONS
 
@@ -57,23 +59,23 @@ def save(
     if not isinstance(arrays, Mapping):
         raise TypeError(f"save takes a dict of arrays by name, got {type(arrays).__name__}")
     if nonfinite not in ("raise", "propagate"):
-        raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {nonfinite!r}")
+        raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {quote(nonfinite)}")
     parts: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}
     for name, value in arrays.items():
         if not isinstance(name, str):
-            raise TypeError(f"names are strings, got {name!r}")
+            raise TypeError(f"names are strings, got {quote(name)}")
         if isinstance(value, (QuantArray, PackedWeight)):
             value.check()
             host = value.numpy()
             if nonfinite == "raise":
                 refuse_nonfinite(name, unpack(host) if isinstance(host, PackedWeight) else host)
-            entries[name] = _described(value)
+            entries[name] = _entry_of(value)
             found = {f"{name}.{key}": part for key, part in host.arrays().items()}
         else:
             found = {name: interop.to_host(value, name)}
         if clash := parts.keys() & found.keys():
-            raise ValueError(f"two tensors would be called {sorted(clash)[0]!r}; rename one array")
+            raise ValueError(f"two tensors would be called {quote(min(clash))}; rename one array")
         parts |= found
     specs = {name: (part.dtype, part.shape) for name, part in parts.items()}
     with SafetensorsWriter(path, specs, metadata(entries)) as writer:
@@ -109,13 +111,8 @@ def load(path: str | os.PathLike[str], *, max_header_bytes: int = 100_000_000) -
     {'bias': array([0, 1, 2])}
     """
     with SafetensorsReader(path, max_header_bytes=max_header_bytes) as reader:
-        entries = read_entries(reader)
-        found = {name: _read_array(reader, name, value) for name, value in entries.items()}
-        inside = {f"{name}.{part}" for name, e in entries.items() for part in e["components"]}
-        for name in reader.tensors.keys() - inside:
-            if name in found:
-                raise FormatError(f"{path}: {name!r} is both an array and a tensor")
-        plain = [name for name in reader.tensors if name not in inside]
+        arrays, plain = described(reader)
+        found = {name: array.read(reader, name) for name, array in arrays.items()}
         return found | {name: reference.aligned(reader.read(name)) for name in plain}
 
 
@@ -126,7 +123,7 @@ def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
     return {KEY: json.dumps({"version": VERSION, "arrays": entries}, allow_nan=False)}
 
 
-def _described(value: QuantArray | PackedWeight) -> dict[str, Any]:
+def _entry_of(value: QuantArray | PackedWeight) -> dict[str, Any]:
     """`entry` of an array, whichever it is."""
     if isinstance(value, QuantArray):
         return entry(value.format, value.shape, value.dtype, value.axes)
@@ -172,7 +169,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
     if bad:
         raise ValueError(
-            f"{name!r} has {bad} blocks with NaN or infinity; repair the values, or pass "
+            f"{quote(name)} has {bad} blocks with NaN or infinity; repair the values, or pass "
             "nonfinite='propagate' to write them as they are"
         )
     values = getattr(q.format.codec, "values", None)
@@ -182,7 +179,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     bad = int((~np.isfinite(values)).take(q.codes()).sum())
     if bad:
         raise ValueError(
-            f"{name!r} has {bad} codes that stand for no finite number; repair the values, or "
+            f"{quote(name)} has {bad} codes that stand for no finite number; repair the values, or "
             "pass nonfinite='propagate'"
         )
 
@@ -195,39 +192,92 @@ def read_entries(reader: SafetensorsReader) -> dict[str, Any]:
     try:
         described = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{reader.path}: its cuquant metadata is no JSON ({error})") from error
+        raise FormatError(
+            f"{reader.path}: its cuquant metadata is no JSON ({shortened(str(error))})"
+        ) from error
     version = described.get("version") if isinstance(described, dict) else None
     if version != VERSION:
         raise FormatError(
-            f"{reader.path}: cuquant metadata of version {version!r}; this cuquant reads {VERSION}"
+            f"{reader.path}: cuquant metadata of version {quote(version)}; "
+            f"this cuquant reads {VERSION}"
         )
     entries = described.get("arrays")
     if not isinstance(entries, dict):
         raise FormatError(f"{reader.path}: its cuquant metadata names no arrays")
     for name, value in entries.items():
         if not isinstance(value, dict) or not isinstance(value.get("components"), dict):
-            raise FormatError(f"{reader.path}: the entry of {name!r} is malformed")
+            raise FormatError(f"{reader.path}: the entry of {quote(name)} is malformed")
     return entries
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{shortened(text)} is no JSON number")
 
 
-def _read_array(reader: SafetensorsReader, name: str, described: dict[str, Any]) -> Any:
-    where = f"{reader.path}: {name!r}"
-    fmt, shape, dtype, axes = parse_entry(where, described)
-    layout, stored = described.get("layout"), stored_shape(shape, axes)
+@dataclass(frozen=True)
+class Described:
+    """A quantized array of a file, as its header describes it and its tensors confirm.
+
+    Attributes
+    ----------
+    format, shape, dtype, axes
+        Of the array.
+    layout
+        Of a PackedWeight; None for a QuantArray.
+    parts
+        The tensor of each component.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[int, ...]
+    layout: str | None
+    parts: Mapping[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.parts.values())
+
+    def read(self, reader: SafetensorsReader, name: str) -> QuantArray | PackedWeight:
+        """The array itself."""
+        parts = {part: reader.read(info.name) for part, info in self.parts.items()}
+        if self.layout is not None:
+            return PackedWeight(self.format, self.layout, parts, self.shape, self.dtype)
+        return QuantArray(self.format, self.shape, self.dtype, parts, self.axes)
+
+
+def described(reader: SafetensorsReader) -> tuple[dict[str, Described], list[str]]:
+    """The quantized arrays of a file, by name, and the names of the plain tensors.
+
+    Raises
+    ------
+    FormatError
+        Where a description does not fit the tensors of the file.
+    """
+    entries = read_entries(reader)
+    arrays = {name: _described_array(reader, name, value) for name, value in entries.items()}
+    inside = {info.name for array in arrays.values() for info in array.parts.values()}
+    plain = [name for name in reader.tensors if name not in inside]
+    if twice := arrays.keys() & set(plain):
+        raise FormatError(f"{reader.path}: {quote(min(twice))} is both an array and a tensor")
+    return arrays, plain
+
+
+def _described_array(reader: SafetensorsReader, name: str, entry: dict[str, Any]) -> Described:
+    where = f"{reader.path}: {quote(name)}"
+    fmt, shape, dtype, axes = parse_entry(where, entry)
+    layout, stored = entry.get("layout"), stored_shape(shape, axes)
     try:
         fmt.check_shape(stored)
         wanted = fmt.components(stored) if layout is None else layout_components(fmt, shape, layout)
     except (ValueError, OverflowError) as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise FormatError(f"{where}: {shortened(str(error), 500)}") from error
     if layout is not None and axes != tuple(range(len(shape))):
         raise FormatError(
             f"{where}: layout {layout!r} is of weights [..., N, K], not of axes {axes}"
         )
-    if {c.name for c in wanted} != set(described["components"]):
+    if {c.name for c in wanted} != set(entry["components"]):
         raise FormatError(f"{where}: {fmt} has the components {[c.name for c in wanted]}")
     parts = {}
     for part in wanted:
@@ -239,10 +289,8 @@ def _read_array(reader: SafetensorsReader, name: str, described: dict[str, Any])
                 f"{where}: {part.name} is {info.numpy_dtype}{list(info.shape)}; "
                 f"{fmt} of shape {shape} needs {part.dtype}{list(part.shape)}"
             )
-        parts[part.name] = reference.aligned(reader.read(f"{name}.{part.name}"))
-    if layout is not None:
-        return PackedWeight(fmt, layout, parts, shape, dtype)
-    return QuantArray(fmt, shape, dtype, parts, axes)
+        parts[part.name] = info
+    return Described(fmt, shape, dtype, axes, layout, parts)
 
 
 def parse_entry(
@@ -259,7 +307,7 @@ def parse_entry(
     try:
         fmt, found = get_format(name, **options), interop.float_dtype(dtype)
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise FormatError(f"{where}: {shortened(str(error), 500)}") from error
     return fmt, tuple(shape), found, tuple(axes)
 
 

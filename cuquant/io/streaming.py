@@ -180,6 +180,7 @@ def quantize_file(
                     yield _convert(reader, writer, step, fmt, nonfinite)
             else:
                 yield from _convert_overlapped(reader, writer, plans, fmt, nonfinite, where)
+            reader.close()  # Windows replaces no file that is open, and the target may be it
 
 
 def _layout(plans: Sequence[Plan], fmt: Format) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,7 +196,7 @@ def _layout(plans: Sequence[Plan], fmt: Format) -> tuple[dict[str, Any], dict[st
             axes = tuple(range(len(info.shape)))
             entries[info.name] = entry(fmt, info.shape, info.numpy_dtype, axes)
         if clash := specs.keys() & added.keys():
-            raise ValueError(f"two tensors would be called {sorted(clash)[0]!r}; exclude one")
+            raise ValueError(f"two tensors would be called {quote(min(clash))}; exclude one")
         specs |= added
     return specs, entries
 
@@ -211,11 +212,11 @@ def _convert(
     info = step.info
     if step.reason is not None:
         return _keep(reader, writer, step, started)
-    values = reader.read(info.name, copy=False)
+    values = reader.read(info.name)
     try:
         q = quantize(values, fmt, nonfinite=nonfinite)
     except ValueError as problem:
-        raise ValueError(f"{info.name!r}: {problem}") from problem
+        raise ValueError(f"{quote(info.name)}: {problem}") from problem
     for name, part in q.arrays().items():
         writer.write(f"{info.name}.{name}", part)
     sqnr = _sqnr_db(values, q, finite_only=nonfinite == "clamp")
@@ -234,7 +235,7 @@ def _keep(
     reader: SafetensorsReader, writer: SafetensorsWriter, step: Plan, started: float
 ) -> Report:
     info = step.info
-    writer.write_raw(info.name, reader.raw(info.name))
+    writer.write_raw(info.name, reader.chunks(info.name))
     seconds = time.perf_counter() - started
     return Report(info.name, info.shape, step.reason, info.nbytes, info.nbytes, None, seconds)
 
@@ -269,6 +270,6 @@ def _convert_overlapped(
 
 def _job(reader: SafetensorsReader, info: TensorInfo) -> Job:
     def read(staging: np.ndarray) -> None:
-        staging[:] = reader.raw(info.name)
+        reader.read_into(info.name, staging)
 
     return Job(info.name, info.shape, info.numpy_dtype, info.nbytes, read)

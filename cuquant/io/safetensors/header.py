@@ -30,6 +30,9 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 MAX_RANK = 64  # NumPy's own limit
 
 
+_WHITESPACE = b" \t\n\r"  # JSON's
+
+
 _MAX_DIGITS = 20  # of 2**64 - 1: no honest header holds a longer number
 
 
@@ -39,7 +42,7 @@ def read_header(file: BinaryIO, file_size: int, max_header_bytes: int) -> bytes:
             f"is {file_size} bytes long, a safetensors file has at least 8 (its "
             "header length); it is truncated or of another format"
         )
-    (length,) = struct.unpack("<Q", file.read(8))
+    (length,) = struct.unpack("<Q", read_all(file, 8))
     if length > file_size - 8:
         raise ValueError(
             f"its first 8 bytes say that the header is {length} bytes long, but "
@@ -50,13 +53,24 @@ def read_header(file: BinaryIO, file_size: int, max_header_bytes: int) -> bytes:
             f"the header is {length} bytes long, the limit is {max_header_bytes}; "
             "raise max_header_bytes if you trust the file"
         )
-    return file.read(length)
+    return read_all(file, length)
+
+
+def read_all(file: BinaryIO, size: int) -> bytes:
+    """`size` bytes of an unbuffered file, which hands out 2 GiB at most and less if it likes."""
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        if not (count := file.readinto(rest)):  # type: ignore[attr-defined]
+            raise ValueError(f"ended {len(rest)} bytes early: it was cut short while it was read")
+        rest = rest[count:]
+    return bytes(data)
 
 
 def parse_header(
     header: bytes, data_start: int, max_tensors: int
 ) -> tuple[dict[str, str], list[TensorInfo]]:
-    if not header.startswith(b"{"):
+    if not header.lstrip(_WHITESPACE).startswith(b"{"):  # the official reader takes spaces too
         raise ValueError(
             f"the header starts with {quote(header[:8])}, not with a JSON object's "
             "{; the file is corrupt or of another format"
@@ -80,7 +94,8 @@ def parse_header(
         raise ValueError(
             f"the header is not JSON: {error.msg} at its character {error.pos}; the file is corrupt"
         ) from None
-    metadata = checked_metadata(entries.pop(METADATA, {}))
+    found = entries.pop(METADATA, None)  # null is as good as none to the official reader
+    metadata = checked_metadata({} if found is None else found)
     if len(entries) > max_tensors:
         _refuse_count(max_tensors)
     return metadata, _parse_entries(entries, data_start)
@@ -116,7 +131,7 @@ def _refuse_count(max_tensors: int) -> NoReturn:
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:  # before int(), whose time is quadratic
+    if len(digits) > _MAX_DIGITS or digits == "-0":  # before int(), whose time is quadratic
         _refuse_number(digits)
     return int(digits)
 

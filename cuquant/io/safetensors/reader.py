@@ -1,17 +1,18 @@
-"""SafetensorsReader: tensors of an untrusted file, through a memory map."""
+"""SafetensorsReader: tensors of an untrusted file, read where they lie."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import stat
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
+from cuquant.disk import open_regular
 from cuquant.errors import FormatError
 from cuquant.io.safetensors.header import (
     MAX_HEADER_BYTES,
@@ -20,6 +21,7 @@ from cuquant.io.safetensors.header import (
     parse_header,
     read_header,
 )
+from cuquant.io.safetensors.kinds import folder_advice, other_kind
 from cuquant.io.safetensors.tensors import (
     HIGHEST_BYTE,
     SUB_BYTE_BITS,
@@ -28,6 +30,9 @@ from cuquant.io.safetensors.tensors import (
     quote,
     unpack,
 )
+from cuquant.reference.memory import empty
+
+CHUNK_BYTES = 1 << 23  # that `chunks` holds at once
 
 
 class SafetensorsReader:
@@ -36,7 +41,8 @@ class SafetensorsReader:
     The header is checked completely before any data is touched: every byte of the data section
     belongs to exactly one tensor. Memory is bounded by the header that is really in the file (a
     hostile one costs up to about 25 times its size while it is parsed) and by what is read.
-    The file must not shrink while it is open: data is read through a memory map.
+    Nothing is mapped: a file that another process cuts short is an error, not a signal. Threads
+    may read at the same time.
 
     Parameters
     ----------
@@ -82,24 +88,31 @@ class SafetensorsReader:
         max_tensors: int = MAX_TENSORS,
     ) -> None:
         self.path = Path(path)
-        self._mmap: mmap.mmap | None = None
-        self._file_bytes: np.ndarray | None = None  # uint8 [file size]
-        mode = self.path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(
-                errno.EISDIR, "is a directory; give one .safetensors file in it", str(self.path)
-            )
-        if not stat.S_ISREG(mode):  # opening a FIFO would wait for ever
-            raise FormatError(f"{self.path}: is not a regular file; copy it to disk first")
+        self._seeking = threading.Lock()  # where the system reads at no position of its own
+        self._file: BinaryIO | None = None
+        if self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, folder_advice(self.path), str(self.path))
         try:
-            self._open(max_header_bytes, max_tensors)
+            self._file = open_regular(self.path)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            raise FormatError(f"{self.path}: {error.strerror}") from error
+        try:
+            self._parse(self._file, max_header_bytes, max_tensors)
         except RecursionError:
+            self.close()
             raise FormatError(
                 f"{self.path}: the header nests too deep; a real one has 3 levels "
                 "(do not use this file)"
             ) from None
         except ValueError as error:
-            raise FormatError(f"{self.path}: {error}") from error
+            kind = other_kind(self._file, self.path)
+            self.close()
+            raise FormatError(f"{self.path}: {kind or error}") from error
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -113,12 +126,10 @@ class SafetensorsReader:
         self.close()
 
     def close(self) -> None:
-        """Release the memory map; views that were handed out keep it alive until they go."""
-        self._file_bytes = None
-        if self._mmap is not None:
-            with suppress(BufferError):  # a zero-copy view is still out
-                self._mmap.close()
-            self._mmap = None
+        """Close the file; what was read stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def read(self, name: str, *, copy: bool = True) -> np.ndarray:
         """Return one tensor as an array.
@@ -127,42 +138,38 @@ class SafetensorsReader:
         ----------
         name : str
         copy : bool
-            True: a fresh writable array. False: a read-only view of the file, which may start at
-            any byte (``flags.aligned`` can be False); sub-byte dtypes are unpacked all the same.
+            False: the array is read-only. Nothing is mapped, so it is in memory all the same.
 
         Returns
         -------
         numpy.ndarray
-            Of ``tensors[name].shape`` and ``tensors[name].numpy_dtype``.
+            A fresh array of ``tensors[name].shape`` and ``tensors[name].numpy_dtype`` that starts
+            on 256 bytes.
 
         Raises
         ------
         KeyError
             If the file has no such tensor.
         FormatError
-            If a BOOL tensor holds a byte other than 0 and 1.
+            If a BOOL tensor holds a byte other than 0 and 1, or the file was cut short.
         ValueError
             If the reader is closed.
         """
-        info, stored = self._stored(name)
+        stored = self.raw(name)
+        info = self.tensors[name]
         if info.dtype == "BOOL" and stored.max(initial=0) > HIGHEST_BYTE["BOOL"]:
             raise FormatError(
                 f"{self.path}: BOOL tensor {quote(name)} holds the byte "
                 f"{stored.max()}; only 0 and 1 are booleans, read it with raw()"
             )
         if info.dtype in SUB_BYTE_BITS:
-            array = unpack(stored, SUB_BYTE_BITS[info.dtype])
-            array = array.view(info.numpy_dtype).reshape(info.shape)
-            array.flags.writeable = copy
-            return array
-        if not copy:
-            return stored.view(info.numpy_dtype).reshape(info.shape)
-        array = np.empty(info.shape, info.numpy_dtype)
-        array.reshape(-1).view(np.uint8)[:] = stored  # as bytes: no NaN is changed on the way
+            stored = unpack(stored, SUB_BYTE_BITS[info.dtype])
+        array = stored.view(info.numpy_dtype).reshape(info.shape)
+        array.flags.writeable = copy
         return array
 
     def raw(self, name: str) -> np.ndarray:
-        """Return the stored bytes of one tensor, for a byte-for-byte copy.
+        """Return the stored bytes of one tensor.
 
         Parameters
         ----------
@@ -171,37 +178,76 @@ class SafetensorsReader:
         Returns
         -------
         numpy.ndarray
-            uint8 [nbytes], a read-only view of the file; sub-byte dtypes stay packed.
+            uint8 [nbytes]; sub-byte dtypes stay packed.
 
         Raises
         ------
-        KeyError
-            If the file has no such tensor.
-        ValueError
-            If the reader is closed.
+        KeyError, FormatError, ValueError
+            As `read`.
+        """
+        stored = empty((self._info(name).nbytes,), np.dtype(np.uint8))
+        self.read_into(name, stored)
+        return stored
+
+    def read_into(self, name: str, stored: np.ndarray, start: int = 0) -> None:
+        """Fill an array with the stored bytes of one tensor, from its byte `start` on.
+
+        Parameters
+        ----------
+        name : str
+        stored : numpy.ndarray
+            uint8 [at most nbytes - start], contiguous.
+
+        Raises
+        ------
+        KeyError, FormatError, ValueError
+            As `read`.
+        """
+        position = self._info(name).offset + start
+        rest = stored.data
+        while rest:
+            if not (count := self._read_at(position, rest)):
+                raise FormatError(
+                    f"{self.path}: ended at tensor {quote(name)}: it was cut short while it was "
+                    "read; fetch it again"
+                )
+            position, rest = position + count, rest[count:]
+
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the stored bytes of one tensor, at most 8 MiB at once, each over the one before.
 
         Examples
         --------
-        ``writer.write_raw(name, reader.raw(name))`` copies a tensor into another file.
+        ``writer.write_raw(name, reader.chunks(name))`` copies a tensor into another file.
         """
-        return self._stored(name)[1]
+        left = self._info(name).nbytes
+        chunk = np.empty(min(left, CHUNK_BYTES), np.uint8)
+        for start in range(0, left, CHUNK_BYTES):
+            part = chunk[: left - start]
+            self.read_into(name, part, start)
+            yield part
 
-    def _stored(self, name: str) -> tuple[TensorInfo, np.ndarray]:
-        if self._file_bytes is None:
+    def _info(self, name: str) -> TensorInfo:
+        if self._file is None:
             raise ValueError(f"{self.path}: the reader is closed; read inside its with block")
         if name not in self.tensors:
             raise KeyError(f"{self.path} has no tensor {quote(name)}; {known(self.tensors)}")
-        info = self.tensors[name]
-        return info, self._file_bytes[info.offset : info.offset + info.nbytes]
+        return self.tensors[name]
 
-    def _open(self, max_header_bytes: int, max_tensors: int) -> None:
-        with self.path.open("rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            header = read_header(file, file_size, max_header_bytes)
-            data_start = 8 + len(header)
-            self.metadata, infos = parse_header(header, data_start, max_tensors)
-            infos.sort(key=lambda info: (info.offset, info.nbytes))
-            check_coverage(infos, data_start, file_size)
-            self.tensors = {info.name: info for info in infos}
-            self._mmap = mmap.mmap(file.fileno(), file_size, access=mmap.ACCESS_READ)
-        self._file_bytes = np.frombuffer(self._mmap, np.uint8)
+    def _read_at(self, position: int, into: memoryview) -> int:
+        """Read some bytes from `position` on; 0 at the end of the file."""
+        assert self._file is not None  # for the type checker: _info has looked
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [into], position)
+        with self._seeking:  # Windows
+            self._file.seek(position)
+            return self._file.readinto(into)  # type: ignore[attr-defined]
+
+    def _parse(self, file: BinaryIO, max_header_bytes: int, max_tensors: int) -> None:
+        file_size = os.fstat(file.fileno()).st_size
+        header = read_header(file, file_size, max_header_bytes)
+        data_start = 8 + len(header)
+        self.metadata, infos = parse_header(header, data_start, max_tensors)
+        infos.sort(key=lambda info: (info.offset, info.nbytes))
+        check_coverage(infos, data_start, file_size)
+        self.tensors = {info.name: info for info in infos}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cuquant.errors import clipped
 
 _NUMPY_DTYPES = {
     tag: np.dtype(scalar)
@@ -57,13 +58,9 @@ METADATA = "__metadata__"
 CHUNK = 1 << 20  # elements copied or packed at once; a multiple of every packing group
 
 
-_PRINTER = reprlib.Repr()  # what a hostile header says is quoted, but never at full length
-
-
-_PRINTER.maxstring = _PRINTER.maxother = 80
-
-
-quote = _PRINTER.repr
+def quote(value: object) -> str:
+    """What a header says, as a message repeats it: never at full length."""
+    return clipped(value, 200)
 
 
 def numpy_dtype(tag: str) -> np.dtype[Any]:

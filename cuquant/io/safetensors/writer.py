@@ -171,14 +171,16 @@ class SafetensorsWriter:
             )
         self._store(info, _stored_chunks(array, info))
 
-    def write_raw(self, name: str, data: bytes | bytearray | memoryview | np.ndarray) -> None:
+    def write_raw(
+        self, name: str, data: bytes | bytearray | memoryview | np.ndarray | Iterator[np.ndarray]
+    ) -> None:
         """Store the bytes of one tensor as they are.
 
         Parameters
         ----------
         name : str
-        data : bytes-like
-            Contiguous, ``tensors[name].nbytes`` bytes, little-endian; sub-byte dtypes packed.
+        data : bytes-like, or an iterator of uint8 arrays
+            ``tensors[name].nbytes`` contiguous bytes, little-endian; sub-byte dtypes packed.
 
         Raises
         ------
@@ -189,9 +191,12 @@ class SafetensorsWriter:
 
         Examples
         --------
-        ``writer.write_raw(name, reader.raw(name))`` copies a tensor from another file.
+        ``writer.write_raw(name, reader.chunks(name))`` copies a tensor from another file.
         """
         info = self._pending_info(name)
+        if isinstance(data, Iterator):
+            self._store(info, data)
+            return
         stored = np.frombuffer(data, np.uint8)
         if stored.size != info.nbytes:
             raise ValueError(
@@ -212,8 +217,17 @@ class SafetensorsWriter:
     def _store(self, info: TensorInfo, chunks: Iterable[np.ndarray]) -> None:
         assert self._file is not None  # for the type checker: _pending_info has looked
         self._file.seek(info.offset)
+        left = info.nbytes
         for chunk in chunks:
+            left -= chunk.nbytes
+            if left < 0:
+                break
             _write_all(self._file, chunk.data)
+        if left:
+            raise ValueError(
+                f"tensor {quote(info.name)} takes {info.nbytes} bytes, and its chunks hold "
+                f"{'more' if left < 0 else info.nbytes - left}; give the stored (packed) bytes"
+            )
         self._pending.remove(info.name)
 
     def _finish(self) -> None:
@@ -245,7 +259,7 @@ def _plan(name: str, dtype: Any, shape: Iterable[int]) -> TensorInfo:
     """Check one entry of `specs`; its offset is not known yet."""
     check_text(name, "a tensor name")
     if name in ("", METADATA):
-        raise ValueError(f"a tensor cannot be named {name!r}; choose another name")
+        raise ValueError(f"a tensor cannot be named {quote(name)}; choose another name")
     tag = TAGS[numpy_dtype(dtype)] if isinstance(dtype, str) else tag_of(dtype)
     sizes = tuple(int(operator.index(size)) for size in shape)  # int(): True is written 1
     if len(sizes) > MAX_RANK or any(size < 0 for size in sizes):

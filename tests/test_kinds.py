@@ -1,0 +1,160 @@
+"""Files that are no safetensors files: what they are is said, and what to type."""
+
+import gzip
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+from cuquant.io.safetensors import SafetensorsReader
+
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(3)}
+
+
+def refused(path):
+    """What `load` says of a file."""
+    with pytest.raises(cq.FormatError) as caught:
+        cq.load(path)
+    where, _, message = str(caught.value).partition(": ")
+    assert where == str(path)
+    return message
+
+
+def test_an_index_names_its_shards(tmp_path):
+    names = [f"model-{i:05}-of-00007.safetensors" for i in range(1, 8)]
+    path = tmp_path / "model.safetensors.index.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps(
+            {"metadata": {"total_size": 1}, "weight_map": {n[6:11]: n for n in names}},
+            indent=indent,
+        ))  # fmt: skip
+        message = refused(path)
+        assert "index of a sharded checkpoint" in message
+        assert ", ".join(names[:5]) + " and 2 more" in message
+    path.write_text("{}")
+    assert "is a JSON file" in refused(path)
+    path.write_text('{"weight_map": [1]}')
+    assert "is a JSON file" in refused(path)
+
+
+def run_advice(message, folder):
+    """Do what a message says to type; returns what `load` finds then."""
+    command = re.search(r"convert it: (python .*)", message).group(1)
+    words = shlex.split(command)
+    assert words[0] == "python"
+    subprocess.run([sys.executable, *words[1:]], cwd=folder, check=True, timeout=120)
+    return cq.load(folder / "OUT.safetensors")
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_npz_can_be_converted_as_advised(tmp_path, compressed):
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "a.npz", **ARRAYS)
+    message = refused(tmp_path / "a.npz")
+    assert "is a .npz file of NumPy" in message
+    same(run_advice(message, tmp_path), ARRAYS)
+
+
+def test_npy_can_be_converted_as_advised(tmp_path):
+    np.save(tmp_path / "a.npy", ARRAYS["w"])
+    message = refused(tmp_path / "a.npy")
+    assert "is one array of NumPy" in message
+    same(run_advice(message, tmp_path), {"array": ARRAYS["w"]})
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "w.pth", "model.safetensors"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_files_of_torch_can_be_converted_as_advised(tmp_path, name, zipped):
+    torch = pytest.importorskip("torch")
+    torch.save(
+        {key: torch.from_numpy(value) for key, value in ARRAYS.items()}, tmp_path / name,
+        _use_new_zipfile_serialization=zipped,
+    )  # fmt: skip
+    message = refused(tmp_path / name)
+    assert "is a pickle of PyTorch" in message
+    same(run_advice(message, tmp_path), ARRAYS)
+
+
+def test_a_name_cannot_extend_the_command(tmp_path):
+    path = tmp_path / "a'); print('.npz"
+    np.savez(tmp_path / "a.npz", **ARRAYS)
+    (tmp_path / "a.npz").rename(path)
+    assert "numpy.load('IN')" in refused(path)
+
+
+def tar(path):
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("a"))
+    return path.read_bytes()
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "a")
+    return path.read_bytes()
+
+
+OTHERS = {
+    "gguf": (lambda _: b"GGUF\3\0\0\0" + bytes(16), "is a GGUF file"),
+    "a pickle": (lambda _: pickle.dumps({"a": [1.5] * 10}), "is a pickle"),
+    "hdf5": (lambda _: b"\x89HDF\r\n\x1a\n" + bytes(99), "is an HDF5 file"),
+    "git lfs": (
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+        "Git LFS pointer",
+    ),
+    "html": (lambda _: b"<!DOCTYPE html><html><body>404", "error page"),
+    "gzip": (lambda _: gzip.compress(b"a" * 99), "compressed by gzip"),
+    "gzip without a time": (lambda _: gzip.compress(b"a" * 99, mtime=0), "compressed by gzip"),
+    "zstd": (lambda _: b"\x28\xb5\x2f\xfd" + bytes(range(99)), "compressed by zstd"),
+    "tar": (tar, "is a tar archive"),
+    "zip": (zipped, "is a zip archive"),
+    "a list": (lambda _: b"[1, 2, 3, 4, 5, 6]", "is a JSON file"),
+    "empty": (lambda _: b"", "0 bytes long"),
+    "cut safetensors": (lambda _: (300).to_bytes(8, "little") + b'{"a":', "300 bytes long"),
+    "noise": (lambda _: b"\xaa" * 99, "truncated or of another format"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_it_is_is_said(case, tmp_path):
+    make, text = OTHERS[case]
+    path = tmp_path / "file"
+    path.write_bytes(make(path))
+    assert text in refused(path)
+
+
+def test_an_onnx_model(tmp_path):
+    (tmp_path / "m.onnx").write_bytes(b"\x08\x08\x12\x07pytorch" + b"\xaa" * 99)
+    assert "is an ONNX model" in refused(tmp_path / "m.onnx")
+
+
+def test_a_directory_lists_its_files(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"without \.safetensors files"):
+        SafetensorsReader(tmp_path)
+    for name in ("b.safetensors", "a.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(IsADirectoryError, match=r"a file in it: a\.safetensors, b\.safetensors$"):
+        try:
+            cq.load(tmp_path)
+        except IsADirectoryError as error:
+            raise IsADirectoryError(error.strerror) from None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="devices of POSIX")
+def test_devices_are_not_read():
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(cq.FormatError, match="is not a regular file"):
+            cq.load(device)
