@@ -48,7 +48,7 @@ SMALL = ("--shapes", "70x256", "--batch", "1,3", "--repeats", 10)
 
 # ---- measuring ----------------------------------------------------------------------------------
 
-NAMES = ["int4", "uint4+64", "k3", "nvfp4", "fp16", "q8_0", "int8+tensor", "nf4+double_quant"]
+NAMES = ["int4", "uint4:64", "k3", "nvfp4", "fp16", "q8_0", "int8:tensor", "nf4+dq"]
 
 
 def test_bytes_are_the_weight_x_and_y():

@@ -31,7 +31,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def rows(model):
-    formats = run.parse_formats(["int8", "nf4+double_quant", "q4_k", "int2"])
+    formats = run.parse_formats(["int8", "nf4+dq", "q4_k", "int2"])
     return {row.name: row for row in run.compare(model, formats, count=COUNT)}
 
 
@@ -40,7 +40,7 @@ def test_fp32_is_the_measure(model, rows):
     assert (row.bits_per_weight, row.sqnr_db, row.cosine, row.overlap) == (32, math.inf, 1, 1)
     weights = encoder.load_weights(model.weights)
     assert row.megabytes == sum(w.nbytes for w in weights.values()) / 1e6
-    assert list(rows) == ["fp32", "int8", "nf4+double_quant", "q4_k", "int2"]
+    assert list(rows) == ["fp32", "int8", "nf4+dq", "q4_k", "int2"]
 
 
 def test_sizes_are_those_of_the_stored_arrays(model, rows):
@@ -51,11 +51,11 @@ def test_sizes_are_those_of_the_stored_arrays(model, rows):
     assert rows["int8"].megabytes == (kept + stored) / 1e6
     assert rows["int8"].bits_per_weight == stored * 8 / sum(weights[n].size for n in names)
     assert rows["q4_k"].bits_per_weight == 4.5
-    assert 4.12 < rows["nf4+double_quant"].bits_per_weight < 4.14
+    assert 4.12 < rows["nf4+dq"].bits_per_weight < 4.14
 
 
 def test_errors_are_ordered_as_the_bits_are(rows):
-    ordered = [rows[name] for name in ("int8", "q4_k", "nf4+double_quant", "int2")]
+    ordered = [rows[name] for name in ("int8", "q4_k", "nf4+dq", "int2")]
     assert sorted(ordered, key=lambda row: row.distance) == ordered
     assert sorted(ordered, key=lambda row: -row.sqnr_db) == ordered
     assert rows["int8"].cosine > 0.999 and rows["int8"].overlap > 0.9
@@ -174,17 +174,17 @@ def test_the_formats_of_the_demo_show_every_family():
     from cuquant.demo.plot import FAMILIES, family
 
     names = run.names_of(None)
-    searching = [n for n in names if cq.get_format(n.partition("+")[0]).scale.rule == "search"]
+    searching = [n for n in names if cq.get_format(n).scale.rule == "search"]
     assert len(names) >= 12 and len(searching) <= 2
     assert {family(name) for name in names} == set(FAMILIES)
     assert len(run.parse_formats(names)) == len(names)
 
 
 def test_formats_are_parsed():
-    found = run.parse_formats(run.names_of("int4, nf4+double_quant,"))
-    assert list(found) == ["int4", "nf4+double_quant"]
-    assert found["nf4+double_quant"] == cq.get_format("nf4", double_quant=True)
-    for text, message in (("nf5", "unknown format"), ("nf4+dq", "double_quant")):
+    found = run.parse_formats(run.names_of("int4, nf4+dq,"))
+    assert list(found) == ["int4", "nf4+dq"]
+    assert found["nf4+dq"] == cq.get_format("nf4", double_quant=True)
+    for text, message in (("nf5", "did you mean 'nf4'"), ("nf4+dp", "unknown option")):
         with pytest.raises(ValueError, match=message):
             run.parse_formats([text])
 
@@ -203,8 +203,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
     )
     monkeypatch.chdir(tmp_path)
     result = command()
-    assert result.exit_code == 0
-    assert result.output.splitlines()[-1].strip() == line
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].strip() == line and not result.stdout
     assert list(tmp_path.iterdir()) == []
     assert run.missing(plot=False) == (line if package == "tokenizers" else None)
 
@@ -212,7 +212,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
 def test_a_missing_model_is_named(monkeypatch):
     monkeypatch.setattr(run, "find_model", lambda: None)
     result = command()
-    assert (result.exit_code, result.output.splitlines()[-1].strip()) == (0, INSTALL_MODEL)
+    assert (result.exit_code, result.output.splitlines()[-1].strip()) == (1, INSTALL_MODEL)
 
 
 def test_the_command_prints_a_table_and_draws(model, tmp_path):
@@ -221,7 +221,10 @@ def test_the_command_prints_a_table_and_draws(model, tmp_path):
     picture = tmp_path / "demo.png"
     result = command("--passages", 4, "--formats", "int8,nf4", "--output", picture)
     assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.output.splitlines() if line.strip()]
+    assert [line for line in result.stderr.splitlines() if line] == [
+        "encoding with fp32", "1 of 2: encoding with int8", "2 of 2: encoding with nf4"
+    ]  # fmt: skip
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
     table = [line for line in lines if line[0] in ("fp32", "int8", "nf4")]
     assert [line[:2] for line in table] == [["fp32", "32.000"], ["int8", "8.073"], ["nf4", "4.500"]]
     assert [len(line) for line in table] == [8, 8, 8]

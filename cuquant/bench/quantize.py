@@ -1,6 +1,7 @@
 """The benchmark of `quantize` and `dequantize`: cases, bytes, times, and whether they are right."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +24,14 @@ FORMULA = (
 )
 FORMATS = (
     "nf4", "fp4", "bof4s", "k2", "k3", "k4", "k5", "int8", "int4", "uint4", "fp8_e4m3", "mxfp4",
-    "nvfp4", "q4_0", "q8_0", "dynamic8", "linear8", "q4_k", "q6_k", "nf4+double_quant",
+    "nvfp4", "q4_0", "q8_0", "dynamic8", "linear8", "q4_k", "q6_k", "nf4+dq",
 )  # fmt: skip
 DTYPES = ("float16", "bfloat16", "float32")
 SHAPES = ((4096, 14336), (16384, 16384))
 SIZE_COLUMNS = 4096  # of a matrix whose size is given in bytes
 CHECKED_ROWS = 32  # of the first, middle and last rows, compared with the reference
+
+_BLOCK_BEHIND_PLUS = re.compile(r"\+(row|tensor|\d+(?:x\d+)?)$")
 
 
 @dataclass(frozen=True)
@@ -61,33 +64,18 @@ class Settings:
 
 
 def parse_formats(names: Iterable[str]) -> dict[str, Format]:
-    """Formats by the names they were asked for: "nf4", "nf4+double_quant", "int8+tensor", "all".
+    """Formats by the strings they were asked for, "nf4", "nf4:32+dq", "int8:tensor"; or "all".
 
-    >>> [str(fmt) for fmt in parse_formats(["int4+64", "fp8_e4m3+128x128"]).values()]
+    >>> [str(fmt) for fmt in parse_formats(["int4:64", "fp8_e4m3:128x128"]).values()]
     ['int4:64', 'fp8_e4m3:128x128']
     """
     found = {}
     for text in names:
         if text == "all":
             found |= {name: get_format(name) for name in list_formats()}
-            continue
-        name, *options = text.split("+")
-        found[text] = get_format(name, **dict(map(_option, options)))
+        else:  # a block stood behind "+" in the commands of earlier results
+            found[text] = get_format(_BLOCK_BEHIND_PLUS.sub(r":\1", text))
     return found
-
-
-def _option(text: str) -> tuple[str, Any]:
-    if text == "double_quant":
-        return "double_quant", True
-    if text in ("row", "tensor"):
-        return "block_size", text
-    sizes = text.split("x")
-    if len(sizes) > 2 or not all(size.isdecimal() for size in sizes):
-        raise ValueError(
-            f"{text!r}: behind a format's name come double_quant or a block size, as in nf4+64, "
-            "int8+tensor or fp8_e4m3+128x128"
-        )
-    return "block_size", tuple(map(int, sizes)) if len(sizes) == 2 else int(sizes[0])
 
 
 def check_dtypes(names: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ The JSON of a run (`Run.to_json`), to which each benchmark adds what its own mod
     ceilings      {copy, read, write}: TB/s; a copy counts bytes read and bytes written
     notes         texts, such as why a peer is absent
     measurements  a list of
-        format      as it was asked for, "nf4+double_quant"
+        format      as it was asked for, "nf4+dq"
         dtype       of the values
         shape       of the matrix
         nbytes      moved, by the formula

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 import cuquant
 from cuquant.cli import files, system
 from cuquant.cli.bench import bench
 from cuquant.cli.demo import demo
+from cuquant.cli.options import Commands
 from cuquant.cli.show import console, printable
 from cuquant.errors import BackendUnavailable
 
@@ -23,7 +23,7 @@ from cuquant.errors import BackendUnavailable
 MENDABLE = (ValueError, OSError, BackendUnavailable, MemoryError)
 
 
-class Commands(TyperGroup):
+class Main(Commands):
     """All commands; an error that the user can mend is one line on stderr and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -55,9 +55,8 @@ def _version(asked: bool) -> None:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=Main,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -67,7 +66,9 @@ app = typer.Typer(
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,

@@ -10,41 +10,51 @@ from typing import Annotated
 
 import typer
 
-from cuquant.cli.options import check_output, parse_shape, split_names
-from cuquant.cli.show import add_row, console, table
+from cuquant.cli.options import (
+    Commands,
+    FormatsOption,
+    ShapesOption,
+    check_output,
+    parse_shapes,
+    split_names,
+)
+from cuquant.cli.show import console, table
 from cuquant.errors import BackendUnavailable
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
+ResultsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        "--output",
+        "-o",
+        metavar="FILE",
+        dir_okay=False,
+        help="Write the results to a file, as JSON.",
+    ),
+]
+
 bench = typer.Typer(
-    name="bench", no_args_is_help=True, help="Measure operations on this machine's GPU."
+    cls=Commands,
+    name="bench",
+    no_args_is_help=True,
+    help="Measure operations on this machine's GPU.",
 )
 
 
 @bench.command()
 def quantize(
-    formats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--formats",
-            "-f",
-            metavar="A,B",
-            help="Formats, such as nf4, nf4+double_quant, int8+tensor; or all.",
-        ),
-    ] = None,
+    formats: FormatsOption = None,
     dtypes: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help="float16, bfloat16, float32.")
-    ] = None,
-    shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROWSxK", help="Matrices; 4096x14336 and 16384x16384 if not given."),
+        typer.Option(metavar="A,B", help="float16, bfloat16, float32; repeatable."),
     ] = None,
+    shapes: ShapesOption = None,
     size: Annotated[
         float | None, typer.Option(metavar="MB", min=0.001, help="Instead: 10^6 bytes of values.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the results.")
-    ] = None,
+    json: ResultsOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", dir_okay=False, help="Draw them: png, svg or pdf."),
@@ -54,23 +64,24 @@ def quantize(
         bool, typer.Option("--peers/--no-peers", help="Time bitsandbytes beside it.")
     ] = True,
 ) -> None:
-    """Time quantize and dequantize, and check what was timed; exit code 1 if it is wrong."""
+    """Time quantize and dequantize, and check what was timed; exit code 1 if it is wrong.
+
+    Matrices are 4096x14336 and 16384x16384 unless --shape or --size is given.
+    """
     from cuquant.bench import quantize as cases
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
     from cuquant.bench.peers import find_peers
     from cuquant.bench.quantize_report import NUMBERS, Results, headings, rows
 
-    if shape and size is not None:
+    if shapes and size is not None:
         raise typer.BadParameter("pass --shape or --size, not both", param_hint="--size")
     _check_outputs(json, plot)
-    shapes = (
-        int(size * 1e6) if size is not None else tuple(map(parse_shape, split_names(shape or [])))
-    )
+    matrices = int(size * 1e6) if size is not None else parse_shapes(shapes)
     settings = cases.Settings(
         cases.parse_formats(split_names(formats or []) or cases.FORMATS),
         cases.check_dtypes(split_names(dtypes or []) or cases.DTYPES),
-        shapes or cases.SHAPES,
+        matrices or cases.SHAPES,
         repeats,
     )
     gpu = CupyGpu()
@@ -80,7 +91,8 @@ def quantize(
         gpu.release()
         measured = tuple(cases.run(gpu, settings, beside, status.update))
     results = Results(gpu.machine, ceilings, cases.FORMULA, measured, _command(), tuple(notes))
-    _print(headings(results), NUMBERS, rows(results), results.header())
+    drop = ("of read", "of copy", "peer", "peer us", "faster", "TB/s", "dtype")
+    _print(headings(results), NUMBERS, rows(results), results.header(), drop)
     if json is not None:
         json.write_text(results.to_json(), encoding="utf-8")
     if plot is not None:
@@ -94,31 +106,24 @@ def quantize(
 
 @bench.command()
 def matmul(
-    formats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--formats", "-f", metavar="A,B", help="Formats of the weight; int4,nf4 if not given."
-        ),
-    ] = None,
+    formats: FormatsOption = None,
     dtypes: Annotated[
         list[str] | None,
-        typer.Option(metavar="A,B", help="Of x and y: float16 (if not given), bfloat16, float32."),
+        typer.Option(
+            metavar="A,B", help="Of x and y: float16 (if not given), bfloat16, float32; repeatable."
+        ),
     ] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NxK,...", help="Weights; five of LLM layers if not given."),
-    ] = None,
+    shapes: ShapesOption = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(metavar="M,...", help="Rows of x; 1,2,4,... up to 4096 if not given."),
+        typer.Option(
+            metavar="M,...", help="Rows of x; 1,2,4,... up to 4096 if not given; repeatable."
+        ),
     ] = None,
     prepack: Annotated[
         bool, typer.Option("--prepack/--no-prepack", help="Lay weights out for the kernels first.")
     ] = True,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Write the results, as they come."),
-    ] = None,
+    json: ResultsOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", dir_okay=False, help="Draw a roofline: png, svg or pdf."),
@@ -128,7 +133,7 @@ def matmul(
         list[str] | None,
         typer.Option(
             metavar="A,B|none",
-            help="Of cublas, bitsandbytes, tinygemm, humming, gemlite; all if not given.",
+            help="Of cublas, bitsandbytes, tinygemm, humming, gemlite; all by default; repeatable.",
         ),
     ] = None,
     cold: Annotated[
@@ -140,7 +145,10 @@ def matmul(
         ),
     ] = True,
 ) -> None:
-    """Time linear beside other libraries, and check what was timed; exit code 1 if it is wrong."""
+    """Time linear beside other libraries, and check what was timed; exit code 1 if it is wrong.
+
+    Weights are int4 and nf4, in five shapes of LLM layers, unless -f or --shape is given.
+    """
     from cuquant.bench import matmul as cases
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
@@ -160,7 +168,7 @@ def matmul(
     settings = cases.Settings(
         parse_formats(split_names(formats or []) or cases.FORMATS),
         check_dtypes(split_names(dtypes or []) or cases.DTYPES),
-        tuple(parse_shape(text, "--shapes") for text in split_names(shapes or [])) or cases.SHAPES,
+        parse_shapes(shapes) or cases.SHAPES,
         tuple(map(_batch, split_names(batch or []))) or cases.BATCHES,
         prepack,
         repeats,
@@ -194,7 +202,9 @@ def matmul(
             if json is not None:  # it takes minutes: what was measured stays if it is ended
                 json.write_text(results.to_json(), encoding="utf-8")
     right = (*NUMBERS, *peer_columns(results), FASTER)
-    _print(headings(results), right, rows(results), results.header())
+    others = (*reversed(peer_columns(results)), FASTER)
+    drop = ("host us", "TFLOP/s", *others, "TB/s", "of floor", "dtype")
+    _print(headings(results), right, rows(results), results.header(), drop)
     if plot is not None:
         roofline.plot_products(results, plot)
     if not results.right:
@@ -227,11 +237,12 @@ def _print(
     right: Sequence[str],
     cells_of_rows: Sequence[Sequence[str]],
     above: Sequence[str],
+    drop: Sequence[str],
 ) -> None:
     screen = console()
     for line in above:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = table(columns, right=right)
+    made = table(columns, right=right, drop=drop)
     for cells in cells_of_rows:
-        add_row(made, *cells, style="red" if "WRONG" in cells else "")
-    screen.print(made)
+        made.add(*cells, style="red" if "WRONG" in cells else "")
+    made.print(screen)

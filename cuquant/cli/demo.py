@@ -1,23 +1,33 @@
 """The command `demo`: formats compared on a real sentence encoder."""
 
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cuquant.cli.options import DeviceOption, check_output, parse_device
-from cuquant.cli.show import add_row, console, table
+from cuquant.cli.options import (
+    DeviceOption,
+    FormatsOption,
+    check_output,
+    parse_device,
+)
+from cuquant.cli.show import console, table
 from cuquant.devices import describe
 
 
 def demo(
     passages: Annotated[int, typer.Option(min=2, help="Passages of text to embed.")] = 128,
-    formats: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,C", help="Formats, such as int4,nf4,nf4+double_quant."),
-    ] = None,
+    formats: FormatsOption = None,
     output: Annotated[
-        Path, typer.Option(dir_okay=False, help="Where the picture goes: png, svg or pdf.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT",
+            dir_okay=False,
+            help="Where the picture goes: png, svg or pdf.",
+        ),
     ] = Path("cuquant-demo.png"),
     device: DeviceOption = "auto",
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no picture.")] = False,
@@ -26,11 +36,11 @@ def demo(
     from cuquant.demo import run  # reads the Python documentation: only this command needs it
 
     if (command := run.missing(plot=not no_plot)) is not None:
-        print(f"the demo needs a package that is not installed:\n  {command}")
-        return
+        typer.echo(f"the demo needs a package that is not installed:\n  {command}", err=True)
+        raise typer.Exit(1)
     model = run.find_model()
     assert model is not None  # for the type checker: `missing` has looked
-    chosen = run.parse_formats(run.names_of(formats))
+    chosen = run.parse_formats(run.names_of(",".join(formats) if formats else None))
     where, reason = run.pick_device(parse_device(device))
     if not no_plot:
         from cuquant.demo.plot import SUFFIXES
@@ -38,11 +48,19 @@ def demo(
         check_output(output, "--output", SUFFIXES)
     print(f"encoder: {describe(where)}{reason}")
     screen = console(stderr=True)
+    done = count()  # the model as it is, before the formats
     with screen.status("reading the model") as status:
-        rows = run.compare(
-            model, chosen, count=passages, device=where,
-            begin=lambda name: status.update(f"encoding with {name}"),
-        )  # fmt: skip
+
+        def begin(name: str) -> None:
+            line = f"encoding with {name}"
+            if number := next(done):
+                line = f"{number} of {len(chosen)}: {line}"
+            if screen.is_terminal:
+                status.update(line)
+            else:  # it takes a minute: a log shall say what it does
+                screen.print(line, markup=False, highlight=False)
+
+        rows = run.compare(model, chosen, count=passages, device=where, begin=begin)
     _print_rows(rows)
     if wrapped := run.wrapped(chosen, model.config["hidden_size"]):
         print(f"{', '.join(wrapped)}: blocks of 256 cross the ends of the model's shorter rows")
@@ -58,10 +76,11 @@ def _print_rows(rows: list) -> None:
     numbers = (
         "bits/weight", "MB", "SQNR dB", "cosine", "top-10", "quantize s", "encode s"
     )  # fmt: skip
-    made = table(("format", *numbers), right=numbers)
+    made = table(
+        ("format", *numbers), right=numbers, drop=("encode s", "quantize s", "cosine", "MB")
+    )
     for row in rows:
-        add_row(
-            made,
+        made.add(
             row.name,
             f"{row.bits_per_weight:.3f}",
             f"{row.megabytes:.1f}",
@@ -71,4 +90,4 @@ def _print_rows(rows: list) -> None:
             f"{row.quantize_seconds:.2f}",
             f"{row.encode_seconds:.2f}",
         )
-    console().print(made)
+    made.print(console())

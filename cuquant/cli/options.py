@@ -2,15 +2,70 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from cuquant.errors import did_you_mean
+from cuquant.formats import list_formats
 from cuquant.interop import device_name
+
+# Kinds of files that quantize does not write, by the ending of their names.
+OTHER_KINDS = {
+    ".gguf": "GGUF", ".ggml": "GGML", ".npz": "NumPy", ".npy": "NumPy", ".pt": "PyTorch",
+    ".pth": "PyTorch", ".bin": "PyTorch", ".ckpt": "PyTorch", ".pkl": "pickle", ".onnx": "ONNX",
+    ".h5": "HDF5", ".json": "JSON", ".zip": "zip",
+}  # fmt: skip
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """Formats that a shell offers behind what was typed of one, or of the last of a list.
+
+    >>> complete_format("nf4,mxf")
+    ['nf4,mxfp8', 'nf4,mxfp8_e5m2', 'nf4,mxfp6', 'nf4,mxfp6_e3m2', 'nf4,mxfp4']
+    """
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in list_formats() if name.startswith(last)]
+
 
 DeviceOption = Annotated[
     str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Where it runs; auto: a GPU if usable.")
 ]
+FormatsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        "--formats",
+        "-f",
+        metavar="A,B",
+        autocompletion=complete_format,
+        help="Formats, such as nf4, nf4:32+dq or int8:tensor; repeatable.",
+    ),
+]
+ShapesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        "--shapes",
+        metavar="NxK,...",
+        help="Shapes of matrices, such as 4096x14336; repeatable.",
+    ),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document, nothing else.")]
+
+
+class Commands(TyperGroup):
+    """A group of commands that says which one an unknown one is near to."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            known = self.list_commands(ctx)
+            ctx.fail(
+                f"no such command {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}"
+            )
+        return super().resolve_command(ctx, args)
 
 
 def parse_device(text: str) -> str | None:
@@ -46,16 +101,20 @@ def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
     return (int(rows), int(columns)) if cross else int(rows)
 
 
-def parse_shape(text: str, option: str = "--shape") -> tuple[int, int]:
-    """The shape of a matrix as it is typed.
+def parse_shapes(texts: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
+    """Shapes of matrices as they are typed.
 
-    >>> parse_shape("4096x14336")
-    (4096, 14336)
+    >>> parse_shapes(["4096x14336,8x64"])
+    ((4096, 14336), (8, 64))
     """
+    return tuple(map(_parse_shape, split_names(texts or ())))
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise typer.BadParameter(
-            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint=option
+            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint="--shape"
         )
     return int(rows), int(columns)
 
@@ -68,6 +127,18 @@ def check_output(path: Path | None, option: str, suffixes: Sequence[str] = ()) -
         raise typer.BadParameter(f"{path} must end in {', '.join(suffixes)}", param_hint=option)
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is no folder", param_hint=option)
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse now an output that `quantize` does not write: another kind of file, or stdout."""
+    if str(path) == "-":
+        raise ValueError("the output cannot be stdout: pass a file, such as -o out.safetensors")
+    kind = OTHER_KINDS.get(path.suffix.lower())
+    if kind is not None:
+        raise ValueError(
+            f"{path}: quantize writes safetensors, not {kind}; call the output "
+            f"{path.with_suffix('.safetensors').name}"
+        )
 
 
 def split_names(texts: Sequence[str]) -> list[str]:

@@ -1,15 +1,20 @@
-"""Printing: consoles, tables, and names that nobody vouches for."""
+"""Printing: consoles, tables, JSON, and names that nobody vouches for."""
 
+import json
+import math
 import os
+import re
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 PIPE_WIDTH = 10_000  # columns: a table that goes to a file or to grep is not folded
 MAX_ROWS = 10_000  # of a table; a file may hold a million tensors
+MIN_NAME, MIN_SENTENCE = 16, 20  # columns of the terminal: what a name or a sentence may shrink to
+GAP = "  "  # between columns
 
 
 def console(stderr: bool = False) -> Console:
@@ -30,20 +35,117 @@ def printable(text: str, limit: int = 200) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
-def table(columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns in `right` hold numbers."""
-    made = Table(box=box.SIMPLE, pad_edge=False, highlight=False)
-    for name in columns:
-        if name in right:
-            made.add_column(Text(name), justify="right", no_wrap=True)
-        else:
-            made.add_column(Text(name), overflow="fold")
-    return made
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings; where it is too wide, columns are left out before a name is cut.
+
+    Attributes
+    ----------
+    columns
+        Headings. The first column holds names, which are never folded.
+    right
+        Columns of numbers.
+    drop
+        Columns that are left out while the table is too wide, in this order.
+    rows
+        Cells, a sentence that takes the place of the last ones, and a style.
+    """
+
+    columns: tuple[str, ...]
+    right: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    rows: list[tuple[tuple[str, ...], str, str]] = field(default_factory=list)
+
+    def add(self, *cells: str, sentence: str = "", style: str = "") -> None:
+        """Append a row of cells that are printed as they are, whatever rich would read in them."""
+        self.rows.append((tuple(map(printable, cells)), printable(sentence), style))
+
+    def print(self, screen: Console) -> None:
+        """Print what fits; a last line says what was left out."""
+        widths = [cell_len(name) for name in self.columns]
+        for cells, _, _ in self.rows:
+            widths[: len(cells)] = map(max, widths, map(cell_len, cells))
+        shown, left_out = list(range(len(widths))), []
+        for name in self.drop:
+            if _total(widths, shown) < screen.width:
+                break
+            if name in self.columns:
+                shown.remove(self.columns.index(name))
+                left_out.append(name)
+        over = max(_total(widths, shown) + 1 - screen.width, 0)
+        if over and widths[0] - over >= MIN_NAME:
+            widths[0] -= over
+            left_out.append("the beginnings of long names")
+        lines = [(self._line(self.columns, widths, shown), ""), ("-" * _total(widths, shown), "")]
+        for cells, sentence, style in self.rows:
+            line = self._line((_cut(cells[0], widths[0]), *cells[1:]), widths, shown)
+            lines += [(text, style) for text in _beside(line, sentence, screen.width - 1)]
+        if left_out:
+            lines.append((f"left out at {screen.width} columns: {', '.join(left_out)}", "dim"))
+        for line, style in lines:
+            screen.print(f" {line}", style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int], shown: Sequence[int]) -> str:
+        """The cells that are shown, side by side; a row may have fewer of them than the table."""
+        parts = []
+        for i in (i for i in shown if i < len(cells)):
+            space = " " * (widths[i] - cell_len(cells[i]))
+            right = self.columns[i] in self.right
+            parts.append(space + cells[i] if right else cells[i] + space)
+        return GAP.join(parts).rstrip() if len(cells) == len(self.columns) else GAP.join(parts)
 
 
-def add_row(made: Table, *cells: str, style: str = "") -> None:
-    """Append a row of cells that are printed as they are, whatever rich would read in them."""
-    made.add_row(*(Text(printable(cell), style=style) for cell in cells))
+def table(columns: Sequence[str], *, right: Sequence[str] = (), drop: Sequence[str] = ()) -> Table:
+    """An empty table; see `Table`."""
+    return Table(tuple(columns), tuple(right), tuple(drop))
+
+
+def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
+    return sum(widths[i] for i in shown) + len(GAP) * (len(shown) - 1)
+
+
+def _cut(name: str, room: int) -> str:
+    """The end of a name that is too wide: names of one file differ there."""
+    return name if cell_len(name) <= room else f"...{name[len(name) - room + 3 :]}"
+
+
+def _beside(line: str, sentence: str, width: int) -> list[str]:
+    """A line and a sentence beside it, or below it where little room is left."""
+    if not sentence:
+        return [line]
+    room = width - cell_len(line) - len(GAP)
+    if room >= min(MIN_SENTENCE, len(sentence)):
+        first, *others = textwrap.wrap(sentence, room)
+        indent = " " * (cell_len(line) + len(GAP))
+        return [f"{line}{GAP}{first}", *(indent + other for other in others)]
+    return [line.rstrip(), *textwrap.wrap(sentence, max(width, 20), initial_indent="    ")]
+
+
+def natural_key(name: str) -> list[str | tuple[int, str]]:
+    """A key for sorting that has layer.2 before layer.10.
+
+    >>> sorted(["layer.10", "layer.2"], key=natural_key)
+    ['layer.2', 'layer.10']
+    """
+    parts = re.split(r"([0-9]+)", name)  # texts and numbers by turns; a number may have any length
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)
+    ]
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document, which has null for NaN and infinity."""
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def in_bytes(count: int) -> str:

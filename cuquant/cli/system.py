@@ -1,40 +1,111 @@
 """Commands on the installation: `formats`, `doctor` and `cache`."""
 
-from dataclasses import astuple
-from typing import Annotated
+from dataclasses import asdict, astuple
+from typing import Annotated, Any
 
 import typer
 
 from cuquant import diagnosis
-from cuquant.cli.show import add_row, console, in_bytes, table
-from cuquant.formats.table import HEADINGS, format_rows, format_table
+from cuquant.cli.options import JsonFlag, complete_format
+from cuquant.cli.show import console, in_bytes, print_json, shape_text, table
+from cuquant.formats import Codebook, Format, get_format, list_formats
+from cuquant.formats.table import HEADINGS, SHAPE, format_row, format_rows, format_table
 
 _STYLES = {"ok": "", "missing": "dim", "problem": "red"}
 
 
 def formats(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            autocompletion=complete_format,
+            help="Details of one, such as nf4 or nf4:32+dq.",
+        ),
+    ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table that README holds.")
     ] = False,
+    json: JsonFlag = False,
 ) -> None:
-    """List all formats."""
-    if markdown:
+    """List all formats, or say all of one."""
+    if markdown and (json or name is not None):
+        raise typer.BadParameter(
+            "the Markdown table is that of all formats", param_hint="--markdown"
+        )
+    if name is not None:
+        fmt = get_format(name)
+        if json:
+            print_json(_details(fmt))
+        else:
+            _print_details(fmt)
+    elif json:
+        print_json([_facts(get_format(name)) for name in list_formats()])
+    elif markdown:
         print(format_table(), end="")
-        return
-    made = table(HEADINGS, right=("bits per element",))
-    for row in format_rows():
-        add_row(made, *astuple(row))
-    console().print(made)
+    else:
+        drop = ("aliases", "packing", "offset", "codes", "scale")
+        made = table(HEADINGS, right=("bits per element",), drop=drop)
+        for row in format_rows():
+            made.add(*astuple(row))
+        made.print(console())
 
 
-def doctor() -> None:
+def _facts(fmt: Format) -> dict[str, Any]:
+    """What the table says of a format, as JSON has it."""
+    row = format_row(fmt)
+    return {
+        "name": row.name,
+        "aliases": row.aliases.split(", ") if row.aliases else [],
+        "bits_per_element": fmt.bits_per_element,
+        "block": fmt.block_size,
+        "scale": row.scale or None,
+        "offset": row.offset or None,
+        "codes": row.codes,
+        "packing": row.packing,
+    }
+
+
+def _details(fmt: Format) -> dict[str, Any]:
+    """All that is to be said of one format."""
+    return {
+        **_facts(fmt),
+        "levels": list(fmt.codec.levels) if isinstance(fmt.codec, Codebook) else None,
+        "shape": list(SHAPE),
+        "components": [
+            {"name": part.name, "dtype": str(part.dtype), "shape": list(part.shape)}
+            for part in fmt.components(SHAPE)
+        ],
+    }
+
+
+def _print_details(fmt: Format) -> None:
+    row, details = format_row(fmt), _details(fmt)
+    lines = [("name", row.name), ("bits", f"{row.bits} per element of a {shape_text(SHAPE)} array")]
+    lines += [(key, value) for key, value in list(asdict(row).items())[1:] if key != "bits"]
+    levels = details["levels"] or ()
+    lines.append(("levels", " ".join(f"{level:.4g}" for level in levels)))
+    lines += [
+        ("stored", f"{part['name']}, {part['dtype']} {part['shape']}")
+        for part in details["components"]
+    ]
+    for key, text in lines:
+        if text:
+            print(f"{key:<9}{text}")
+
+
+def doctor(json: JsonFlag = False) -> None:
     """Say what is installed, what does not fit together and what to type; exit code 1 if so."""
     found = diagnosis.doctor()
-    screen = console()
-    for check, line in found.lines():
-        screen.print(
-            line, style=_STYLES[check.status], markup=False, highlight=False, soft_wrap=True
-        )
+    if json:
+        checks = [asdict(check) for check in found.checks]
+        print_json({"ok": found.ok, "backend": found.backend, "checks": checks})
+    else:
+        screen = console()
+        for check, line in found.lines():
+            screen.print(
+                line, style=_STYLES[check.status], markup=False, highlight=False, soft_wrap=True
+            )
     if not found.ok:
         raise typer.Exit(1)
 

@@ -30,7 +30,7 @@ _ALONG = tuple(i / 24 for i in range(2, 24))  # spots on the line from a dot to 
 
 def family(name: str) -> str:
     """The key of FAMILIES that a format belongs to."""
-    fmt = get_format(name.partition("+")[0])
+    fmt = get_format(name)
     if fmt.is_blocks:
         return "ggml"
     if isinstance(fmt.codec, Minifloat):

@@ -31,7 +31,7 @@ WORDS = "embeddings.word_embeddings.weight"
 NEIGHBOURS = 10
 # Every family once, from many bits to few; q6_k and q4_k search for their scales.
 FORMATS = (
-    "fp8_e4m3", "int8", "q8_0", "q6_k", "uint4", "int4", "nf4", "nf4+double_quant", "bof4s",
+    "fp8_e4m3", "int8", "q8_0", "q6_k", "uint4", "int4", "nf4", "nf4+dq", "bof4s",
     "mxfp4", "nvfp4", "q4_0", "q4_k", "k3", "int2",
 )  # fmt: skip
 
@@ -113,18 +113,12 @@ def pick_device(asked: str | None) -> tuple[str, str]:
 
 
 def parse_formats(names: Iterable[str]) -> dict[str, Format]:
-    """Formats by the names they were asked for; "nf4+double_quant" is nf4 with that option.
+    """Formats by the strings they were asked for.
 
-    >>> [str(fmt) for fmt in parse_formats(["int4", "nf4+double_quant"]).values()]
-    ['int4', 'nf4+dq']
+    >>> [str(fmt) for fmt in parse_formats(["int4", "nf4:32+dq"]).values()]
+    ['int4', 'nf4:32+dq']
     """
-    found = {}
-    for text in names:
-        name, plus, option = text.partition("+")
-        if plus and option != "double_quant":
-            raise ValueError(f"{text!r}: the one option is double_quant, as in nf4+double_quant")
-        found[text] = get_format(name, double_quant=True) if plus else get_format(name)
-    return found
+    return {text: get_format(text) for text in names}
 
 
 def compare(

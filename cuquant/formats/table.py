@@ -7,6 +7,7 @@ from cuquant.formats.codecs import Codebook, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.packing import Packing
 
+SHAPE = (4096, 4096)  # of the array whose bits and components the table counts
 START, END = "<!-- formats -->", "<!-- /formats -->"  # around the table in README
 _ORDERS = {
     "low": "low first",
@@ -38,7 +39,7 @@ HEADINGS = (
 
 def format_rows() -> list[Row]:
     """A row for each of `list_formats()`, in its order."""
-    return [_row(get_format(name)) for name in list_formats()]
+    return [format_row(get_format(name)) for name in list_formats()]
 
 
 def format_table() -> str:
@@ -53,9 +54,10 @@ def format_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _row(fmt: Format) -> Row:
+def format_row(fmt: Format) -> Row:
+    """The row of one format."""
     return Row(
-        fmt.name,
+        str(fmt),
         ", ".join(alias for alias, name in ALIASES.items() if name == fmt.name),
         f"{fmt.bits_per_element:.6g}",
         _block(fmt),

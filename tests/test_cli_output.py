@@ -1,0 +1,375 @@
+"""The command line on narrow terminals, as JSON, and what it says of names it does not know."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import cuquant as cq
+from cuquant import diagnosis
+from cuquant.bench import gpu as gpu_module
+from cuquant.cli import app, files
+from cuquant.cli.show import natural_key, table
+from cuquant.diagnosis import Check, Diagnosis
+
+NAMES = [
+    f"model.layers.{i}.{part}.weight"
+    for i in (0, 1, 2, 10, 11)
+    for part in ("mlp.down_proj", "self_attn.q_proj")
+]
+FILTER = "vision.patch_embed.proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR", "CUQUANT_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Names in a file's usual order, layer 10 before layer 2."""
+    rng = np.random.default_rng(1)
+    arrays = {n: rng.standard_normal((32, 256), dtype=np.float32) for n in sorted(NAMES)}
+    arrays[FILTER] = np.ones((64, 12, 1, 1), np.float32)
+    cq.save(tmp_path / "in.safetensors", arrays)
+    return tmp_path / "in.safetensors"
+
+
+def quantized(model, *arguments):
+    out = model.with_name("out.safetensors")
+    return run("quantize", model, "-o", out, "--device", "cpu", *arguments), out
+
+
+# ---- width --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_names_are_whole_and_lines_are_not_longer_than_the_terminal(model, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result, out = quantized(model)
+    for shown in (result.output, run("inspect", out).output):
+        words = [line.split() for line in shown.splitlines()]
+        for name in [*NAMES, FILTER]:
+            assert [name in line for line in words].count(True) == 1, name
+        rows = shown[: shown.index("left out")]
+        assert all(len(line) <= columns for line in rows.splitlines())
+    kept = " ".join(result.output.split())
+    assert "kept: short rows of 1 would take 40 bits a weight" in kept
+    assert f"left out at {columns} columns: time" in result.output
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_formats_are_whole_on_a_narrow_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("formats").output.splitlines()
+    assert all(len(line) <= columns for line in lines[:-1])
+    first = [line.split()[0] for line in lines]
+    assert first[2:-1] == cq.list_formats()
+    assert lines[-1].split(": ")[1].split(", ")[:2] == ["aliases", "packing"]
+
+
+def test_a_pipe_has_all_columns(model):
+    result, _ = quantized(model)
+    row = next(line for line in result.output.splitlines() if NAMES[0] in line)
+    assert "32 x 256" in row and "s" in row.split()[-1]
+    assert "left out" not in result.output
+
+
+def drawn(made, width):
+    screen = Console(file=io.StringIO(), width=width)
+    made.print(screen)
+    return screen.file.getvalue().splitlines()
+
+
+def test_columns_leave_in_their_order_before_a_name_is_cut():
+    made = table(("name", "a", "b"), right=("a",), drop=("b", "a"))
+    made.add("x" * 30, "1234567", "text")
+    assert drawn(made, 46)[2] == f" {'x' * 30}  1234567  text"
+    assert drawn(made, 45)[2] == f" {'x' * 30}  1234567"
+    assert drawn(made, 39)[2] == f" {'x' * 30}"
+    assert drawn(made, 30)[2] == f" ...{'x' * 26}"
+    assert drawn(made, 10)[2] == f" {'x' * 30}"  # nothing would be left of it
+    assert drawn(made, 30)[-1].endswith(
+        "left out at 30 columns: b, a, the beginnings of long names"
+    )
+
+
+def test_a_sentence_stands_beside_the_name_or_below():
+    made = table(("name", "number"))
+    made.add("x" * 30, "1")
+    made.add("y" * 10, sentence="kept: because of this and of that")
+    assert drawn(made, 80)[3] == f" {'y' * 10}{' ' * 22}kept: because of this and of that"
+    made = table(("name", "number"))
+    made.add("y" * 30, sentence="kept: because of this and of that")
+    assert drawn(made, 60)[2:4] == [
+        f" {'y' * 30}  kept: because of this and", f" {' ' * 32}of that"
+    ]  # fmt: skip
+    assert drawn(made, 45)[2:4] == [f" {'y' * 30}", "     kept: because of this and of that"]
+
+
+# ---- order --------------------------------------------------------------------------------------
+
+
+def test_layer_2_comes_before_layer_10(model):
+    result, out = quantized(model)
+    for shown in (result.output, run("inspect", out).output):
+        order = [line.split()[0] for line in shown.splitlines() if line.startswith(" model.")]
+        assert order == NAMES
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.2", "a.10", "b.1"], ["1", "2", "10", "a"], ["x9" * 3000, "x10" * 3000], ["", "7", "8", "٣"]],
+)
+def test_any_names_have_an_order(names):
+    assert sorted(sorted(names, reverse=True), key=natural_key) == names
+    assert natural_key("9" * 10_000) > natural_key("8" * 10_000)
+
+
+def test_a_quantized_array_stands_among_the_others(tmp_path):
+    w = np.ones((4, 64), np.float32)
+    arrays = {"b": cq.quantize(w, "nf4"), "a": w, "c": w}
+    cq.save(tmp_path / "in", arrays)
+    shown = run("inspect", tmp_path / "in").output
+    assert [line.split()[0] for line in shown.splitlines()[2:5]] == ["a", "b", "c"]
+
+
+# ---- progress -----------------------------------------------------------------------------------
+
+
+def test_progress_names_the_tensor_and_the_time_left(model, monkeypatch):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(files, "console", lambda stderr=False: screen)
+    result, _ = quantized(model)
+    assert result.exit_code == 0, result.output
+    shown = screen.file.getvalue()
+    assert "layers.0.mlp.down_proj.weight" in shown
+    assert "--:--" in shown or "00:0" in shown
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+def document(result, code=0):
+    """The one JSON document of a command's stdout; RFC 8259 knows no NaN."""
+
+    def refuse(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout, parse_constant=refuse)
+
+
+def test_quantize_as_json(model):
+    result, out = quantized(model, "-f", "nf4:32+dq", "--json")
+    found = document(result)
+    loaded = cq.load(out)
+    assert [t["name"] for t in found["tensors"]] == [*NAMES, FILTER]
+    for tensor in found["tensors"][:-1]:
+        q = loaded[tensor["name"]]
+        assert tensor["bytes_out"] == q.nbytes and tensor["shape"] == list(q.shape)
+        assert tensor["bits_per_weight"] == q.bits_per_element and tensor["reason"] is None
+        assert 15 < tensor["sqnr_db"] < 25
+    assert "short rows" in found["tensors"][-1]["reason"]
+    assert (found["format"], found["device"]) == ("nf4:32+dq", "cpu")
+    assert (found["quantized"], found["kept"]) == (len(NAMES), 1)
+    assert found["bytes_out"] == sum(t["bytes_out"] for t in found["tensors"])
+    assert (found["source"], found["output"]) == (str(model), str(out))
+
+
+def test_json_has_null_for_what_is_no_number(tmp_path):
+    cq.save(tmp_path / "in", {"w": np.ones((2, 64), np.float32)})
+    found = document(run("quantize", tmp_path / "in", "-o", tmp_path / "out", "--json"))
+    assert (
+        cq.error(np.ones((2, 64), np.float32), cq.load(tmp_path / "out")["w"]).sqnr_db == math.inf
+    )
+    assert found["tensors"][0]["sqnr_db"] is None
+
+
+def test_inspect_as_json(model, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(files, "MAX_ROWS", 2)
+    _, out = quantized(model)
+    found = document(run("inspect", out, "--json"))
+    assert [a["name"] for a in found["arrays"]] == [*NAMES, FILTER]
+    first, last = found["arrays"][0], found["arrays"][-1]
+    assert (first["format"], first["shape"], first["dtype"]) == ("nf4", [32, 256], "float32")
+    assert (last["format"], last["nbytes"], last["bits_per_element"]) == (None, 64 * 12 * 4, 32)
+    assert found["nbytes"] == sum(a["nbytes"] for a in found["arrays"])
+    assert json.loads(found["metadata"]["cuquant"])["version"] == 1
+
+
+def test_formats_as_json():
+    found = document(run("formats", "--json"))
+    assert [entry["name"] for entry in found] == cq.list_formats()
+    for entry in found:
+        fmt = cq.get_format(entry["name"])
+        assert (
+            entry["bits_per_element"] == fmt.bits_per_element and entry["block"] == fmt.block_size
+        )
+
+
+@pytest.mark.parametrize("status, code", [("ok", 0), ("problem", 1)])
+def test_doctor_as_json(monkeypatch, status, code):
+    check = Check("cupy", status, "found this", "type that")
+    monkeypatch.setattr(diagnosis, "doctor", lambda: Diagnosis((check,)))
+    assert document(run("doctor", "--json"), code) == {
+        "ok": status == "ok",
+        "backend": "cpu",
+        "checks": [
+            {"name": "cupy", "status": status, "found": "found this", "advice": "type that"}
+        ],
+    }
+
+
+def test_an_error_beside_json_leaves_stdout_empty(tmp_path):
+    result = run("inspect", tmp_path / "none", "--json")
+    assert result.exit_code == 1 and result.stdout == ""
+
+
+# ---- formats NAME -------------------------------------------------------------------------------
+
+
+def test_one_format_in_detail():
+    shown = run("formats", "nf4:32+dq").output
+    assert "nf4:32+dq" in shown and "4.25" in shown and "packed, uint8 [4096, 2048]" in shown
+    assert "nested_scale, float32 [2048]" in shown and "-0.6962" in shown
+    found = document(run("formats", "float8_e4m3fn", "--json"))
+    assert found["name"] == "fp8_e4m3" and found["aliases"] == ["float8_e4m3fn"]
+    assert [part["name"] for part in found["components"]] == ["packed", "scale"]
+    assert found["levels"] is None
+
+
+@pytest.mark.parametrize("name", cq.list_formats())
+def test_every_format_has_details(name):
+    result = run("formats", name)
+    assert result.exit_code == 0 and f"name     {name}\n" in result.output
+    for part in cq.get_format(name).components((4096, 4096)):
+        assert f"{part.name}, {part.dtype} {list(part.shape)}" in result.output
+
+
+def test_the_markdown_table_is_of_all_formats():
+    assert run("formats", "nf4", "--markdown").exit_code == 2
+    assert run("formats", "--json", "--markdown").exit_code == 2
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, code, text",
+    [
+        (["quantise", "x"], 2, "did you mean 'quantize'"),
+        (["bench", "matmull"], 2, "did you mean 'matmul'"),
+        (["inspekt", "x"], 2, "did you mean 'inspect'"),
+        (["quantize", "x", "-o", "y", "-f", "nf5"], 1, "did you mean 'nf4'"),
+        (["formats", "mxfp5"], 1, "did you mean 'mxfp"),
+        (["bench", "quantize", "-f", "int9"], 1, "did you mean 'int"),
+        (["quantize", "x", "-o", "y", "--fromat", "nf4"], 2, "--format"),
+        (["bench", "matmul", "--shap", "8x8"], 2, "--shape"),
+    ],
+)
+def test_unknown_names_are_near_to_known_ones(monkeypatch, tmp_path, arguments, code, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_module, "CupyGpu", None)
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert text in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+@pytest.mark.parametrize("command", [["bench", "quantize"], ["bench", "matmul"]])
+@pytest.mark.parametrize("option", ["--shape", "--shapes"])
+def test_shapes_are_spelled_alike(monkeypatch, command, option):
+    monkeypatch.setattr(gpu_module, "CupyGpu", None)
+    result = run(*command, option, "8x8,nonsense")
+    assert result.exit_code == 2 and "nonsense" in result.output
+    assert isinstance(run(*command, option, "8x64,16x64", option, "8x8").exception, TypeError)
+
+
+@pytest.mark.parametrize("command", [["bench", "quantize"], ["bench", "matmul"], ["demo"]])
+@pytest.mark.parametrize("option", ["-f", "--format", "--formats"])
+def test_formats_are_spelled_alike(monkeypatch, command, option):
+    from cuquant.demo import run as demo
+
+    monkeypatch.setattr(gpu_module, "CupyGpu", None)
+    monkeypatch.setattr(demo, "missing", lambda plot: None)
+    monkeypatch.setattr(demo, "find_model", lambda: object())
+    result = run(*command, option, "nf4:32+dq,int8:tensor", option, "nf4+typo")
+    assert result.exit_code == 1 and "unknown option 'typo'" in result.output
+
+
+@pytest.mark.parametrize("command", ["quantize", "demo", "bench quantize", "bench matmul"])
+def test_an_output_is_spelled_alike(command):
+    shown = run(*command.split(), "--help").output
+    assert "--output" in shown and "-o" in shown
+    assert "--format" in shown and "-f" in shown
+
+
+def test_a_format_and_options_beside_it(model):
+    for arguments in (["-f", "nf4:32+dq"], ["-f", "nf4", "--block-size", 32, "--double-quant"]):
+        result, out = quantized(model, *arguments)
+        assert result.exit_code == 0, result.output
+        q = cq.load(out)[NAMES[0]]
+        assert q.format == cq.get_format("nf4", block_size=32, double_quant=True)
+    result, _ = quantized(model, "-f", "nf4:32", "--block-size", 64)
+    assert result.exit_code == 1 and "contradict" in result.output
+
+
+@pytest.mark.parametrize(
+    "name", ["x.gguf", "x.npz", "x.PT", "-", "x.onnx", "x.bin", "model.safetensors.index.json"]
+)
+def test_other_kinds_of_files_are_refused_before_work(model, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(files, "quantize_file", None)
+    monkeypatch.chdir(tmp_path)
+    result = run("quantize", model, "-o", name)
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1 and line.startswith("error: ") and "safetensors" in line
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+def test_help_says_what_may_be_repeated():
+    for command, options in {
+        "quantize": ["--include", "--exclude"],
+        "bench quantize": ["--format", "--dtypes", "--shape"],
+        "bench matmul": ["--format", "--dtypes", "--shape", "--batch", "--peers"],
+        "demo": ["--format"],
+    }.items():
+        shown = run(*command.split(), "--help").output
+        assert shown.count("repeatable") == len(options), command
+
+
+def test_the_version_has_a_short_option():
+    assert run("-V").output == run("--version").output == f"cuquant {cq.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        ("cuquant qu", ["quantize"]),
+        ("cuquant quantize x -f mxfp4", ["mxfp4"]),
+        ("cuquant formats nf", ["nf4"]),
+        ("cuquant demo -f nf4,bof", ["nf4,bof4s"]),
+    ],
+)
+def test_a_shell_completes_commands_and_formats(words, wanted):
+    code = "from cuquant.cli import app; app(prog_name='cuquant')"
+    environment = {
+        **os.environ, "_CUQUANT_COMPLETE": "complete_bash", "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == wanted, done.stderr
