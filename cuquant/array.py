@@ -1,5 +1,6 @@
 """QuantArray: an immutable array in a quantization format."""
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class QuantArray(Stored):
     @property
     def size(self) -> int:
         """Elements of the array it stands for."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def axis(self) -> int:
@@ -104,7 +105,7 @@ class QuantArray(Stored):
             return OPERATIONS["packed"](self)
         codes = reference.codes(self._host, self.format, self.stored_shape)
         *rows, columns = codes.shape
-        flat = codes.reshape(int(np.prod(rows)), columns)
+        flat = codes.reshape(math.prod(rows), columns)
         packed = self.format.row_packing.pack(flat, self.format.zero_code)
         return self._out(packed.reshape(*rows, packed.shape[-1]))
 
@@ -232,8 +233,8 @@ class QuantArray(Stored):
         *rows, columns = shape
         wanted = (*rows, columns // layout.elements, layout.nbytes)
         found = interop.dtype_of(blocks)
-        size = int(np.prod(tuple(blocks.shape), dtype=object))
-        if found != np.uint8 or size != int(np.prod(wanted, dtype=object)):
+        size = math.prod(tuple(blocks.shape))
+        if found != np.uint8 or size != math.prod(wanted):
             raise FormatError(
                 f"blocks are {found}{list(blocks.shape)}; {fmt} of shape {shape} is "
                 f"uint8{list(wanted)}"
@@ -364,7 +365,7 @@ def _from_layout(
 ) -> dict[str, np.ndarray]:
     """The components of mxfp4 or nvfp4 from ggml's blocks."""
     held = layout.stored(blocks.reshape(blocks.size // layout.nbytes, layout.nbytes))
-    codes = held["codes"].reshape(int(np.prod(shape[:-1])), shape[-1])
+    codes = held["codes"].reshape(math.prod(shape[:-1]), shape[-1])
     found = {"packed": fmt.row_packing.pack(codes, fmt.zero_code), "scale": held["scale"]}
     if fmt.scale is not None and fmt.scale.nested == "global":
         found["scale"] = held["scale"] & np.uint8(0x7F)  # ggml's are unsigned: it ignores the bit

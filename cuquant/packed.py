@@ -20,7 +20,7 @@ ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they 
 
 def layout_for(fmt: Format, shape: tuple[int, ...]) -> str:
     """Name and version of the layout that `prepack` gives a weight [N, K] or [E, N, K]."""
-    return FRAGMENTS_LAYOUT if takes(fmt, shape) else ROWS_LAYOUT
+    return FRAGMENTS_LAYOUT if 0 not in shape and takes(fmt, shape) else ROWS_LAYOUT
 
 
 def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:

@@ -4,6 +4,7 @@ Everything here speaks of the stored layout [rows..., K]. Double-quantized scale
 blocks that a slice would cut: they are replaced by the float32 scales they decode to.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def take(
     _check_rows(fmt, stored, rows)
     if (start, stop) != (0, stored[-1]):
         parts = _take_columns(fmt, parts, stored, start, stop)
-    shape = np.empty(stored[:-1], np.int8)[tuple(rows)].shape
+    shape = np.empty((*stored[:-1], 0), np.int8)[tuple(rows)].shape[:-1]  # takes no memory
     taken_as = _format_of_row(fmt) if not shape else fmt
     taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
     return taken_as, _fresh(taken, which), (*shape, stop - start)
@@ -172,7 +173,7 @@ def _codes(fmt: Format, parts: Parts, stored: tuple[int, ...]) -> np.ndarray:
 
 def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
     joined = np.concatenate(codes, axis=-1)
-    rows = joined.reshape(int(np.prod(joined.shape[:-1])), joined.shape[-1])
+    rows = joined.reshape(math.prod(joined.shape[:-1]), joined.shape[-1])
     packed = fmt.row_packing.pack(np.ascontiguousarray(rows), fmt.zero_code)
     packed = packed.reshape(*joined.shape[:-1], packed.shape[-1])
     return interop.like(np.ascontiguousarray(packed), parts["packed"])

@@ -43,3 +43,40 @@ def test_other_numbers_are_computed_as_float32(dtype, to):
 def test_complex_numbers_are_refused(to):
     with pytest.raises(TypeError, match="computed as float32; got complex64"):
         cq.quantize(to(np.ones((2, 64), np.complex64)))
+
+
+# ---- blocks larger than the array, and arrays without elements ----------------------------------
+
+HUGE = 2**31 - 8
+
+
+@pytest.mark.parametrize("name", ["nf4", "uint4"])
+@pytest.mark.parametrize("block", [HUGE, (HUGE, 8), (8, HUGE)], ids=str)
+def test_blocks_larger_than_the_array(name, block, to):
+    fmt = cq.get_format(name, block_size=block)
+    for shape in ((2, 64), (3, 2, 40)):
+        x = normal(shape)
+        q, wanted = cq.quantize(to(x), fmt), cq.quantize(x, fmt)
+        assert same(q, wanted)
+        assert bits_equal(host(q.dequantize()), wanted.dequantize())
+        assert bits_equal(host(q.codes()), wanted.codes())
+
+
+def test_products_with_blocks_larger_than_the_array(to):
+    x, w = normal((3, 64)), normal((16, 64), 1)
+    q = cq.quantize(to(w), cq.get_format("int4", block_size=(HUGE, 8)))
+    wanted = x @ cq.quantize(w, q.format).dequantize().T
+    for weight in (q, cq.prepack(q)):
+        np.testing.assert_allclose(host(cq.linear(to(x), weight)), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4+dq", "int8:tensor", "q4_0", "k3", "nvfp4", "fp16"])
+@pytest.mark.parametrize("shape", [(2**40, 0), (0, 2**40), (2**20, 2**20, 0)], ids=str)
+def test_arrays_without_elements_return_at_once(name, shape, to):
+    q = cq.quantize(to(np.empty(shape, F32)), name)
+    assert same(q, cq.quantize(np.empty(shape, F32), name))
+    assert tuple(q.dequantize().shape) == tuple(q.codes().shape) == shape
+    assert q[0:5].shape == (min(shape[0], 5), *shape[1:])
+    if len(shape) == 2:
+        none = to(np.empty((0, shape[1]), F32))
+        assert tuple(cq.linear(none, q).shape) == (0, shape[0])

@@ -1,5 +1,6 @@
 """A format is a value: codec x scale x offset x packing, and the arrays that hold it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ class Component(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=object))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,7 +151,7 @@ class Format:
             return tuple(parts)
         shape = self.scale.shape(stored)
         if self.scale.nested == "double":
-            blocks = -(-int(np.prod(shape, dtype=object)) // NESTED_BLOCK)
+            blocks = -(-math.prod(shape) // NESTED_BLOCK)
             parts += [
                 Component("scale", np.dtype(np.uint8), shape),
                 Component("nested_scale", np.dtype(np.float32), (blocks,)),

@@ -1,5 +1,6 @@
 """bitsandbytes' 4-bit blocks: a flat array becomes nibbles and an absmax for each block."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -232,7 +233,7 @@ def _dequantize(
     fmt = get_format(name, block_size=integer(block_size, "block_size", 1))
     codes = typed(packed, "packed", np.uint8, near=packed).reshape(-1)
     shape = (2 * len(codes),) if shape is None else extents(shape)
-    count = int(np.prod(shape, dtype=object))
+    count = math.prod(shape)
     (size,), (blocks,) = (part.shape for part in fmt.components((count,)))
     if len(codes) != size:
         raise FormatError(

@@ -1,5 +1,6 @@
 """k-bit codebooks of a flat array: codes in uint32 words and a scale for each block."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ def dequantize_kbit(
         scale = interop.astype(scale, np.float32)
     fmt = _format(k, levels, block_size, packing, interop.dtype_of(scale).name)
     shape = extents(shape)
-    count = int(np.prod(shape, dtype=object))
+    count = math.prod(shape)
     words = _words(packed, fmt.row_packing, count)
     _, (blocks,) = (part.shape for part in fmt.components((count,)))
     if len(scale) != blocks:

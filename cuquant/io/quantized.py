@@ -165,6 +165,8 @@ def component_specs(name: str, fmt: Format, stored: tuple[int, ...]) -> Specs:
 
 def refuse_nonfinite(name: str, q: QuantArray) -> None:
     """ValueError where an array would decode to NaN or infinity."""
+    if not q.size:
+        return
     blocks = reference.effective(q.arrays(), q.format, q.stored_shape)
     bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
     if bad:

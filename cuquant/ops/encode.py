@@ -83,7 +83,7 @@ class EncodeOnGpu:
             given = reference.Calibration(backend.read(known.scale), points, 1.0)
         host = reference.quantize(np.empty(stored, backend.view(x).dtype), self.fmt, -1, given)
         for name, part in host.items():
-            backend.copy_into(parts[name], backend.array(part))
+            backend.copy_into(parts[name], backend.array(part).reshape(part.shape))
 
     def _run(self, backend: GpuBackend, x: Any, known: Known, parts: Parts) -> None:
         view, raising = backend.view(x), self.nonfinite == "raise"

@@ -4,6 +4,7 @@ The checks are the same wherever the arrays are; NumPy's and torch's on the CPU 
 here, by BLAS. `cuquant.ops.multiply` has the GPU's part.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,5 +244,5 @@ def flat_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.matmul; leading axes of `a` become rows, or NumPy calls BLAS once for each of them."""
     if b.ndim != 2 or a.ndim < 3:
         return np.matmul(a, b)
-    rows = int(np.prod(a.shape[:-1]))
+    rows = math.prod(a.shape[:-1])
     return np.matmul(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])

@@ -245,6 +245,8 @@ def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | Non
 
 def _elements(tiles: Tiles) -> np.ndarray:
     """How many elements each block has: fewer where the last one is partial."""
+    if tiles.is_empty:
+        return np.zeros((1, 1), np.int64)
     _, down, across = tiles.grid
     tall = np.minimum(tiles.tall, tiles.rows - np.arange(down) * tiles.tall)
     wide = np.minimum(tiles.wide, tiles.columns - np.arange(across) * tiles.wide)

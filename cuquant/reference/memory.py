@@ -1,14 +1,25 @@
 """Allocation: every array that cuquant makes starts on 256 bytes, as device memory does."""
 
+import math
+import sys
+
 import numpy as np
 
 ALIGNMENT = 256
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-contiguous array whose first byte stands on a multiple of 256."""
+    """An uninitialised C-contiguous array whose first byte stands on a multiple of 256.
+
+    Raises
+    ------
+    ValueError
+        For a shape that NumPy cannot hold: it multiplies the extents that are not 0.
+    """
     dtype = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if math.prod(n or 1 for n in shape) * dtype.itemsize + ALIGNMENT > sys.maxsize:
+        raise ValueError(f"{dtype}{list(shape)} is more than NumPy's arrays can be")
+    nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -1,5 +1,6 @@
 """Geometry: which elements share a scale, and pieces of an array small enough for the cache."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,9 +46,9 @@ class Tiles:
         *rows, columns = stored
         batch = 1
         if fmt.scale and isinstance(fmt.scale.block, tuple):
-            batch = int(np.prod(rows[:-1], dtype=np.int64))
+            batch = math.prod(rows[:-1])
             rows = rows[-1:]
-        height = int(np.prod(rows, dtype=np.int64))
+        height = math.prod(rows)
         if batch > 1 and height % fmt.rule.tile(height, columns)[0] == 0:
             batch, height = 1, batch * height  # no tile crosses from one matrix to the next
         if fmt.scale is None:
@@ -61,8 +62,15 @@ class Tiles:
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.rows, self.columns
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no elements; there may still be 2^60 rows, which nobody must walk."""
+        return 0 in self.shape
+
     def panels(self, multiple: int) -> Iterator[Piece]:
         """Pieces whose columns start at multiples of `multiple`, in row-major order."""
+        if self.is_empty:
+            return
         width = self.columns
         if width > PIECE:
             width = max(PIECE // multiple, 1) * multiple
@@ -72,6 +80,8 @@ class Tiles:
 
     def whole_tiles(self) -> Iterator[Piece]:
         """Pieces made of whole tiles; a tile larger than a piece comes as several, in order."""
+        if self.is_empty:
+            return
         height, width = self.tall, self.columns
         if self.tall * self.columns <= PIECE:
             height *= max(1, PIECE // max(self.tall * self.columns, 1))
@@ -128,7 +138,8 @@ class Tiles:
         tiles = values[batch, rows, columns]
         if self.tall > 1:
             skipped = piece.row % self.tall
-            tiles = np.repeat(tiles, self.tall, axis=0)[skipped : skipped + piece.shape[0]]
+            tall = min(self.tall, self.rows)  # a block may be taller than the array, by any factor
+            tiles = np.repeat(tiles, tall, axis=0)[skipped : skipped + piece.shape[0]]
         if tiles.shape[1] == 1:
             return tiles
         skipped = piece.column % self.wide

@@ -1,5 +1,6 @@
 """Where elements lie: strides of an array with its quantized axis last, and its blocks."""
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ class View:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
