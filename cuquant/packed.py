@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop
+from cuquant import interop, reference
 from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Format
@@ -20,7 +20,10 @@ ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they 
 
 def layout_for(fmt: Format, shape: tuple[int, ...]) -> str:
     """Name and version of the layout that `prepack` gives a weight [N, K] or [E, N, K]."""
-    return FRAGMENTS_LAYOUT if 0 not in shape and takes(fmt, shape) else ROWS_LAYOUT
+    if not takes(fmt, shape):
+        return ROWS_LAYOUT
+    fits = all(reference.holds(part.shape, part.dtype) for part in Fragments(fmt, shape).components)
+    return FRAGMENTS_LAYOUT if fits else ROWS_LAYOUT  # 2^60 rows without elements
 
 
 def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:

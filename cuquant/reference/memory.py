@@ -8,16 +8,21 @@ import numpy as np
 ALIGNMENT = 256
 
 
+def holds(shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether NumPy can have such an array: it multiplies the extents that are not 0."""
+    return math.prod(n or 1 for n in shape) * dtype.itemsize + ALIGNMENT <= sys.maxsize
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised C-contiguous array whose first byte stands on a multiple of 256.
 
     Raises
     ------
     ValueError
-        For a shape that NumPy cannot hold: it multiplies the extents that are not 0.
+        For a shape that NumPy cannot hold.
     """
     dtype = np.dtype(dtype)
-    if math.prod(n or 1 for n in shape) * dtype.itemsize + ALIGNMENT > sys.maxsize:
+    if not holds(shape, dtype):
         raise ValueError(f"{dtype}{list(shape)} is more than NumPy's arrays can be")
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
