@@ -53,10 +53,17 @@ def extents(shape: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(integer(extent, "each extent of shape", 0) for extent in entries)
 
 
-def flat(x: Any, name: str = "x") -> Any:
-    """`x` as one axis in row-major order, of its own kind."""
+def real(x: Any, name: str = "x") -> Any:
+    """`x` itself, an array of float32, float16 or bfloat16: plain functions convert nothing."""
     if interop.kind(x) is None:
         interop.to_numpy(x, name)  # names the type that came and what to pass
+    interop.float_dtype(interop.dtype_of(x), name)
+    return x
+
+
+def flat(x: Any, name: str = "x") -> Any:
+    """`real(x)` as one axis in row-major order, of its own kind."""
+    real(x, name)
     if x.ndim == 0:
         raise ValueError(f"{name} is 0-d; quantization needs at least one axis ({name}.reshape(1))")
     return x.reshape(-1)

@@ -13,7 +13,7 @@ from cuquant.array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
-from cuquant.functional.checks import floats, integer, like, typed
+from cuquant.functional.checks import floats, integer, like, real, typed
 from cuquant.ops import q8_1
 from cuquant.ops.blocks import interleave
 from cuquant.ops.quantize import quantize
@@ -148,7 +148,7 @@ def _options(name: str) -> dict[str, Any]:
 
 def _quantizer(name: str) -> Callable[[Any], Any]:
     def call(x: Any) -> Any:
-        q = quantize(x, name, **_options(name))
+        q = quantize(real(x), name, **_options(name))
         if interop.is_on_gpu(x) and not q.format.is_blocks:
             return interleave(q, BLOCK_LAYOUTS[name])  # its global scale is 1: no need to look
         return q.to_blocks()
@@ -300,7 +300,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     if sum not in SUMS:
         raise ValueError(f"sum must be one of {SUMS}, got {sum!r}")
     if sum == "quants":
-        return quantize(x, "q8_1").to_blocks()
+        return quantize(real(x), "q8_1").to_blocks()
     fmt = get_format("q8_1")
     host = floats(x, "x", near=x)
     fmt.check_shape(tuple(host.shape))

@@ -3,7 +3,7 @@
 from cuquant.reference.activations import ACTIVATIONS, erf, gelu, relu, silu
 from cuquant.reference.decode import Blocks, codes, dequantize, effective, nested_scales
 from cuquant.reference.encode import NONFINITE, Calibration, quantize
-from cuquant.reference.memory import aligned, empty
+from cuquant.reference.memory import aligned, empty, holds
 from cuquant.reference.philox import philox
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "empty",
     "erf",
     "gelu",
+    "holds",
     "nested_scales",
     "philox",
     "quantize",
