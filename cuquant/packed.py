@@ -107,7 +107,7 @@ class PackedWeight(Stored):
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(
             f"a PackedWeight ({self.format}) does not turn into an array by itself; "
-            "call p.dequantize() for the values"
+            "call p.dequantize() for the values, cuquant.unpack(p) for the QuantArray"
         )
 
 
