@@ -6,22 +6,25 @@ end: the driver, which reads an ELF file from its start, takes such a file as it
 
 import hashlib
 import os
+import re
 import stat
 import struct
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cuquant.disk import is_owned, is_shared, is_unheld, open_regular, read_bounded, replace_file
 from cuquant.elf import disassembled
 from cuquant.errors import BackendUnavailable, FormatError
 
 VARIABLE = "CUQUANT_CACHE_DIR"
 EXPORTS = "CUQUANT_CUBINS"
-PATTERNS = ("*.cubin", ".*.cubin.*.tmp")  # finished, and half-written before the rename
+MAX_ENTRY_BYTES = 1 << 28  # no kernel comes near; a larger file is not one
+# Half-written, before the rename; those of version 0.1.0 have eight other characters.
+_HALF = re.compile(r"\..+\.([0-9a-f]{16}|cubin\.[a-z0-9_]{8})\.tmp", re.DOTALL)
+_STARTS = (b"\x7fELF", b"//")  # of a cubin, and of PTX
 
 _TRAILER = struct.Struct("<32sQ8s")  # sha256, bytes of the log, mark
 _MARK = b"cuquant1"
@@ -55,6 +58,7 @@ class Folder:
     writable: bool = True
     owned: bool = True
     shared: bool = False  # the group or the world may write
+    exposed: Path | None = None  # a folder above it whose entries anybody may exchange
 
 
 def cache_folder() -> Path:
@@ -76,16 +80,19 @@ def examine_folder(path: Path) -> Folder:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    exposed = next((above for above in nearest.resolve().parents if _is_open(above.stat())), None)
     if nearest != path:
-        return Folder(path, exists=False, writable=writable)
+        if exposed is None and _is_open(nearest.stat()):
+            exposed = nearest
+        return Folder(path, exists=False, writable=writable, exposed=exposed)
     status = path.stat()
-    shared = os.name == "posix" and bool(status.st_mode & 0o022)
-    return Folder(path, True, writable, is_owned(status), shared)
+    return Folder(path, True, writable, is_owned(status), is_shared(status), exposed)
 
 
-def is_owned(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to the user who runs this; always on Windows."""
-    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
+def _is_open(status: os.stat_result) -> bool:
+    """Whether anybody may put files in the place of others' (in /tmp, which is sticky, not)."""
+    writable = os.name == "posix" and bool(status.st_mode & stat.S_IWOTH)
+    return writable and not status.st_mode & stat.S_ISVTX
 
 
 # ---- single files -------------------------------------------------------------------------------
@@ -123,47 +130,59 @@ def _digest(key: str, compiled: Compiled) -> bytes:
     return hashlib.sha256(b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
 
 
-def write(path: Path, key: str, compiled: Compiled) -> None:
-    """Write a file under a temporary name and rename it: readers find all of it, or none.
+def write(path: Path, key: str, compiled: Compiled, mode: int | None = None) -> None:
+    """Write a file; readers find all of it, or none.
 
     Raises
     ------
     OSError
         Where that is not possible; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(sealed(key, compiled))
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(path, sealed(key, compiled), mode=mode, durable=False)
 
 
 def exported(name: str) -> Compiled | None:
     """The kernel that the folder CUQUANT_CUBINS has; None where it is not set, or has none.
 
+    Whoever sets the variable trusts the folder's owner. A folder or a file that everybody may
+    write is not used, nor a file of somebody else: a warning says so, once.
+
     Raises
     ------
     FormatError
-        Where the file is damaged.
+        Where the file is damaged, or is no regular file.
     BackendUnavailable
         Where there is no such folder.
     """
-    folder = os.environ.get(EXPORTS)
-    if not folder:
+    chosen = os.environ.get(EXPORTS)
+    if not chosen:
         return None
-    if not Path(folder).is_dir():
+    folder = Path(chosen)
+    if not folder.is_dir():
         raise BackendUnavailable(f"{EXPORTS}={folder} is no folder")
-    file = Path(folder, f"{name}.cubin")
+    file, above = folder / f"{name}.cubin", folder.stat()
     try:
-        return unsealed(name, file.read_bytes())
+        with open_regular(file) as opened:
+            status = os.fstat(opened.fileno())
+        if _written_by_all(above) or _written_by_all(status):
+            everybody = folder if _written_by_all(above) else file
+            _warn_once(f"{EXPORTS}: {everybody} can be written by everybody; chmod o-w it")
+            return None
+        if not is_owned(status) and status.st_uid not in (0, above.st_uid):
+            _warn_once(f"{EXPORTS}: {file} belongs to another user than its folder; copy it")
+            return None
+        return unsealed(name, read_bounded(file, MAX_ENTRY_BYTES))
     except FileNotFoundError:
         return None
     except FormatError as error:
         raise FormatError(f"{file}: {error}; make it again: precompile(export=...)") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise FormatError(f"{file}: {reason}; make it again: precompile(export=...)") from error
+
+
+def _written_by_all(status: os.stat_result) -> bool:
+    return os.name == "posix" and bool(status.st_mode & stat.S_IWOTH)
 
 
 def dump(folder: Path, stem: str, text: str, ptx: bytes, code: bytes) -> None:
@@ -173,19 +192,27 @@ def dump(folder: Path, stem: str, text: str, ptx: bytes, code: bytes) -> None:
     if sass := disassembled(code):
         files["sass"] = sass.encode()
     for suffix, data in files.items():
-        (folder / f"{stem}.{suffix}").write_bytes(data)
+        replace_file(folder / f"{stem}.{suffix}", data, durable=False)
 
 
 # ---- the cache ----------------------------------------------------------------------------------
 
 
 def find(name: str) -> Compiled | None:
-    """The kernel that the cache has under a name; None for none, or one that is damaged."""
+    """The kernel that the cache has under a name; None for none, or one that is damaged.
+
+    What is no regular file, or another user may have written, is none: it is compiled again.
+    """
     folder = _trusted_folder()
     if folder is None:
         return None
+    file = folder / f"{name}.cubin"
     try:
-        return unsealed(name, (folder / f"{name}.cubin").read_bytes())
+        with open_regular(file, follow=False) as opened:
+            status = os.fstat(opened.fileno())
+        if is_shared(status) or not is_owned(status):
+            return None
+        return unsealed(name, read_bounded(file, MAX_ENTRY_BYTES, follow=False))
     except (OSError, FormatError):
         return None
 
@@ -195,13 +222,27 @@ def keep(name: str, compiled: Compiled) -> bool:
     folder = _trusted_folder()
     if folder is None:
         return False
+    file = folder / f"{name}.cubin"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write(folder / f"{name}.cubin", name, compiled)
+        if not stat.S_ISREG(_mode(file)):  # a link or a FIFO that was put there
+            file.unlink(missing_ok=True)
+        write(file, name, compiled, 0o600)
     except OSError as error:
-        _warn_once(f"{folder}: {error.strerror or error}")
+        _warn_once(_NOT_KEPT.format(f"{folder}: {error.strerror or error}"))
         return False
     return True
+
+
+def _mode(path: Path) -> int:
+    """Of the file itself, not of what it links to; that of a regular file where there is none."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return stat.S_IFREG
+
+
+_NOT_KEPT = f"compiled kernels are not kept: {{}}; set {VARIABLE} to a folder of yours"
 
 
 def _trusted_folder() -> Path | None:
@@ -209,13 +250,17 @@ def _trusted_folder() -> Path | None:
     try:
         folder = examine_folder(cache_folder())
     except (OSError, RuntimeError) as error:  # RuntimeError: a home directory that is not known
-        _warn_once(str(error))
+        _warn_once(_NOT_KEPT.format(error))
         return None
+    problem = None
     if not folder.owned:
-        _warn_once(f"{folder.path} belongs to another user")
-        return None
-    if folder.shared:
-        _warn_once(f"{folder.path} can be written by others")
+        problem = f"{folder.path} belongs to another user"
+    elif folder.shared:
+        problem = f"{folder.path} can be written by others"
+    elif folder.exposed is not None:
+        problem = f"{folder.path} can be exchanged by others, who can write {folder.exposed}"
+    if problem is not None:
+        _warn_once(_NOT_KEPT.format(problem))
         return None
     return folder.path
 
@@ -223,11 +268,10 @@ def _trusted_folder() -> Path | None:
 _warned = False
 
 
-def _warn_once(reason: str) -> None:
+def _warn_once(message: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        message = f"compiled kernels are not kept: {reason}; set {VARIABLE} to a folder of yours"
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 
@@ -266,10 +310,34 @@ def clear_cache() -> CacheSize:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Regular files (no links) in the folder itself that bear names of ours."""
+    """Regular files (no links) in the folder itself that we have written, by name and content."""
     if not folder.is_dir():
         return
-    for path in sorted(folder.iterdir()):
-        ours = any(path.match(pattern) for pattern in PATTERNS)
-        if ours and stat.S_ISREG(path.lstat().st_mode):
-            yield path
+    yield from (path for path in sorted(folder.iterdir()) if _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        if path.name.endswith(".cubin"):
+            return _has_mark(path)
+        return _HALF.fullmatch(path.name) is not None and _is_half(path)
+    except OSError:  # no regular file, or one that may not be read
+        return False
+
+
+def _has_mark(path: Path) -> bool:
+    """Whether a file ends as `sealed` ends it; reads no more than that end."""
+    with open_regular(path, follow=False) as file:
+        body = os.fstat(file.fileno()).st_size - _TRAILER.size
+        if body < 0:
+            return False
+        file.seek(body)
+        _, log_size, mark = _TRAILER.unpack(file.read(_TRAILER.size))
+    return mark == _MARK and log_size <= body
+
+
+def _is_half(path: Path) -> bool:
+    """Whether a file starts as a kernel does (or has nothing yet), and no process writes it."""
+    with open_regular(path, follow=False) as file:
+        start = file.read(4) or b""
+        return (not start or start.startswith(_STARTS)) and is_unheld(file)

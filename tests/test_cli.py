@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cuquant as cq
-from cuquant import diagnosis
+from cuquant import cubins, diagnosis
 from cuquant.cli import app, files, system
 from cuquant.cli.show import in_bytes, printable
 from cuquant.diagnosis import Check, Diagnosis
@@ -453,7 +453,8 @@ def test_doctor_exits_by_what_it_found(monkeypatch, status, code):
 
 def test_cache_shows_counts_and_clears(tmp_path, monkeypatch):
     monkeypatch.setenv("CUQUANT_CACHE_DIR", str(tmp_path))
-    tmp_path.joinpath("a.cubin").write_bytes(bytes(1500))
+    kernel = cubins.sealed("a", cubins.Compiled(b"\x7fELF".ljust(1452, b"\0")))
+    tmp_path.joinpath("a.cubin").write_bytes(kernel)
     tmp_path.joinpath("mine.txt").write_bytes(bytes(99))
     assert run("cache").output == f"{tmp_path}\n"
     assert run("cache", "--size").output == "1 files, 1.5 kB\n"

@@ -15,6 +15,7 @@ from cuquant.cubins import CacheSize, Folder, examine_folder
 from cuquant.diagnosis import Diagnosis, facts
 from cuquant.diagnosis.checks import examine, fitting_major
 from cuquant.diagnosis.facts import Facts, Gpu
+from cuquant.disk import Replacement
 from cuquant.sources import Headers
 
 INCLUDE = Path("/venv/nvidia/cuda_runtime/include")
@@ -159,6 +160,10 @@ CASES = {
     "cache open to the world": (
         {"cache": Folder(Path("/shared/c"), shared=True)}, "cache", "problem", ["by others"],
         "chmod go-w '/shared/c'",
+    ),
+    "cache in a folder open to the world": (
+        {"cache": Folder(Path("/shared/c"), exposed=Path("/shared"))}, "cache", "problem",
+        ["/shared/c", "exchanged by others"], "chmod o-w '/shared'",
     ),
     "cache read-only": (
         {"cache": Folder(Path("/ro/c"), exists=False, writable=False)}, "cache", "problem",
@@ -339,6 +344,12 @@ def test_permissions_of_the_cache_are_seen(tmp_path, monkeypatch):
     for mode in (0o775, 0o757):
         folder.chmod(mode)
         assert examine_folder(folder).shared
+    folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    assert examine_folder(folder) == Folder(folder, exposed=tmp_path)
+    assert examine_folder(tmp_path / "new").exposed == tmp_path
+    tmp_path.chmod(0o1777)  # as /tmp: who owns a folder in it keeps it
+    assert examine_folder(folder) == Folder(folder)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert not examine_folder(folder).owned
     folder.joinpath("file").touch()
@@ -347,31 +358,63 @@ def test_permissions_of_the_cache_are_seen(tmp_path, monkeypatch):
 
 @pytest.fixture
 def full_cache(tmp_path, monkeypatch):
-    """A cache with two kernels, a half-written one, and things that are not ours."""
+    """A cache with two kernels, two half-written ones, and things that are not ours."""
     folder = tmp_path / "cache"
     folder.mkdir()
     monkeypatch.setenv("CUQUANT_CACHE_DIR", str(folder))
-    for name in ("a.cubin", "b.cubin", ".c.cubin.0123.tmp", "notes.txt", ".hidden.tmp"):
-        folder.joinpath(name).write_bytes(bytes(10))
+    sealed = cache.sealed("a", cache.Compiled(b"\x7fELF" + bytes(10), "a log"))
+    contents = {
+        "a.cubin": sealed,
+        "b.cubin": sealed,
+        f".c.{'0123' * 4}.tmp": b"\x7fELF half",
+        ".d.cubin.ab12_cd9.tmp": b"",
+        "notes.txt": bytes(10),
+        ".hidden.tmp": bytes(10),
+        "other.cubin": b"\x7fELF of another program" + bytes(100),
+        "zeros.cubin": bytes(1500),
+        "short.cubin": sealed[-20:],
+        "cut.cubin": sealed[:-1],
+        f".e.{'0123' * 4}.tmp": b"somebody's text",
+        "sealed.bin": sealed,
+    }
+    for name, data in contents.items():
+        folder.joinpath(name).write_bytes(data)
     folder.joinpath("d.cubin").mkdir()
     folder.joinpath("d.cubin", "e.cubin").touch()
+    with folder.joinpath("sparse.cubin").open("wb") as file:
+        file.truncate(20 << 30)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(folder / "fifo.cubin")
     outside = tmp_path / "outside.cubin"
-    outside.write_bytes(bytes(1000))
+    outside.write_bytes(sealed)
     try:
         folder.joinpath("link.cubin").symlink_to(outside)
+        folder.joinpath("device.cubin").symlink_to("/dev/zero")
     except OSError:
         pytest.skip("this system makes no symbolic links")
     return folder
 
 
 def test_only_our_files_are_counted_and_removed(full_cache):
-    assert cache.cache_size() == (3, 30)
-    assert cache.clear_cache() == (3, 30)
-    left = {path.name for path in full_cache.iterdir()}
-    assert left == {"notes.txt", ".hidden.tmp", "d.cubin", "link.cubin"}
-    assert full_cache.parent.joinpath("outside.cubin").stat().st_size == 1000
+    before = {path.name for path in full_cache.iterdir()}
+    nbytes = 2 * full_cache.joinpath("a.cubin").stat().st_size + len(b"\x7fELF half")
+    assert cache.cache_size() == (4, nbytes)
+    assert cache.clear_cache() == (4, nbytes)
+    ours = {"a.cubin", "b.cubin", f".c.{'0123' * 4}.tmp", ".d.cubin.ab12_cd9.tmp"}
+    assert {path.name for path in full_cache.iterdir()} == before - ours
+    assert full_cache.parent.joinpath("outside.cubin").exists()
     assert full_cache.joinpath("d.cubin", "e.cubin").exists()
     assert cache.clear_cache() == (0, 0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of POSIX")
+def test_a_kernel_that_is_being_written_is_not_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUQUANT_CACHE_DIR", str(tmp_path))
+    with Replacement(tmp_path / "a.cubin") as new:
+        new.write(b"\x7fELF half")
+        assert cache.clear_cache() == (0, 0)
+        new.write(cache.sealed("a", cache.Compiled(b"", "")))
+    assert cache.clear_cache().files == 1
 
 
 def test_a_foreign_cache_is_not_cleared(full_cache, monkeypatch):

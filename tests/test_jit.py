@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 from planted import AFFINE, FACTS, FORMAT, KERNEL, SCALE, failing, files
 
 import cuquant as cq
-from cuquant import cubins, elf, jit, sources
+from cuquant import cubins, disk, elf, jit, sources
 from cuquant.cubins import CacheWarning, Compiled
 from cuquant.jit import Program
 
@@ -326,14 +328,90 @@ def test_a_foreign_cache_is_not_read(nvrtc, tmp_path, monkeypatch):
         assert jit.compiled(AFFINE, 90).fresh
 
 
+@posix
+def test_a_cache_that_others_can_exchange_is_not_read(nvrtc, tmp_path):
+    planted(tmp_path, 0o700)
+    tmp_path.chmod(0o777)
+    with pytest.warns(CacheWarning, match="exchanged by others, who can write"):
+        assert jit.compiled(AFFINE, 90).fresh
+    tmp_path.chmod(0o1777)
+    assert not jit.compiled(AFFINE, 90).fresh
+
+
+ENTRIES = {
+    "a FIFO": lambda file: os.mkfifo(file),
+    "a link to a device": lambda file: file.symlink_to("/dev/zero"),
+    "a link to a kernel": lambda file: file.symlink_to(file.parent.parent / "outside.cubin"),
+    "20 GB of holes": lambda file: (file.touch(), os.truncate(file, 20 << 30)),
+    "open to others": lambda file: (shutil.copy(file.parent.parent / "outside.cubin", file),
+                                    file.chmod(0o666)),
+}  # fmt: skip
+
+
+@posix
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_entries_that_others_may_have_put_there_are_compiled_again(nvrtc, tmp_path, entry):
+    made = jit.compiled(AFFINE, 90)
+    (file,) = files(tmp_path / "cache")
+    shutil.move(file, tmp_path / "outside.cubin")
+    ENTRIES[entry](file)
+    assert jit.compiled(AFFINE, 90) == made, "fresh, and within bounds"
+    assert file.is_file() and not file.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.stat().st_size < 1e6
+    assert not jit.compiled(AFFINE, 90).fresh
+    outside = (tmp_path / "outside.cubin").read_bytes()
+    assert outside == file.read_bytes(), "what a link points to is not touched"
+
+
+@posix
+def test_an_entry_of_another_user_is_not_read(nvrtc, tmp_path, monkeypatch):
+    planted(tmp_path, 0o700)
+    owned = cubins.is_owned
+    monkeypatch.setattr(
+        cubins, "is_owned", lambda status: stat.S_ISDIR(status.st_mode) and owned(status)
+    )
+    assert jit.compiled(AFFINE, 90).fresh
+
+
+@posix
+def test_exported_kernels_that_everybody_can_write_are_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUQUANT_CUBINS", str(tmp_path))
+    file = tmp_path / "a.cubin"
+    cubins.write(file, "a", Compiled(b"code"))
+    assert cubins.exported("a") == Compiled(b"code") and cubins.exported("b") is None
+    for path, mode in ((tmp_path, 0o777), (tmp_path, 0o1777), (file, 0o666)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        monkeypatch.setattr(cubins, "_warned", False)
+        with pytest.warns(CacheWarning, match=r"CUQUANT_CUBINS: .* can be written by everybody"):
+            assert cubins.exported("a") is None
+        assert cubins.exported("a") is None, "and no second warning"
+        path.chmod(before & 0o777)
+    assert cubins.exported("a") == Compiled(b"code")
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    assert cubins.exported("a") == Compiled(b"code"), "of the folder's owner"
+
+
+@posix
+def test_exported_entries_that_are_no_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUQUANT_CUBINS", str(tmp_path))
+    os.mkfifo(tmp_path / "fifo.cubin")
+    (tmp_path / "zero.cubin").symlink_to("/dev/zero")
+    (tmp_path / "sparse.cubin").touch()
+    os.truncate(tmp_path / "sparse.cubin", 20 << 30)
+    for name, reason in (("fifo", "regular"), ("zero", "regular"), ("sparse", "larger than")):
+        with pytest.raises(cq.FormatError, match=rf"{name}\.cubin: .*{reason}"):
+            cubins.exported(name)
+
+
 @pytest.mark.parametrize("reason", ["a file", "read-only", "full"])
 def test_a_cache_that_cannot_be_written_warns_once(nvrtc, tmp_path, monkeypatch, reason):
     if reason == "a file":
         (tmp_path / "cache").write_text("")
     elif reason == "read-only":
-        monkeypatch.setattr(cubins.tempfile, "mkstemp", failing(PermissionError(13, "denied")))
+        monkeypatch.setattr(disk.Replacement, "_create", failing(PermissionError(13, "denied")))
     else:
-        monkeypatch.setattr(cubins.os, "replace", failing(OSError(28, "No space left")))
+        monkeypatch.setattr(disk.os, "replace", failing(OSError(28, "No space left")))
     with pytest.warns(CacheWarning, match="not kept") as caught:
         assert jit.compiled(AFFINE, 90).fresh
         assert not jit.compiled(AFFINE, 90).fresh

@@ -16,6 +16,7 @@ import pytest
 from safetensors_files import write_file
 
 import cuquant.io.safetensors.writer as module
+from cuquant import disk
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, numpy_dtype
 
 
@@ -281,7 +282,7 @@ def test_failure_while_finishing(target, monkeypatch, step, fault):
     def io_error(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(module.os, step, fault or io_error)
+    monkeypatch.setattr(disk.os, step, fault or io_error)
     with (
         pytest.raises(KeyboardInterrupt if fault else OSError),
         SafetensorsWriter(target, SPECS) as writer,
@@ -317,21 +318,22 @@ def test_a_full_disk_names_the_file(path, monkeypatch):
 
     with pytest.raises(OSError, match=re.escape(str(path))):  # noqa: SIM117
         with SafetensorsWriter(path, {"w": ("U8", (1,))}) as writer:
-            monkeypatch.setattr(module, "_write_all", full)
+            monkeypatch.setattr(module, "write_all", full)
             writer.write("w", np.ones(1, np.uint8))
 
 
 def test_file_of_the_temporary_name_is_not_touched(path, monkeypatch):
-    monkeypatch.setattr(module.secrets, "token_hex", lambda count: "0" * 16)
-    other = path.with_name(f".{path.name}.{'0' * 16}.tmp")
-    other.write_bytes(b"another's")
-    with pytest.raises(FileExistsError):
-        SafetensorsWriter(path, SPECS).__enter__()
-    assert other.read_bytes() == b"another's"
+    monkeypatch.setattr(disk.secrets, "token_hex", lambda count: "0" * 16)
+    with SafetensorsWriter(path, {}):
+        (other,) = path.parent.iterdir()
+        before = other.read_bytes()
+        with pytest.raises(FileExistsError):
+            SafetensorsWriter(path, SPECS).__enter__()
+        assert other.read_bytes() == before
 
 
 def test_failure_while_writing_the_header(target, monkeypatch):
-    monkeypatch.setattr(module, "_write_all", interrupt)
+    monkeypatch.setattr(disk, "write_all", interrupt)
     with pytest.raises(KeyboardInterrupt):
         SafetensorsWriter(target, SPECS).__enter__()
     assert_untouched(target)
@@ -350,8 +352,8 @@ def test_file_and_directory_are_synced_in_order(path, monkeypatch):
         steps.append("replace")
         replace(source, destination)
 
-    monkeypatch.setattr(module.os, "fsync", record_fsync)
-    monkeypatch.setattr(module.os, "replace", record_replace)
+    monkeypatch.setattr(disk.os, "fsync", record_fsync)
+    monkeypatch.setattr(disk.os, "replace", record_replace)
     write_file(path, {"a": ONES})
     assert steps[:2] == ["fsync file", "replace"]
     assert steps[2:] == ([] if os.name == "nt" else ["fsync directory"])
@@ -392,6 +394,8 @@ def test_killed_process_leaves_the_target(target):
     (left,) = (file for file in target.parent.iterdir() if file != target)
     assert left.name.startswith(f".{target.name}.")
     assert left.name.endswith(".tmp")
+    write_file(target, {"a": ONES})
+    assert list(target.parent.iterdir()) == [target], "the next writer removes what was left"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX resource limits")

@@ -14,6 +14,7 @@ from cuquant.bench.quantize import random_values
 from cuquant.bench.quantize_report import Measurement, Results
 from cuquant.bench.report import Ceilings
 from cuquant.bench.timing import measure
+from cuquant.disk import replace_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +86,7 @@ def plot(results: Results, path: Path) -> None:
         *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8,
         frameon=False,
     )  # fmt: skip
-    figure.savefig(path)
+    replace_picture(path, figure)
 
 
 def _largest(measurements: tuple[Measurement, ...]) -> list[Measurement]:
@@ -156,7 +157,7 @@ def plot_products(results: ProductResults, path: Path) -> None:
     figure.legend(
         list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False
     )
-    figure.savefig(path)
+    replace_picture(path, figure)
 
 
 def _product_panel(axes: Axes, shown: list[ProductMeasurement], results: ProductResults) -> None:

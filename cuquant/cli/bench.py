@@ -19,6 +19,7 @@ from cuquant.cli.options import (
     split_names,
 )
 from cuquant.cli.show import console, table
+from cuquant.disk import replace_file
 from cuquant.errors import BackendUnavailable
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -94,7 +95,7 @@ def quantize(
     drop = ("of read", "of copy", "peer", "peer us", "faster", "TB/s", "dtype")
     _print(headings(results), NUMBERS, rows(results), results.header(), drop)
     if json is not None:
-        json.write_text(results.to_json(), encoding="utf-8")
+        replace_file(json, results.to_json().encode())
     if plot is not None:
         roofline.plot(results, plot)
     if not results.exact:
@@ -200,7 +201,7 @@ def matmul(
         for measured in cases.run(gpu, settings, beside, status.update):
             results = replace(results, measurements=(*results.measurements, measured))
             if json is not None:  # it takes minutes: what was measured stays if it is ended
-                json.write_text(results.to_json(), encoding="utf-8")
+                replace_file(json, results.to_json().encode())
     right = (*NUMBERS, *peer_columns(results), FASTER)
     others = (*reversed(peer_columns(results)), FASTER)
     drop = ("host us", "TFLOP/s", *others, "TB/s", "of floor", "dtype")

@@ -1,6 +1,5 @@
 """The demo's picture: error against bits per weight, a labelled dot for each format."""
 
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from matplotlib.ticker import MultipleLocator
 from matplotlib.transforms import Bbox
 
 from cuquant.demo.run import MODEL, Row
+from cuquant.disk import replace_picture
 from cuquant.formats import Codebook, Minifloat, get_format
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -40,15 +40,7 @@ def family(name: str) -> str:
 
 def write(rows: Sequence[Row], count: int, path: Path) -> None:
     """Draw `rows`, from `count` passages, and write the picture to `path`."""
-    buffer = io.BytesIO()
-    draw(rows, count).savefig(buffer, format=path.suffix.lower().lstrip("."))
-    try:
-        path.write_bytes(buffer.getvalue())
-    except OSError as problem:
-        if path.is_file():
-            path.unlink()  # half a picture is none
-        problem.filename = problem.filename or str(path)
-        raise
+    replace_picture(path, draw(rows, count))
 
 
 def draw(rows: Sequence[Row], count: int) -> Figure:

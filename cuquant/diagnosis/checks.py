@@ -225,6 +225,9 @@ def check_cache(facts: Facts) -> Check:
     if folder.shared:
         found = f"{path} can be written by others, who could plant kernels in it"
         return Check("cache", "problem", found, f"chmod go-w '{path}'")
+    if folder.exposed is not None:
+        found = f"{path} can be exchanged by others, who can write {folder.exposed}"
+        return Check("cache", "problem", found, f"chmod o-w '{folder.exposed}'")
     if not folder.exists:
         return Check("cache", "ok", f"{path}, made when it is needed")
     held = facts.cached

@@ -206,7 +206,12 @@ class SafetensorsReader:
         position = self._info(name).offset + start
         rest = stored.data
         while rest:
-            if not (count := self._read_at(position, rest)):
+            try:
+                count = self._read_at(position, rest)
+            except OSError as error:
+                error.filename = str(self.path)  # a bad disk has no name by itself
+                raise
+            if not count:
                 raise FormatError(
                     f"{self.path}: ended at tensor {quote(name)}: it was cut short while it was "
                     "read; fetch it again"

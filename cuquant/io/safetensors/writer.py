@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import operator
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from cuquant.disk import Replacement, write_all
 from cuquant.io.safetensors.header import MAX_HEADER_BYTES, MAX_RANK
 from cuquant.io.safetensors.tensors import (
     CHUNK,
@@ -42,9 +40,7 @@ DATA_ALIGNMENT = 256  # bytes; where the data section of a file that we write st
 class SafetensorsWriter:
     """Write a safetensors file tensor by tensor; it appears whole under its name, or not at all.
 
-    Bytes go to a temporary file beside `path`, which replaces `path` when the ``with`` block ends
-    well; after any exception it is removed and an older `path` is as it was. (A killed process
-    leaves ``.NAME.*.tmp`` behind.) Names, dtypes and shapes come first because the header does.
+    As a `cuquant.disk.Replacement`. Names, dtypes and shapes come first because the header does.
     The data section starts on 256 bytes and tensors are stored by descending item size, otherwise
     in the order of `specs`, so that each starts on a multiple of its item size.
     One thread writes at a time.
@@ -91,37 +87,19 @@ class SafetensorsWriter:
         infos = [_plan(name, dtype, shape) for name, (dtype, shape) in specs.items()]
         infos.sort(key=lambda info: -_alignment(info))
         self._header, self.tensors = _lay_out(infos, checked_metadata(metadata or {}))
-        self._target = self.path
+        self._new = Replacement(self.path)
         self._file: BinaryIO | None = None
-        self._temporary: Path | None = None
         self._pending: set[str] = set()
 
     def __enter__(self) -> SafetensorsWriter:
-        if self._file is not None:
-            raise ValueError(f"{self.path}: this writer is open already; make another")
-        self._target = Path(os.path.realpath(self.path))  # a link stays, its file is replaced
-        if self._target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "is a directory; name a file", str(self.path))
-        if self._target.exists() and not self._target.is_file():
-            raise OSError(errno.EINVAL, "is not a regular file; name another", str(self.path))
-        if not self._target.parent.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, "no such directory; create it first", str(self.path.parent)
-            )
+        self._new.__enter__()
         self._pending = set(self.tensors)
-        # 40 characters are at most 160 bytes: with the rest within the 255 of a file name.
-        temporary = f".{self._target.name[:40]}.{secrets.token_hex(8)}.tmp"
-        self._temporary = self._target.with_name(temporary)
+        self._file = self._new.file
         try:
-            # "x" creates exclusively, with the permissions of the umask. Unbuffered, because a
-            # buffer that could not be flushed would come back at close.
-            self._file = self._temporary.open("xb", buffering=0)
-            _write_all(self._file, self._header)
-        except FileExistsError:
-            self._temporary = None  # another's file, not ours to remove
-            raise
+            self._new.write(self._header)
         except BaseException as problem:
-            self._discard()
+            self._file = None
+            self._new.discard()
             if isinstance(problem, OSError):
                 problem.filename = str(self.path)  # the name that the caller knows
             raise
@@ -133,13 +111,14 @@ class SafetensorsWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._file = None
         try:
             if kind is None:
-                self._finish()
-            elif isinstance(error, OSError) and error.filename is None:
-                error.filename = str(self.path)  # a full disk has no name by itself
-        finally:
-            self._discard()
+                self._refuse_missing()
+        except BaseException:
+            self._new.discard()
+            raise
+        self._new.__exit__(kind, error, traceback)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Store one tensor; tensors may come in any order, each once.
@@ -222,7 +201,7 @@ class SafetensorsWriter:
             left -= chunk.nbytes
             if left < 0:
                 break
-            _write_all(self._file, chunk.data)
+            write_all(self._file, chunk.data)
         if left:
             raise ValueError(
                 f"tensor {quote(info.name)} takes {info.nbytes} bytes, and its chunks hold "
@@ -230,29 +209,13 @@ class SafetensorsWriter:
             )
         self._pending.remove(info.name)
 
-    def _finish(self) -> None:
-        assert self._file is not None and self._temporary is not None  # __enter__ has set them
+    def _refuse_missing(self) -> None:
         if self._pending:
             missing = [name for name in self.tensors if name in self._pending]
             raise ValueError(
                 f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were "
                 f"not written, no file was made; write {quote(missing)}"
             )
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._target)
-        _sync_directory(self._target.parent)
-
-    def _discard(self) -> None:
-        """Close and remove what is left of the temporary file; after _finish nothing is."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
-        if self._temporary is not None:
-            with suppress(OSError):  # the first error is the one to show
-                self._temporary.unlink(missing_ok=True)
-            self._temporary = None
 
 
 def _plan(name: str, dtype: Any, shape: Iterable[int]) -> TensorInfo:
@@ -319,20 +282,3 @@ def _stored_chunks(array: np.ndarray, info: TensorInfo) -> Iterator[np.ndarray]:
                 f"its codes end at {highest}; it was viewed from bytes that are not codes"
             )
         yield pack(chunk, SUB_BYTE_BITS[info.dtype]) if info.dtype in SUB_BYTE_BITS else chunk
-
-
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write every byte: an unbuffered file may take a part (2 GiB a call on Linux)."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename durable where the system lets a directory be synced (Windows does not)."""
-    with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
