@@ -62,13 +62,14 @@ columns that fill up the last unit may lie beyond the last group.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuquant.formats import Codebook, Format, Minifloat, Packing
 from cuquant.formats.format import Component
+from cuquant.lazy import lazy
 from cuquant.reference import empty
 
 FRAGMENTS_LAYOUT = "fragments/1"
@@ -252,7 +253,7 @@ class Fragments:
         spare = 32 % self.packing.bits
         return Packing(spare) if self.packing.order == "word" and spare else None
 
-    @cached_property
+    @lazy
     def per_group(self) -> tuple[Strips, ...]:
         """The components that lie in strips, one value for each row and group."""
         columns = self.shape[-1]
@@ -274,7 +275,7 @@ class Fragments:
         own = (part for part in parts if part.name in ("scale", "zero_point"))
         return tuple(Strips(part.name, part.dtype, part.shape[-1]) for part in own)
 
-    @cached_property
+    @lazy
     def kept(self) -> tuple[Component, ...]:
         """The QuantArray's components that stay as they are."""
         if self.fmt.is_blocks:
@@ -282,7 +283,7 @@ class Fragments:
         moved = {"packed", *(part.name for part in self.per_group)}
         return tuple(part for part in self.fmt.components(self.shape) if part.name not in moved)
 
-    @cached_property
+    @lazy
     def components(self) -> tuple[Component, ...]:
         """The arrays that hold the weight: names, dtypes, shapes."""
         lead, rows = self.shape[:-2], self.shape[-2]

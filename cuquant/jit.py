@@ -26,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from cuquant.errors import BackendUnavailable, CompileError
 from cuquant.formats import get_format
 from cuquant.interop import INSTALL_GPU
 from cuquant.kernel import Kernel
+from cuquant.lazy import lazy
 from cuquant.sources import (
     fitting_headers,
     flatten,
@@ -90,7 +90,7 @@ class Program:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @lazy
     def _hash(self) -> int:  # asked for at every launch
         return hash((self.file, self.entry, self.arguments, self.facts))
 

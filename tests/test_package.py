@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
-    ["errors", "disk"],
+    ["errors", "disk", "lazy"],
     ["formats"],
     ["reference"],
     ["interop"],

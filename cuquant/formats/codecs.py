@@ -5,10 +5,11 @@ A code is the unsigned number of one element. `encode` and `decode` are exact fl
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import ml_dtypes
 import numpy as np
+
+from cuquant.lazy import lazy
 
 F32 = np.float32
 TIES = ("lower", "even")
@@ -43,7 +44,7 @@ class Codebook:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @lazy
     def _hash(self) -> int:  # up to 256 levels: once is enough
         return hash((self.levels, self.thresholds, self.code_of_rank, self.tie))
 
@@ -55,11 +56,11 @@ class Codebook:
     def code_dtype(self) -> np.dtype:
         return np.dtype(np.uint8)
 
-    @cached_property
+    @lazy
     def signed_zero(self) -> bool:
         return any(v == 0 and np.signbit(v) for v in self.levels)
 
-    @cached_property
+    @lazy
     def borders(self) -> np.ndarray:
         """float32 [count - 1]: rank = how many borders lie strictly below the value."""
         levels = np.asarray(self.levels, F32)
@@ -73,13 +74,13 @@ class Codebook:
             borders[1::2] = np.nextafter(borders[1::2], F32(-np.inf))
         return borders
 
-    @cached_property
+    @lazy
     def ranks_to_codes(self) -> np.ndarray:
         """uint8 [count]."""
         codes = self.code_of_rank or range(len(self.levels))
         return np.asarray(list(codes), np.uint8)
 
-    @cached_property
+    @lazy
     def values(self) -> np.ndarray:
         """float32 [256]: the value of each code; NaN where no code is assigned."""
         values = np.full(256, np.nan, F32)
@@ -91,7 +92,7 @@ class Codebook:
         """float32: all the numbers that codes stand for."""
         return np.asarray(self.levels, F32)
 
-    @cached_property
+    @lazy
     def _grid(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Rank and border by the upper 16 bits of a float32, where no cell holds two borders.
 
@@ -232,7 +233,7 @@ class Minifloat:
     def bits(self) -> int:
         return 1 + self.exponent + self.mantissa
 
-    @cached_property
+    @lazy
     def dtype(self) -> np.dtype:
         return np.dtype(MINIFLOATS[self.exponent, self.mantissa])
 
@@ -240,12 +241,12 @@ class Minifloat:
     def code_dtype(self) -> np.dtype:
         return np.dtype(np.uint8 if self.bits <= 8 else np.uint16)
 
-    @cached_property
+    @lazy
     def peak(self) -> float:
         """The largest finite value: 448, 57344, 7.5, 28, 6, 65504, 3.39e38."""
         return float(ml_dtypes.finfo(self.dtype).max)
 
-    @cached_property
+    @lazy
     def emax(self) -> int:
         """floor(log2(peak)), which OCP MX subtracts from a block's exponent."""
         return int(np.frexp(self.peak)[1]) - 1
@@ -255,7 +256,7 @@ class Minifloat:
         """float32: the largest and smallest number that codes stand for."""
         return np.array([-self.peak, self.peak], F32)
 
-    @cached_property
+    @lazy
     def values(self) -> np.ndarray:
         """float32 [2^bits]: the value of each code."""
         return np.arange(1 << self.bits, dtype=self.code_dtype).view(self.dtype).astype(F32)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from cuquant.formats.blocks import BlockLayout
 from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import DTYPES, NESTED_BLOCK, Block, Scale
+from cuquant.lazy import lazy
 
 
 class Component(NamedTuple):
@@ -58,7 +58,7 @@ class Format:
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
+    @lazy
     def _hash(self) -> int:  # asked for at every call of an operation
         return hash((self.name, self.codec, self.scale, self.offset, self.packing))
 
@@ -86,7 +86,7 @@ class Format:
         """Of one code, as stored."""
         return self.packing.bits
 
-    @cached_property
+    @lazy
     def zero_code(self) -> int:
         """encode(0): what padding and blocks without a usable scale hold (before a zero point)."""
         return int(self.codec.encode(np.zeros(1, np.float32))[0])

@@ -7,13 +7,13 @@ here, by BLAS. `cuquant.ops.multiply` has the GPU's part.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
+from cuquant.lazy import lazy
 from cuquant.ops.outputs import check_out, writable_out
 from cuquant.packed import PackedWeight, unpack
 from cuquant.reference import ACTIVATIONS
@@ -87,7 +87,7 @@ class Operand:
         dtype = interop.float_dtype(interop.dtype_of(value), name)
         return cls(name, value, tuple(value.shape), place, dtype)
 
-    @cached_property
+    @lazy
     def quantized(self) -> QuantArray:
         """A quantized operand, unpacked where it is a PackedWeight."""
         return unpack(self.source) if isinstance(self.source, PackedWeight) else self.source

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
 from cuquant.jit import Launch, Program
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.facts import ELEMENTS
@@ -31,7 +31,7 @@ def groups_of(layout: BlockLayout, least: int) -> int:
 class _Blocks:
     fmt: Format
 
-    @cached_property
+    @lazy
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 

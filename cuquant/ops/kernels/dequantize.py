@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +11,7 @@ import numpy as np
 
 from cuquant.formats import Format
 from cuquant.jit import Launch, Program
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
@@ -36,7 +37,7 @@ class Dequantize:
 
     fmt: Format
 
-    @cached_property
+    @lazy
     def facts(self) -> words.Facts:
         return words.facts(self.fmt, decoding=True)
 

@@ -2,9 +2,9 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # epilogue.cuh's Type
@@ -41,7 +41,7 @@ class Epilogue:
     residual_type: str = "float32"
     residual_stride: int = 0
 
-    @cached_property
+    @lazy
     def constants(self) -> tuple[int, ...]:
         """All of the struct but its addresses."""
         return (

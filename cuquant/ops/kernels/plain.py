@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cuquant.formats import Format
 from cuquant.jit import Launch, Program
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
@@ -26,7 +26,7 @@ class Plain:
 
     fmt: Format
 
-    @cached_property
+    @lazy
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 

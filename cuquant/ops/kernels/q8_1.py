@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from cuquant import interop
 from cuquant.formats import Codebook, Format, Minifloat, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.jit import Launch, Program
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
@@ -57,7 +58,7 @@ class Operand:
             return 0.5 if isinstance(self.fmt.codec, Minifloat) else 1.0
         return 2.0 ** (self.layout.bits - 8) if self.centred else 1.0
 
-    @cached_property
+    @lazy
     def levels(self) -> bytes:
         """16 signed bytes: the level of each code over `unit`; -128 where codes are integers."""
         if not isinstance(self.fmt.codec, (Codebook, Minifloat)):
@@ -69,7 +70,7 @@ class Operand:
         """How scales are stored: a name of the kernels' Stored."""
         return {"half": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}[self.layout.scale_kind]
 
-    @cached_property
+    @lazy
     def facts(self) -> words.Facts:
         body = "\n".join(
             [

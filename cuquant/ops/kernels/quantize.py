@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from cuquant.formats import Format, get_format
 from cuquant.formats.scales import NESTED_BLOCK
 from cuquant.jit import Launch, Program
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
@@ -186,7 +187,7 @@ class Quantize:
             return None
         return Unit(per, lanes)
 
-    @cached_property
+    @lazy
     def facts(self) -> words.Facts:
         return words.facts(self.fmt)
 

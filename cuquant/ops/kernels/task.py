@@ -2,10 +2,10 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from cuquant.formats import Format, get_format
+from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.geometry import View
@@ -41,7 +41,7 @@ class Task:
     seed: int
     overflow: int = 0  # address of a counter, or 0
 
-    @cached_property
+    @lazy
     def stored(self) -> tuple[int, ...]:
         order = geometry.axis_last(len(self.view.shape), self.axis)
         return tuple(self.view.shape[a] for a in order)
