@@ -512,19 +512,37 @@ def test_a_closed_pipe_is_no_error():
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("command", ["formats", "inspect", "quantize"])
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize("lines", [0, 1])
-def test_a_pipe_that_closes_early(command, lines, tmp_path):
-    """`cuquant inspect FILE | head -1`: no traceback, and the file is written all the same."""
-    path = write(tmp_path / "in", {f"{i}.weight": np.ones((2, 64), np.float32) for i in range(400)})
-    more = {"formats": [], "inspect": [path], "quantize": [path, "-o", tmp_path / "out"]}[command]
-    process = start("from cuquant.cli import main; main()", command, *more)
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", ["formats", "formats --markdown", "inspect in", "cache", "-V",
+                                     "--help", "quantize in -o out --device cpu"])  # fmt: skip
+def test_a_pipe_that_closes_early(command, buffered, lines, tmp_path, monkeypatch):
+    """`cuquant inspect FILE | head -1`: no traceback, and a file is written all the same."""
+    write(tmp_path / "in", {f"{i}.weight": np.ones((2, 64), np.float32) for i in range(100)})
+    monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
+    process = start(
+        "from cuquant.cli import main; main()", *command.split(), cwd=tmp_path,
+    )  # fmt: skip
     with process:
         for _ in range(lines):
             process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert (tmp_path / "out").exists() is (command == "quantize")
+    assert process.returncode in ((0, 1) if lines else (1,))
+    assert (tmp_path / "out").exists() is command.startswith("quantize")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_output_that_cannot_be_written_is_an_error(monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from cuquant.cli import main; main()", "cache"], stdout=full,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
 def test_a_terminal_that_knows_ascii_only(tmp_path, monkeypatch):

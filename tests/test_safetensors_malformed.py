@@ -155,9 +155,9 @@ def test_valid_corner_cases(path):
 def test_limits(path):
     write_file(path, {str(i): np.zeros(1) for i in range(3)}, {"a": "b"})
     SafetensorsReader(path, max_tensors=3, max_header_bytes=1000).close()
-    with pytest.raises(FormatError, match="more than 2 tensors; raise max_tensors"):
+    with pytest.raises(FormatError, match="more than 2 tensors"):
         SafetensorsReader(path, max_tensors=2)
-    with pytest.raises(FormatError, match="the limit is 20; raise max_header_bytes"):
+    with pytest.raises(FormatError, match="the limit is 20; pass max_header_bytes="):
         SafetensorsReader(path, max_header_bytes=20)
     write_file(path, {str(i): np.zeros(1) for i in range(3)})  # the same without __metadata__
     with pytest.raises(FormatError, match="more than 2 tensors"):

@@ -3,6 +3,7 @@
 0: done. 1: something the user can mend, said in one line. 2: wrong usage. 128 + n: signal n came.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import typer
 
 import cuquant
 from cuquant.cli import files, system
+from cuquant.cli.advice import for_shell, options_of
 from cuquant.cli.bench import bench
 from cuquant.cli.demo import demo
 from cuquant.cli.options import Commands
@@ -34,7 +36,9 @@ class Main(Commands):
         except MENDABLE as error:
             if ctx.params["debug"]:
                 raise
-            line = f"error: {printable(explain(error), limit=2000)}"
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            text = for_shell(explain(error), options_of(command))
+            line = f"error: {printable(text, limit=2000)}"
             console(stderr=True).print(
                 line, style="red", markup=False, highlight=False, soft_wrap=True
             )
@@ -99,8 +103,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _leave)
-    app(arguments)
-    raise SystemExit(0)  # for the type checker: the app exits itself
+    code: Any = 0
+    try:
+        app(arguments)
+    except SystemExit as leaving:
+        code = leaving.code
+    written = [_flush(stream) for stream in (sys.stdout, sys.stderr)]
+    raise SystemExit(code if code or all(written) else 1)
+
+
+def _flush(stream: Any) -> bool:
+    """Print what is left; False, and quiet from now on, where it cannot be: nobody reads it."""
+    if stream is None:  # pythonw on Windows
+        return True
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        is_pipe = isinstance(error, (BrokenPipeError, ValueError))
+        if not is_pipe and stream is sys.stdout:
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        with suppress(OSError, ValueError, AttributeError):  # the interpreter flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
 
 
 def _leave(number: int, _: object) -> NoReturn:

@@ -430,5 +430,6 @@ def refuse_count(fmt: Format, overflows: int) -> None:
         kind = fmt.rule.dtype if fmt.scale else "value"
         raise ValueError(
             f"{overflows} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
-            "rescale x, choose float32 scales, or pass nonfinite='propagate' to saturate"
+            "rescale x, choose a format with float32 scales, or pass nonfinite='propagate' to "
+            "saturate"
         )

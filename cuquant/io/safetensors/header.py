@@ -51,7 +51,7 @@ def read_header(file: BinaryIO, file_size: int, max_header_bytes: int) -> bytes:
     if length > max_header_bytes:
         raise ValueError(
             f"the header is {length} bytes long, the limit is {max_header_bytes}; "
-            "raise max_header_bytes if you trust the file"
+            "pass max_header_bytes= if you trust the file"
         )
     return read_all(file, length)
 
@@ -126,7 +126,7 @@ def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str
 
 def _refuse_count(max_tensors: int) -> NoReturn:
     raise ValueError(
-        f"the header has more than {max_tensors} tensors; raise max_tensors if you trust the file"
+        f"the header has more than {max_tensors} tensors, which no model has; do not use this file"
     )
 
 

@@ -160,7 +160,7 @@ class SafetensorsReader:
         if info.dtype == "BOOL" and stored.max(initial=0) > HIGHEST_BYTE["BOOL"]:
             raise FormatError(
                 f"{self.path}: BOOL tensor {quote(name)} holds the byte "
-                f"{stored.max()}; only 0 and 1 are booleans, read it with raw()"
+                f"{stored.max()}; only 0 and 1 are booleans, the file is corrupt"
             )
         if info.dtype in SUB_BYTE_BITS:
             stored = unpack(stored, SUB_BYTE_BITS[info.dtype])
