@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from cuquant import interop
+from cuquant.array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
+from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
 from cuquant.ops.quantize import quantize
-from cuquant.packed import ROWS_LAYOUT, layout_for
+from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_for
 from cuquant.packed import prepack as prepacked
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.op import DEQUANTIZE, LINEAR, weight_of
@@ -20,13 +22,12 @@ from cuquant.torch.spec import (
     Weight,
     WeightSpec,
     as_bytes,
-    bytes_shape,
-    format_text,
-    parse_format,
+    is_bytes,
+    stated,
+    tensor_of,
+    usable,
 )
 from cuquant.torch.weight import QuantWeight
-
-_EXTRA = "_extra_state"  # where nn.Module puts what get_extra_state returns
 
 
 class QuantLinear(nn.Linear):
@@ -235,14 +236,14 @@ class QuantLinear(nn.Linear):
     def _take(self, weight: Weight) -> None:
         """Hold a weight's arrays, whose memory is shared."""
         spec = WeightSpec.of(weight)
-        parts = {name: _tensor(part) for name, part in weight.components.items()}
+        parts = {name: tensor_of(part) for name, part in weight.components.items()}
         self._hold(spec, lambda c: as_bytes(parts[c.name]))
         self.out_features, self.in_features = spec.shape
 
     def _fill(self, values: Any) -> None:
         """Quantize values into the buffers there are, which other layers may share."""
         new, old = self._like_this(values), self._parts()
-        spec, parts = WeightSpec.of(new), [as_bytes(_tensor(p)) for p in new.components.values()]
+        spec, parts = WeightSpec.of(new), [as_bytes(tensor_of(p)) for p in new.components.values()]
         if spec.shape != self._spec.shape or spec.layout != self.layout:
             raise ValueError(f"weight.data must be of shape {self._spec.shape}, got {spec.shape}")
         if any(a.device != b.device or a.is_inference() for a, b in zip(old, parts, strict=True)):
@@ -304,14 +305,19 @@ class QuantLinear(nn.Linear):
         ValueError
             For another format or shape.
         """
-        spec = WeightSpec.from_tensor(state)
-        if (spec.format, spec.shape) != (self._spec.format, self._spec.shape):
-            raise ValueError(f"the saved weight is {spec}; this layer's is {self._spec}")
+        spec = self._checked(state)
         if spec.layout == self._spec.layout:
             self._hold(spec, lambda c: self.get_buffer(c.name))
             return
         device = self._parts()[0].device
         self._hold(spec, lambda c: _zeros(c, device))
+
+    def _checked(self, state: Any) -> WeightSpec:
+        """What a description says, if that is a weight of this layer's format and shape."""
+        spec = WeightSpec.from_tensor(state)
+        if (parse_format(spec.format), spec.shape) != (self.format, self._spec.shape):
+            raise ValueError(f"the saved weight is {spec}; this layer's is {self._spec}")
+        return spec
 
     def _load_from_state_dict(
         self,
@@ -323,31 +329,77 @@ class QuantLinear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """nn.Module's, once it is known that the saved weight is one for this layer."""
-        dtype = self._spec.dtype
+        """nn.Module's, once it is known that the saved weight is one for this layer.
+
+        Taken are also the names of `cuquant.save`: "weight.packed", ... of components in their own
+        dtypes, which do not say their format and are taken to be of this layer's; and "weight", a
+        QuantArray or PackedWeight, as `cuquant.load` returns it.
+        """
+        dtype, assign = self._spec.dtype, local_metadata.get("assign_to_params_buffers", False)
         try:
-            self._expect(state_dict, prefix)
-        except ValueError as error:
+            mine = self._translated(
+                {k: v for k, v in state_dict.items() if k.startswith(prefix)}, prefix
+            )
+            self._expect(mine, prefix)
+            if assign and (bias := mine.get(prefix + "bias")) is not None:
+                _check_bias(bias, self.out_features)
+        except (ValueError, TypeError) as error:
             error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
             return
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if not local_metadata.get("assign_to_params_buffers", False):
+        if not assign:
             self._decode_to(dtype)  # as floats keep their dtype where others are copied into them
+        for component in self._spec.components():  # views of one flat buffer begin anywhere
+            self._buffers[component.name] = usable(component, self.get_buffer(component.name))
 
-    def _expect(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def _translated(self, saved: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """What is saved under a prefix, by the names of this module's own state_dict."""
+        name, saved = prefix + "weight", {k: v for k, v in saved.items() if k.startswith(prefix)}
+        weight = saved.get(name)
+        if isinstance(weight, (QuantArray, PackedWeight)):
+            del saved[name]
+            weight.check()
+        else:
+            parts = {k: saved[k] for k in saved if k.startswith(name + ".")}
+            if not parts:
+                return saved
+            saved = {k: v for k, v in saved.items() if k not in parts}
+            weight = self._assembled({k.removeprefix(name + "."): v for k, v in parts.items()})
+        return saved | {prefix + key: part for key, part in stated(weight).items()}
+
+    def _assembled(self, parts: dict[str, Any]) -> Weight:
+        """A weight of this layer's format from its components."""
+        for name, part in parts.items():
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(f"weight.{name} must be a tensor, got {type(part).__name__}")
+        fmt, spec, names = self.format, self._spec, ", ".join(sorted(parts))
+        for layout in dict.fromkeys((ROWS_LAYOUT, layout_for(fmt, spec.shape))):
+            found = replace(spec, layout=layout)
+            wanted = found.components()
+            if {c.name for c in wanted} == parts.keys():
+                return found.weight([_own(c, parts[c.name]) for c in wanted])
+        raise ValueError(f"the saved weight has the components {names}, which {spec} does not have")
+
+    def _expect(self, saved: dict[str, Any], prefix: str) -> None:
         """Check what is saved under a prefix, then make room for it; ValueError changes nothing."""
-        spec, described = self._spec, state_dict.get(prefix + _EXTRA)
+        spec, described = self._spec, saved.get(prefix + EXTRA)
         if described is not None:
-            spec = WeightSpec.from_tensor(described)
+            spec = self._checked(described)
         for component in spec.components():
-            saved = state_dict.get(prefix + component.name)
-            if saved is None and spec.layout != self.layout:
-                raise ValueError(f"{component.name} is missing, a component of {spec}")
+            name, wanted = component.name, bytes_shape(component)
+            part = saved.get(prefix + name)
+            if part is None and spec.layout != self.layout:
+                raise ValueError(f"{name} is missing, a component of {spec}")
+            if part is None:
+                continue
             # Another dtype would be copied as numbers, and these are bytes.
-            if saved is not None and saved.dtype != torch.uint8:
-                raise ValueError(f"{component.name} is {saved.dtype}; it is stored as uint8 bytes")
+            if not is_bytes(part):
+                found = getattr(part, "dtype", type(part).__name__)
+                raise ValueError(f"{name} is {found}; it is stored as uint8 bytes")
+            if tuple(part.shape) != wanted:
+                raise ValueError(f"size mismatch for {name}: {tuple(part.shape)}, not {wanted}")
         if described is not None:
             self.set_extra_state(described)
 
@@ -369,21 +421,24 @@ def _zeros(component: Component, device: torch.device) -> torch.Tensor:
     return torch.zeros(bytes_shape(component), dtype=torch.uint8, device=device)
 
 
-def _tensor(part: Any) -> torch.Tensor:
-    """A component as a tensor, on the same memory."""
-    kind = interop.kind(part)
-    if kind == "torch":
-        return part.detach()
-    if kind == "cupy":
-        return torch.from_dlpack(part)
-    return interop.from_numpy(part, "torch")
+def _own(component: Component, part: torch.Tensor) -> torch.Tensor:
+    """A component as `cuquant.save` writes it, as bytes; ValueError for another dtype or shape."""
+    found = interop.dtype_of(part), tuple(part.shape)
+    if found != (component.dtype, component.shape):
+        wanted = f"{component.dtype}{list(component.shape)}"
+        raise ValueError(f"weight.{component.name} is {found[0]}{list(found[1])}, not {wanted}")
+    return as_bytes(part.detach())
 
 
 def _frozen(bias: torch.Tensor, width: int) -> nn.Parameter:
     """A copy that requires no gradient."""
+    _check_bias(bias, width)
+    return nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+
+def _check_bias(bias: Any, width: int) -> None:
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias must be a tensor, got {type(bias).__name__}")
     interop.float_dtype(bias.dtype, "bias")
     if tuple(bias.shape) != (width,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(width,)}")
-    return nn.Parameter(bias.detach().clone(), requires_grad=False)

@@ -1,9 +1,7 @@
 """A quantized weight as torch takes it: tensors of bytes, and words that say what they mean."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,10 @@ import torch
 from cuquant import interop
 from cuquant.array import QuantArray
 from cuquant.errors import FormatError
-from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
-from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_components
+from cuquant.io.state import EXTRA, Description, bytes_shape, components, format_text, parse_format
+from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
-VERSION = 1  # of what `to_tensor` writes
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 KERNEL_BYTES = 16  # that one load of a GPU takes, from a multiple of them
@@ -73,7 +70,7 @@ class WeightSpec:
         ValueError
             For an unknown format or layout, or a shape that they cannot have.
         """
-        return _components(self.format, self.layout, self.shape)
+        return components(self.format, self.layout, self.shape)
 
     def weight(self, parts: Sequence[torch.Tensor]) -> Weight:
         """The QuantArray or PackedWeight of these tensors, whose memory it shares.
@@ -95,14 +92,9 @@ class WeightSpec:
 
     def to_tensor(self) -> torch.Tensor:
         """These words as uint8 [bytes] of JSON, on the CPU: a tensor, for any file format."""
-        said = {
-            "version": VERSION,
-            "format": self.format,
-            "layout": self.layout,
-            "shape": self.shape,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
-        return torch.from_numpy(np.frombuffer(json.dumps(said).encode(), np.uint8).copy())
+        name = str(self.dtype).removeprefix("torch.")
+        said = Description(self.format, self.layout, self.shape, name).to_bytes()
+        return torch.from_numpy(np.frombuffer(said, np.uint8).copy())
 
     @classmethod
     def from_tensor(cls, stored: Any) -> "WeightSpec":
@@ -113,77 +105,13 @@ class WeightSpec:
         FormatError
             For anything else.
         """
-        if not isinstance(stored, torch.Tensor) or stored.is_meta or stored.dtype != torch.uint8:
+        if not is_bytes(stored) or stored.is_meta or stored.layout != torch.strided:
             raise FormatError("what describes the weight is no uint8 tensor of JSON")
-        try:
-            said = json.loads(stored.cpu().numpy().tobytes())
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"what describes the weight is no JSON ({error})") from error
-        version = said.get("version") if isinstance(said, dict) else None
-        if version != VERSION:
-            raise FormatError(f"the weight is of version {version!r}; this cuquant reads {VERSION}")
-        fmt, layout, shape, dtype = (said.get(k) for k in ("format", "layout", "shape", "dtype"))
-        if (
-            not isinstance(shape, list)
-            or len(shape) != 2
-            or not all(type(n) is int and 0 <= n < 2**63 for n in shape)
-        ):
-            raise FormatError(f"the weight's shape {shape!r} is not [N, K]")
-        if not isinstance(fmt, str) or dtype not in DTYPES:
-            raise FormatError(f"the weight's format {fmt!r} or dtype {dtype!r} is malformed")
-        if not isinstance(layout, str):
-            raise FormatError(f"the weight's layout {layout!r} is malformed")
-        found = cls(fmt, layout, (shape[0], shape[1]), DTYPES[dtype])
-        try:
-            found.components()
-        except (ValueError, TypeError, OverflowError) as error:
-            raise FormatError(str(error)) from error
-        return found
+        found = Description.from_bytes(stored.detach().cpu().contiguous().numpy().tobytes())
+        return cls(found.format, found.layout, found.shape, DTYPES[found.dtype])
 
     def __str__(self) -> str:
         return f"{parse_format(self.format)}, layout={self.layout}, shape={self.shape}"
-
-
-def format_text(fmt: Format) -> str:
-    """A Format in words that `parse_format` reads.
-
-    Raises
-    ------
-    ValueError
-        For one that its name and options do not describe.
-
-    >>> import cuquant as cq
-    >>> format_text(cq.get_format("int4", block_size=64))
-    '{"name": "int4", "options": {"block_size": 64}}'
-    """
-    text = fmt.name
-    if fmt.options:
-        text = json.dumps({"name": fmt.name, "options": dict(fmt.options)}, allow_nan=False)
-    if parse_format(text) != fmt:
-        raise ValueError(f"{fmt} is not what get_format makes of its name and options")
-    return text
-
-
-@lru_cache(maxsize=256)
-def parse_format(text: str) -> Format:
-    """The Format of `format_text`; ValueError or TypeError for other texts."""
-    if not text.startswith("{"):
-        return get_format(text)
-    said = json.loads(text)
-    options = said.get("options")
-    if said.keys() != {"name", "options"} or not isinstance(options, dict):
-        raise ValueError(f"{text!r} does not name a format and its options")
-    return get_format(said["name"], **options)
-
-
-def bytes_shape(component: Component) -> tuple[int, ...]:
-    """Of a component's bytes: its last axis is longer by the bytes of an element.
-
-    >>> bytes_shape(Component("scale", np.dtype(np.float16), (24, 2)))
-    (24, 4)
-    """
-    size = component.dtype.itemsize
-    return (*component.shape[:-1], component.shape[-1] * size) if component.shape else (size,)
 
 
 def as_bytes(part: torch.Tensor) -> torch.Tensor:
@@ -191,15 +119,29 @@ def as_bytes(part: torch.Tensor) -> torch.Tensor:
     return (part.contiguous() if part.ndim else part.reshape(1)).view(torch.uint8)
 
 
-@lru_cache(maxsize=1024)
-def _components(text: str, layout: str, shape: tuple[int, int]) -> tuple[Component, ...]:
-    fmt = parse_format(text)
-    fmt.check_shape(shape)
-    return layout_components(fmt, shape, layout)
+def is_bytes(value: object) -> bool:
+    """Whether a value is a tensor of uint8, as components and descriptions are stored."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+
+
+def stated(weight: Weight) -> dict[str, torch.Tensor]:
+    """What a state_dict says of a weight [N, K]: its components as bytes, and what they mean."""
+    parts = {name: as_bytes(tensor_of(part)) for name, part in weight.components.items()}
+    return {**parts, EXTRA: WeightSpec.of(weight).to_tensor()}
+
+
+def tensor_of(part: Any) -> torch.Tensor:
+    """A component as a tensor, on the same memory."""
+    kind = interop.kind(part)
+    if kind == "torch":
+        return part.detach()
+    if kind == "cupy":
+        return torch.from_dlpack(part)
+    return interop.from_numpy(part, "torch")
 
 
 def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
-    """A tensor of the component's own dtype, on the same memory unless that is `misaligned`; never
+    """A tensor of the component's own dtype, on the same memory where that is `usable`; never
     `part` itself."""
     own = torch.uint8  # of fp8 and the like, which torch gets as bytes
     if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
@@ -211,15 +153,19 @@ def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
             f"{component.name} is {part.dtype}{list(part.shape)} with strides {part.stride()}; it "
             f"must be {own}{list(component.shape)} or uint8{list(wanted[1][1])}, contiguous"
         )
-    part = part.clone() if misaligned(component, part) else part.detach()
-    return part.view(own).view(component.shape)
+    return usable(component, part.detach()).view(own).view(component.shape)
 
 
-def misaligned(component: Component, part: torch.Tensor) -> bool:
-    """Whether a component's tensor starts where it cannot be read: a CPU's elements stand on
-    multiples of their size, and kernels read 16 bytes at once."""
+def usable(component: Component, part: torch.Tensor) -> torch.Tensor:
+    """A component's tensor, copied where it lies as nobody can read it.
+
+    A CPU's elements stand on multiples of their size, kernels read 16 bytes at once, and all of
+    them want C order. Views of one flat buffer begin anywhere.
+    """
     if part.is_meta:
-        return False
+        return part
     size = component.dtype.itemsize
     offset = part.storage_offset() * part.element_size()  # which torch's own views look at
-    return part.data_ptr() % (KERNEL_BYTES if part.is_cuda else size) != 0 or offset % size != 0
+    if part.data_ptr() % (KERNEL_BYTES if part.is_cuda else size) or offset % size:
+        return part.clone(memory_format=torch.contiguous_format)
+    return part.contiguous()
