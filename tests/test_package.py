@@ -83,6 +83,34 @@ def test_no_file_imports_torch_or_what_executes_data(path):
     assert not calls & {"eval", "exec", "compile", "print" if owner(path) != "cli" else ""}
 
 
+# What pip calls them, where that differs from the module.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "click": "typer", "cupy_backends": "cupy"}
+
+
+def declared(heading: str) -> set[str]:
+    """Names of the distributions in a list of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf"^{heading} = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    assert found, heading
+    return set(re.findall(r'"([\w-]+)', found[1]))
+
+
+def test_dependencies_are_what_is_imported():
+    """What every installation brings is used outside the extras, and nothing else is needed."""
+    used: dict[str, set[str]] = {}  # by distribution: the layers that import it
+    for path in SOURCES:
+        for root in {name.split(".")[0] for name in imported(path)}:
+            if root not in sys.stdlib_module_names and root not in ("cuquant", "_typeshed"):
+                used.setdefault(DISTRIBUTIONS.get(root, root), set()).add(owner(path))
+    needed = declared("dependencies")
+    assert needed == {"numpy", "ml_dtypes", "typer", "rich", "platformdirs"}
+    for name in needed:
+        assert used.get(name, set()) - {"demo", "bench", "torch"}, f"only an extra uses {name}"
+    extras = declared("demo") | declared("torch") | declared("plot")
+    peers = {"cupy", "nvidia", "cuda", "bitsandbytes", "torchao", "humming", "gemlite", "gguf"}
+    assert used.keys() <= needed | extras | peers
+
+
 def run(code: str, *flags: str) -> str:
     done = subprocess.run(
         [sys.executable, *flags, "-c", code], check=True, capture_output=True, text=True

