@@ -18,8 +18,9 @@ from typing import NamedTuple
 from cuquant.disk import is_owned, is_shared, is_unheld, open_regular, read_bounded, replace_file
 from cuquant.elf import disassembled
 from cuquant.errors import BackendUnavailable, FormatError
+from cuquant.interop import CACHE_VARIABLE
 
-VARIABLE = "CUQUANT_CACHE_DIR"
+VARIABLE = CACHE_VARIABLE
 EXPORTS = "CUQUANT_CUBINS"
 MAX_ENTRY_BYTES = 1 << 28  # no kernel comes near; a larger file is not one
 # Half-written, before the rename; those of version 0.1.0 have eight other characters.

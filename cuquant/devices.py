@@ -3,17 +3,30 @@
 CuPy is imported by these functions, never by importing this module.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from cuquant.errors import BackendUnavailable
+from cuquant.errors import BackendUnavailable, CupyBroken
 from cuquant.interop import device_name, load_cupy
+
+_said = False  # that CuPy is broken
 
 
 def gpu_available() -> bool:
-    """Whether CuPy is installed and finds a GPU; imports CuPy to see."""
+    """Whether CuPy is installed and finds a GPU; imports CuPy to see.
+
+    An installed CuPy that cannot be imported is warned of, once.
+    """
+    global _said
     try:
         load_cupy()
+    except CupyBroken as error:
+        if not _said:
+            _said = True
+            text = f"everything is computed on the CPU: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return False
     except BackendUnavailable:
         return False
     return True

@@ -13,8 +13,28 @@ class BackendUnavailable(RuntimeError):
     """A GPU, CuPy or NVRTC is needed and not here; the message names the pip command."""
 
 
+class CupyBroken(BackendUnavailable):
+    """CuPy is installed and cannot be imported; `reason` and `advice` are its message."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"CuPy cannot be imported ({reason}); {advice}")
+        self.reason, self.advice = reason, advice
+
+
 class CompileError(RuntimeError):
     """NVRTC rejected a kernel; the message names the kernel, the true file and line."""
+
+
+SOURCE = "."  # what pip installs cuquant from: its source folder; it is on no index
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs what an extra of pyproject.toml names.
+
+    >>> pip_install("cuda12")
+    "pip install '.[cuda12]'"
+    """
+    return f"pip install '{SOURCE}[{extra}]'"
 
 
 def clipped(value: object, most: int = 60) -> str:
@@ -41,6 +61,16 @@ def shortened(text: str, most: int = 200) -> str:
     'abc...'
     """
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def clipped_text(text: str, most: int = 200) -> str:
+    """A message of somebody else's on one line, cut where it is long.
+
+    >>> clipped_text("two\\nlines")
+    'two lines'
+    """
+    line = " ".join(text[: 8 * most].split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ from cuquant.cubins import Compiled
 from cuquant.errors import BackendUnavailable, CompileError
 from cuquant.formats import get_format
 from cuquant.interop import INSTALL_GPU
+from cuquant.interop import import_cupy as _cupy
 from cuquant.kernel import Kernel
 from cuquant.lazy import lazy
 from cuquant.sources import (
@@ -353,13 +354,6 @@ def _loaded(program: Program, code: bytes, start: driver.Start | None) -> Kernel
     function = module.get_function(names[0].decode())
     attributes = (api.funcGetAttribute(number, function.ptr) for number in (4, 3, 1, 0))
     return Kernel(api, function, elf.Resources(names[0].decode(), *attributes), start)
-
-
-def _cupy() -> Any:
-    try:
-        return importlib.import_module("cupy")
-    except ImportError as error:
-        raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
 
 
 def is_capturing(stream: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuquant.errors import BackendUnavailable, CompileError
+from cuquant.errors import SOURCE, BackendUnavailable, CompileError
 from cuquant.interop import INSTALL_GPU
 
 _OURS = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
@@ -42,7 +42,7 @@ def kernel_folder() -> Path:
         if (folder / "format.cuh").is_file():
             return folder
     raise BackendUnavailable(
-        f"no CUDA sources beside {package}; reinstall: pip install --force-reinstall cuquant"
+        f"no CUDA sources beside {package}; reinstall: pip install --force-reinstall {SOURCE}"
     )
 
 

@@ -459,7 +459,7 @@ def test_without_a_gpu_it_says_what_to_install(cupy, monkeypatch):
     result = command("-f", "nf4")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     (line,) = result.output.splitlines()
-    wanted = "`cuquant doctor` tells more" if cupy else "pip install 'cuquant[cuda12]'"
+    wanted = "`cuquant doctor` tells more" if cupy else "pip install '.[cuda12]'"
     assert line.startswith("error: CuPy") and wanted in line
 
 
@@ -484,7 +484,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(monkeypatch, tm
     module = sys.modules["cuquant.cli.bench"]  # the name is that of the group of commands
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     result = command("--plot", tmp_path / "x.png")
-    assert result.exit_code == 1 and "pip install 'cuquant[plot]'" in result.output
+    assert result.exit_code == 1 and "pip install '.[plot]'" in result.output
 
 
 def test_bench_lists_its_operations():

@@ -265,7 +265,7 @@ def test_nan_is_refused_by_name(tmp_path):
         (["--levels", "normal"], "k2..k8 do"),
         (["--block-size", "12"], "multiple of 8"),
         (["-f", "int4", "--double-quant"], "double_quant"),
-        (["--device", "cuda"], "pip install 'cuquant[cuda12]'"),
+        (["--device", "cuda"], "pip install '.[cuda12]'"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(model, tmp_path, monkeypatch, arguments, text):
@@ -444,7 +444,7 @@ def test_the_markdown_table_has_a_row_for_each_format():
 
 @pytest.mark.parametrize("status, code", [("ok", 0), ("missing", 0), ("problem", 1)])
 def test_doctor_exits_by_what_it_found(monkeypatch, status, code):
-    found = Diagnosis((Check("cupy", status, "[red]x", "pip install 'cuquant[cuda12]'"),))
+    found = Diagnosis((Check("cupy", status, "[red]x", "pip install '.[cuda12]'"),))
     monkeypatch.setattr(system.diagnosis, "doctor", lambda: found)
     result = run("doctor")
     assert result.exit_code == code

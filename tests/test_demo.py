@@ -166,7 +166,7 @@ def test_the_command_says_where_it_runs(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert command("--no-plot").output.splitlines()[0] == "encoder: the CPU"
     refused = command("--no-plot", "--device", "cuda")
-    assert refused.exit_code == 1 and "pip install 'cuquant[cuda12]'" in refused.output
+    assert refused.exit_code == 1 and "pip install '.[cuda12]'" in refused.output
     assert seen == ["cpu", "cpu"] and command("--device", "tpu").exit_code == 2
 
 

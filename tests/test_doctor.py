@@ -39,7 +39,7 @@ HEALTHY = Facts(
 )
 NEW_DRIVER = {"driver": "580.65", "driver_cuda": (13, 0)}
 NO_GPU = {"driver": None, "driver_cuda": None, "gpus": ()}
-CUDA12, CUDA13 = "pip install 'cuquant[cuda12]'", "pip install 'cuquant[cuda13]'"
+CUDA12, CUDA13 = "pip install '.[cuda12]'", "pip install '.[cuda13]'"
 
 
 def check(name, **changes):
@@ -235,7 +235,7 @@ def test_torch_without_cuda_fits_everything():
 def test_cublas_is_a_help_and_no_need():
     assert check("cublas").status == "ok"
     lacking = check("cublas", cublas=None)
-    assert (lacking.status, lacking.advice) == ("missing", "pip install 'cuquant[cublas12]'")
+    assert (lacking.status, lacking.advice) == ("missing", "pip install '.[cublas12]'")
     assert Diagnosis(examine(replace(HEALTHY, cublas=None))).ok
     assert check("cublas", cublas=None, cupy_wheels={}, nvrtc=None).advice is None
 

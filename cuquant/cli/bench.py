@@ -20,7 +20,7 @@ from cuquant.cli.options import (
 )
 from cuquant.cli.show import console, table
 from cuquant.disk import replace_file
-from cuquant.errors import BackendUnavailable
+from cuquant.errors import BackendUnavailable, pip_install
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -226,7 +226,7 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
     check_output(plot, "--plot", SUFFIXES)
     check_output(json, "--json")
     if plot is not None and find_spec("matplotlib") is None:
-        raise BackendUnavailable("--plot needs matplotlib; pip install 'cuquant[plot]'")
+        raise BackendUnavailable(f"--plot needs matplotlib; {pip_install('plot')}")
 
 
 def _command() -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cuquant.cubins import VARIABLE
 from cuquant.diagnosis.facts import Facts, Version
+from cuquant.errors import pip_install
 from cuquant.jit import NEEDED_NVRTC
 
 OLDEST_ARCH_OF_13 = (7, 5)  # NVRTC 13 dropped everything before Turing
@@ -74,7 +75,7 @@ def fitting_major(facts: Facts) -> int:
 def install(facts: Facts) -> str:
     """The command that makes CuPy, NVRTC and the headers one set, whatever is installed now."""
     major = fitting_major(facts)
-    command = f"pip install 'cuquant[cuda{major}]'"
+    command = pip_install(f"cuda{major}")
     wrong = [name for name in facts.cupy_wheels if name != f"cupy-cuda{major}x"]
     if len(facts.cupy_wheels) > 1:  # both own the folder "cupy": removing one breaks the other
         wrong = list(facts.cupy_wheels)
@@ -125,7 +126,8 @@ def check_cupy(facts: Facts) -> Check:
         return Check("cupy", "ok", found)
     advice = install(facts)
     if problem == facts.cupy_error:  # the right wheel, but broken: pip would leave it as it is
-        advice, problem = f"pip install --force-reinstall {facts.wheel}", f"no import: {problem}"
+        advice = facts.cupy_advice or f"pip install --force-reinstall {facts.wheel}"
+        problem = f"no import: {problem}"
     return Check("cupy", "problem", f"{found}; {problem}", advice)
 
 
@@ -192,7 +194,7 @@ def check_cublas(facts: Facts) -> Check:
     if facts.cublas is not None:
         return Check("cublas", "ok", f"of CUDA {facts.cublas}, for products of many rows")
     found = "not installed; products of many rows whose weights are not prepacked take longer"
-    advice = f"pip install 'cuquant[cublas{fitting_major(facts)}]'" if facts.nvrtc else None
+    advice = pip_install(f"cublas{fitting_major(facts)}") if facts.nvrtc else None
     return Check("cublas", "missing", found, advice)
 
 

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from cuquant import jit
+from cuquant import interop, jit
 from cuquant.cubins import CacheSize, Folder, cache_folder, cache_size, examine_folder
+from cuquant.errors import CupyBroken
 from cuquant.ops.cublas import library
 from cuquant.sources import Headers, cuda_headers, cuda_version, kernel_folder
 
@@ -46,8 +47,8 @@ class Facts:
     ----------
     cupy_wheels
         Version by distribution name ("cupy-cuda12x").
-    cupy_error
-        Why the installed CuPy cannot be imported.
+    cupy_error, cupy_advice
+        Why the installed CuPy cannot be imported, and what helps, where another wheel would not.
     nvrtc, nvrtc_error, nvrtc_archs
         Of the NVRTC that CuPy loads: version, why there is none, the compute capabilities it
         compiles for (75, 80, ...).
@@ -70,6 +71,7 @@ class Facts:
     ml_dtypes: str = ""
     cupy_wheels: dict[str, str] = field(default_factory=dict)
     cupy_error: str | None = None
+    cupy_advice: str | None = None
     nvrtc: Version | None = None
     nvrtc_error: str | None = None
     nvrtc_archs: tuple[int, ...] = ()
@@ -100,7 +102,7 @@ class Facts:
 def gather(package: Path) -> Facts:
     """Look at this machine; `package` is the folder of cuquant."""
     wheels = attempt(_cupy_wheels, {})
-    cupy, cupy_error = _import_cupy() if wheels else (None, None)
+    cupy, cupy_error, cupy_advice = _import_cupy() if wheels else (None, None, None)
     nvrtc, nvrtc_error, archs = _nvrtc() if cupy else (None, None, ())
     driver, driver_cuda, gpus = attempt(_nvml, (None, None, ()))
     if driver_cuda is None and cupy is not None:  # Jetson has a driver, but no NVML
@@ -115,6 +117,7 @@ def gather(package: Path) -> Facts:
         ml_dtypes=ml_dtypes.__version__,
         cupy_wheels=wheels,
         cupy_error=cupy_error,
+        cupy_advice=cupy_advice,
         nvrtc=nvrtc,
         nvrtc_error=nvrtc_error,
         nvrtc_archs=archs,
@@ -158,14 +161,16 @@ def _cupy_wheels() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _import_cupy() -> tuple[ModuleType | None, str | None]:
+def _import_cupy() -> tuple[ModuleType | None, str | None, str | None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # two wheels: a check of its own says it better
-            import cupy  # type: ignore[import-not-found]
+            return interop.import_cupy(), None, None
+    except CupyBroken as error:
+        advice = error.advice if isinstance(error.__cause__, OSError) else None
+        return None, error.reason, advice
     except Exception as error:
-        return None, _first_line(error)
-    return cupy, None
+        return None, _first_line(error), None
 
 
 def _nvrtc() -> tuple[Version | None, str | None, tuple[int, ...]]:

@@ -13,11 +13,13 @@ torch.Size([2, 8])
 The operator behind them is `torch.ops.cuquant.linear` (cuquant/torch/op.py).
 """
 
+from cuquant.errors import pip_install
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "cuquant.torch needs PyTorch: pip install 'cuquant[torch]', or torch as pytorch.org says"
+        f"cuquant.torch needs PyTorch: {pip_install('torch')}, or torch as pytorch.org says"
     ) from error
 
 from cuquant.torch.module import QuantLinear
