@@ -218,7 +218,7 @@ class Replacement:
             file.close()  # taken for a stale one between its creation and the lock
 
     def _hand_on_permissions(self, descriptor: int) -> None:
-        if not hasattr(os, "fchmod"):  # Windows: permissions come from the folder
+        if os.name != "posix":  # Windows: permissions come from the folder
             return
         if self._mode is not None:
             os.fchmod(descriptor, self._mode)

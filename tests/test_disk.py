@@ -1,7 +1,9 @@
 """Files that are replaced whole: permissions, and what killed processes leave."""
 
+import ast
 import errno
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -228,6 +230,34 @@ def test_without_fcntl(tmp_path, monkeypatch):
         new.write(b"half")
         raise RuntimeError
     assert (tmp_path / "a").read_bytes() == b"new" and os.listdir(tmp_path) == ["a"]
+
+
+# What writes in place all the same: a file for a disassembler in a temporary folder, and the
+# script that a developer runs for formats/tables.py.
+IN_PLACE = {"elf.py", "fit_levels.py"}
+SOURCES = sorted(Path(disk.__file__).parent.rglob("*.py"))
+
+
+def writes_in_place(path):
+    """Calls in a module that write a file under its name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        texts += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
+        modes = [t for t in texts if isinstance(t, str) and re.fullmatch(r"[rwxab+t]+", t)]
+        if name in ("write_text", "write_bytes", "mkstemp", "NamedTemporaryFile"):
+            yield name
+        if name == "open" and any(set("wxa+") & set(mode) for mode in modes):
+            yield name
+        if name == "savefig" and ast.unparse(node.args[0]) != "buffer":
+            yield name
+
+
+def test_every_file_is_replaced_whole():
+    found = {path.name for path in SOURCES if list(writes_in_place(path))}
+    assert found == IN_PLACE
 
 
 # ---- reading --------------------------------------------------------------------------------

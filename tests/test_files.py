@@ -222,6 +222,39 @@ def test_a_hostile_header_is_a_format_error(change, tmp_path):
         cq.load(path)
 
 
+LONG = "x" * 10**6
+LONGWINDED = {
+    "no json": lambda d: "x" * 10**6,
+    "a number": lambda d: '{"version": -' + "9" * 4000 + "}",
+    "version": lambda d: {**d, "version": LONG},
+    "name": lambda d: {**d, "arrays": {LONG: d["arrays"]["w"]}},
+    "name of no entry": lambda d: {**d, "arrays": {LONG: 3}},
+    "format": entry("format", LONG),
+    "format and options": entry("format", f"nf4+{LONG}"),
+    "option": entry("options", {LONG: 1}),
+    "block": entry("options", {"block_size": LONG}),
+    "levels": entry("options", {"levels": LONG}),
+    "many levels": entry("options", {"levels": [1] * 10**5}),
+    "dtype": entry("dtype", LONG),
+    "shape": entry("shape", [LONG]),
+    "axes": entry("axes", [LONG, LONG]),
+    "components": entry("components", {LONG: 1}),
+    "layout": entry("layout", LONG),
+    "layout of a list": entry("layout", [LONG] * 3),
+}
+
+
+@pytest.mark.parametrize("case", LONGWINDED)
+def test_messages_are_short_however_long_the_header(case, tmp_path):
+    path = tmp_path / "w"
+    cq.save(path, {"w": sample("nf4")})
+    rewrite(path, LONGWINDED[case])
+    with pytest.raises(cq.FormatError) as caught:
+        cq.load(path)
+    assert len(str(caught.value)) < 1500
+    assert str(path) in str(caught.value)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_loads_or_is_a_format_error(data, tmp_path):

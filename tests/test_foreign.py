@@ -151,6 +151,17 @@ ORDINARY = {
     "codebooks of VQ": {"quantize.codebooks": W, "quantize.codes": W, "quantize.weight": W},
     "ids": {"embeddings.position_ids": ("I64", (1, 512)), "embeddings.weight": W},
     "float8 without scales": {"l.weight": ("F8_E4M3", (8, 8)), "m.weight": W},
+    "ActNorm": {"norm._scale": W, "norm._shift": W},
+    "attention in its own words": {"attn.W_q": W, "attn.W_k": W, "attn.scale": ("F32", ())},
+    "a state of its own": {"te.weight": W, "te.scale": W, "te._extra_state": ("U8", (9,))},
+    "training with fake quantization": {
+        "l.weight": W, "l.weight_fake_quant.scale": ("F32", (1,)),
+        "l.weight_fake_quant.zero_point": ("I32", (1,)),
+        "l.weight_fake_quant.fake_quant_enabled": ("U8", (1,)), "l.weight_global_scale": W,
+        "l.input_scale": W,
+    },
+    "LoRA": {"l.lora_A.weight": W, "l.lora_B.weight": W, "l.B": W, "l.s": W},
+    "weight_norm": {"l.weight_g": W, "l.weight_v": W, "l.codes": W, "l.absmax": W},
     "names that end alike": {"a.unqweight": ("I32", (8, 8)), "a.unqzeros": ("I32", (8, 8)), "w": W},
 }  # fmt: skip
 

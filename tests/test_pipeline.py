@@ -184,6 +184,20 @@ def test_an_interrupt_leaves_nothing(where, error, fake, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_a_file_that_is_cut_short_amid_the_work(fake, tmp_path, monkeypatch):
+    model(tmp_path / "in")
+    start = FakeSlot.start
+
+    def cutting(self, job):
+        os.truncate(tmp_path / "in", 100)
+        return start(self, job)
+
+    monkeypatch.setattr(FakeSlot, "start", cutting)
+    with pytest.raises(cq.FormatError, match="cut short while it was read"):
+        list(quantize_file(tmp_path / "in", tmp_path / "out", cq.get_format("nf4"), device="cuda"))
+    assert os.listdir(tmp_path) == ["in"]
+
+
 def test_an_error_of_the_reading_thread_comes_out(fake, tmp_path, monkeypatch):
     model(tmp_path / "in")
     read = streaming.SafetensorsReader.read_into
