@@ -475,7 +475,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert not devices.gpu_available()
     assert devices.resolve() == devices.resolve(None) == devices.resolve("cpu") == "cpu"
-    with pytest.raises(cq.BackendUnavailable, match=r"cuquant\[cuda12\]|cuquant doctor"):
+    with pytest.raises(cq.BackendUnavailable, match=r"\[cuda12\]|cuquant doctor"):
         devices.resolve("cuda")
 
 
