@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cuquant.disk import is_owned, is_shared, is_unheld, open_regular, read_bounded, replace_file
+from cuquant.disk import is_owned, is_shared, is_unheld, open_regular, read_rest, replace_file
 from cuquant.elf import disassembled
 from cuquant.errors import BackendUnavailable, FormatError
 from cuquant.interop import CACHE_VARIABLE
@@ -165,14 +165,14 @@ def exported(name: str) -> Compiled | None:
     try:
         with open_regular(file) as opened:
             status = os.fstat(opened.fileno())
-        if _written_by_all(above) or _written_by_all(status):
-            everybody = folder if _written_by_all(above) else file
-            _warn_once(f"{EXPORTS}: {everybody} can be written by everybody; chmod o-w it")
-            return None
-        if not is_owned(status) and status.st_uid not in (0, above.st_uid):
-            _warn_once(f"{EXPORTS}: {file} belongs to another user than its folder; copy it")
-            return None
-        return unsealed(name, read_bounded(file, MAX_ENTRY_BYTES))
+            if _written_by_all(above) or _written_by_all(status):
+                everybody = folder if _written_by_all(above) else file
+                _warn_once(f"{EXPORTS}: {everybody} can be written by everybody; chmod o-w it")
+                return None
+            if not is_owned(status) and status.st_uid not in (0, above.st_uid):
+                _warn_once(f"{EXPORTS}: {file} belongs to another user than its folder; copy it")
+                return None
+            return unsealed(name, read_rest(opened, MAX_ENTRY_BYTES))
     except FileNotFoundError:
         return None
     except FormatError as error:
@@ -211,9 +211,9 @@ def find(name: str) -> Compiled | None:
     try:
         with open_regular(file, follow=False) as opened:
             status = os.fstat(opened.fileno())
-        if is_shared(status) or not is_owned(status):
-            return None
-        return unsealed(name, read_bounded(file, MAX_ENTRY_BYTES, follow=False))
+            if is_shared(status) or not is_owned(status):
+                return None
+            return unsealed(name, read_rest(opened, MAX_ENTRY_BYTES))
     except (OSError, FormatError):
         return None
 

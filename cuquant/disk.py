@@ -70,12 +70,21 @@ def read_bounded(path: str | os.PathLike[str], limit: int, *, follow: bool = Tru
     OSError: [Errno 27] is larger than 10 bytes: ...
     """
     with open_regular(path, follow=follow) as file:
-        parts, left = [], limit + 1
-        while left > 0 and (part := file.read(min(left, 1 << 20))):
-            parts.append(part)
-            left -= len(part)
+        try:
+            return read_rest(file, limit)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+
+
+def read_rest(file: BinaryIO, limit: int) -> bytes:
+    """What is left of an open file, at most `limit` bytes; OSError as `read_bounded`."""
+    parts, left = [], limit + 1
+    while left > 0 and (part := file.read(min(left, 1 << 20))):
+        parts.append(part)
+        left -= len(part)
     if left <= 0:
-        raise OSError(errno.EFBIG, f"is larger than {limit} bytes", str(path))
+        raise OSError(errno.EFBIG, f"is larger than {limit} bytes")
     return b"".join(parts)
 
 

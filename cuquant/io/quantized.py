@@ -172,7 +172,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     if bad:
         raise ValueError(
             f"{quote(name)} has {bad} blocks with NaN or infinity; repair the values, or pass "
-            "nonfinite='propagate' to write them as they are"
+            "nonfinite='propagate' to cuquant.save to write them as they are"
         )
     values = getattr(q.format.codec, "values", None)
     if values is None or np.isfinite(values).all():
@@ -182,7 +182,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     if bad:
         raise ValueError(
             f"{quote(name)} has {bad} codes that stand for no finite number; repair the values, or "
-            "pass nonfinite='propagate'"
+            "pass nonfinite='propagate' to cuquant.save"
         )
 
 
