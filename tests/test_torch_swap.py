@@ -2,6 +2,12 @@
 
 import copy
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import typing
 import warnings
 
 import pytest
@@ -172,7 +178,8 @@ def test_layers_with_a_life_of_their_own_are_kept():
             "renamed": Renamed(64, 64),
         }
     )
-    quantize_(model, "nf4")
+    with pytest.warns(UserWarning, match=r"attention: nn\.MultiheadAttention reads its proj"):
+        quantize_(model, "nf4")
     assert [n for n, m in model.named_modules() if isinstance(m, QuantLinear)] == ["renamed"]
     x = random(3, 1, 64)
     assert model["attention"](x, x, x)[0].shape == x.shape
@@ -184,7 +191,7 @@ def test_a_transformer_of_torchs_own(prepack, training):
     """It looks at the weights of its linear layers to choose a path of its own."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    model = quantize_(copy.deepcopy(plain), "int8", prepack=prepack)
+    model = quantize_(copy.deepcopy(plain), "int8", prepack=prepack, exclude="*.self_attn")
     names = [n for n, m in model.named_modules() if isinstance(m, QuantLinear)]
     assert names == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
     for name in names:  # what it is to compute, in torch's own layers
@@ -205,6 +212,110 @@ def test_functional_linear_of_a_packed_weight():
             call()
     with pytest.raises(AttributeError, match=r"cuquant.linear\(x, p\)"):
         _ = p.T
+
+
+class Experts(nn.Module):
+    """Fused experts beside a router, as in Mixtral's family."""
+
+    def __init__(self, experts=4, width=64):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, width))
+        self.router = linear(experts, width)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Experts(), r"32,768 weights .*0\.gate_up_proj: a parameter \[4, 128, 64\]"),
+        (lambda: nn.MultiheadAttention(64, 4), r"16,384 weights .*0: nn\.MultiheadAttention"),
+        (lambda: nn.MultiheadAttention(64, 4, kdim=32, vdim=16), r"11,264 weights .*0: nn"),
+        (lambda: nn.TransformerEncoderLayer(64, 4, 64), r"16,384 weights .*0\.self_attn: nn"),
+    ],
+)
+def test_weights_that_stay_float_are_named(build, said):
+    for options in ({}, {"include": "*"}, {"format": {"*": "nf4"}}, {"prepack": True}):
+        with pytest.warns(UserWarning, match=said):
+            quantize_(nn.Sequential(build(), linear()), **options)
+    for options in ({"exclude": "0"}, {"include": "1"}, {"format": {"0": None, "*": "nf4"}}):
+        quantize_(nn.Sequential(build(), linear()), **options)
+
+
+def test_what_is_no_linear_layer_is_not_named():
+    model = nn.Sequential(nn.Conv1d(64, 64, 16), nn.Embedding(64, 64), nn.LayerNorm(64), linear())
+    model.positions = nn.Parameter(torch.zeros(1, 64, 64))
+    model.heads = nn.Parameter(torch.zeros(4, 1, 64))
+    quantize_(model, "nf4")
+
+
+# ---- formats ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("nf4", {"double_quant": True, "block_size": 32}),
+        ("nf4:32+dq", {}),
+        ("NF4:32", {"double_quant": True}),
+        (cq.get_format("nf4:32+dq"), {}),
+        ({"*": "nf4+dq"}, {"block_size": 32}),
+        ({"1": "nf4:32+dq", "0": None}, {}),
+    ],
+)
+def test_options_of_formats(format, options):
+    wanted = cq.get_format("nf4", block_size=32, double_quant=True)
+    model = quantize_(nn.Sequential(nn.Identity(), linear()), format, **options)
+    assert model[1].format == wanted
+    if not isinstance(format, dict):
+        assert QuantLinear.from_linear(linear(), format, **options).format == wanted
+
+
+def test_options_that_are_wrong():
+    for options, message in (
+        ({"format": "nf4:32", "block_size": 64}, "contradict"),
+        ({"format": "nf4", "levels": "normal"}, "no levels"),
+        ({"format": "nf5"}, "nf4"),
+        ({"format": "nf4:32+dp"}, "dp"),
+        ({"format": {"*": "int4"}, "double_quant": True}, "float32 scales"),
+    ):
+        model = nn.Sequential(linear())
+        with pytest.raises(ValueError, match=message):
+            quantize_(model, **options)
+        assert type(model[0]) is nn.Linear
+    with pytest.raises(TypeError, match="block_sise"):
+        quantize_(nn.Sequential(linear()), "nf4", block_sise=32)
+    with pytest.raises(TypeError, match="format"):
+        quantize_(nn.Sequential(linear()), None)
+
+
+def test_states_of_options_in_another_order():
+    one = quantize_(nn.Sequential(linear()), "nf4", double_quant=True, block_size=32)
+    two = quantize_(nn.Sequential(linear(seed=4)), "nf4", block_size=32, double_quant=True)
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one(random(2, 256)), two(random(2, 256)))
+
+
+def test_the_callers_type_is_kept(tmp_path):
+    """pyright sees Block, and then Block's own methods."""
+    pyright = shutil.which(
+        "pyright", path=os.pathsep.join((sys.prefix + "/bin", os.environ["PATH"]))
+    )
+    assert typing.get_type_hints(quantize_)["return"] is typing.get_type_hints(quantize_)["model"]
+    if pyright is None:
+        return
+    text = """
+        import torch, cuquant.torch
+        from typing_extensions import assert_type
+        class Block(torch.nn.Module): ...
+        model = cuquant.torch.quantize_(Block(), "nf4:32", double_quant=True)
+        assert_type(model, Block)
+        layer = cuquant.torch.QuantLinear.from_linear(torch.nn.Linear(2, 2), "nf4")
+        assert_type(layer, cuquant.torch.QuantLinear)
+        assert_type(layer.weight, torch.Tensor)
+    """
+    (tmp_path / "user.py").write_text(textwrap.dedent(text))
+    run = [pyright, "--pythonpath", sys.executable, str(tmp_path / "user.py")]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 # ---- what is shared -----------------------------------------------------------------------------

@@ -120,6 +120,7 @@ class QuantLinear(nn.Linear):
         *,
         activation: str | None = None,
         prepack: bool | None = None,
+        **format_options: Any,
     ) -> "QuantLinear":
         """A layer that does what `linear` does, its weight quantized where it lies.
 
@@ -129,12 +130,14 @@ class QuantLinear(nn.Linear):
             Its weight is float32, float16 or bfloat16; on the meta device the layer is there too,
             and waits for `load_state_dict(..., assign=True)`. It is not changed.
         format
-            A name of `list_formats()` or a Format, such as `get_format("int4", block_size=64)`.
+            A name of `list_formats()`, a string such as "int4:64", or a Format.
         activation
             None, "relu", "gelu" (exact) or "silu", applied to the result.
         prepack
             Whether to lay the weight out for the GPU kernels (`cuquant.prepack`), which makes them
             faster. None: where it is on a GPU.
+        **format_options
+            Of `get_format`, such as block_size=32 or double_quant=True.
 
         Raises
         ------
@@ -151,7 +154,9 @@ class QuantLinear(nn.Linear):
         """
         if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
             raise TypeError(f"linear must be a float nn.Linear, got {type(linear).__name__}")
-        weight = quantized_weight(linear.weight.detach(), get_format(format), prepack)
+        weight = quantized_weight(
+            linear.weight.detach(), get_format(format, **format_options), prepack
+        )
         made = cls(weight, linear.bias, activation=activation)
         return made.train(linear.training)
 

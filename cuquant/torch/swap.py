@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from cuquant.formats import Format, get_format
@@ -27,16 +28,18 @@ _HOOKS = (
 )
 
 Config = str | Format | Mapping[str, str | Format | None]
+M = TypeVar("M", bound=nn.Module)
 
 
 def quantize_(
-    model: nn.Module,
+    model: M,
     format: Config = "nf4",
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     prepack: bool | None = None,
-) -> nn.Module:
+    **format_options: Any,
+) -> M:
     """Swap the nn.Linear layers of a model for `QuantLinear`, in place.
 
     A pattern is the exact name of a layer, the exact name of a module (which stands for the layers
@@ -53,7 +56,9 @@ def quantize_(
 
     Layers that are one module stay one, and layers that share a weight share the quantized one.
     Forward hooks move to the new layers. What became of each layer is logged (logger
-    "cuquant.torch", level INFO).
+    "cuquant.torch", level INFO), and a warning names the weights of linear layers that were asked
+    for and stay float: those that cannot be swapped, the projections of nn.MultiheadAttention, and
+    fused experts, [E, N, K].
 
     Parameters
     ----------
@@ -61,13 +66,16 @@ def quantize_(
         Weights are quantized where they lie; on the meta device too, for a
         `load_state_dict(..., assign=True)` of a quantized state afterwards.
     format
-        A format's name, a Format, or {pattern: format, or None to keep}: a layer's exact name goes
-        first, then the first pattern that selects it; layers that none selects are kept.
+        A format's name or string (`"nf4:32+dq"`), a Format, or {pattern: format, or None to keep}:
+        a layer's exact name goes first, then the first pattern that selects it; layers that none
+        selects are kept.
     include, exclude
         A pattern or several. `exclude` goes first.
     prepack
         Whether to lay weights out for the GPU kernels (`cuquant.prepack`), which makes them
         faster. None: those on a GPU.
+    **format_options
+        Of `get_format`, such as block_size=32 or double_quant=True, for each format that is named.
 
     Returns
     -------
@@ -82,7 +90,7 @@ def quantize_(
     Warns
     -----
     UserWarning
-        Where no layer was swapped.
+        Where no layer was swapped, or weights of linear layers stay float against what was asked.
 
     Examples
     --------
@@ -91,9 +99,9 @@ def quantize_(
     >>> import cuquant.torch
     >>> linear = torch.nn.Linear
     >>> model = torch.nn.Sequential(linear(64, 64), torch.nn.GELU(), linear(64, 8))
-    >>> cuquant.torch.quantize_(model, {"2": cq.get_format("int8"), "*": "nf4"})
+    >>> cuquant.torch.quantize_(model, {"2": cq.get_format("int8"), "*": "nf4:32+dq"})
     Sequential(
-      (0): QuantLinear(in_features=64, out_features=64, bias=True, format=nf4)
+      (0): QuantLinear(in_features=64, out_features=64, bias=True, format=nf4:32+dq)
       (1): GELU(approximate='none')
       (2): QuantLinear(in_features=64, out_features=8, bias=True, format=int8)
     )
@@ -107,7 +115,7 @@ def quantize_(
             "model is itself an nn.Linear, which cannot be swapped inside a model; "
             "cuquant.torch.QuantLinear.from_linear(model, format) makes the quantized layer"
         )
-    rules = _Rules.of(format, include, exclude)
+    rules = _Rules.of(format, format_options, include, exclude)
     layers = _layers(model)
     rules.check_used(layers)
     _decide(model, layers, rules)
@@ -116,6 +124,7 @@ def quantize_(
         for parent, key in layer.places:
             parent._modules[key] = new
     _report(layers)
+    _warn_of_others(model, rules)
     return model
 
 
@@ -123,7 +132,7 @@ def quantize_(
 class _Layer:
     """An nn.Linear of the model: where it is, and what becomes of it."""
 
-    module: nn.Linear
+    module: Any  # nn.Linear
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     format: Format | None = None
@@ -160,13 +169,16 @@ class _Rules:
     exclude: tuple[str, ...]
 
     @classmethod
-    def of(cls, format: Any, include: Any, exclude: Any) -> "_Rules":
-        config = format if isinstance(format, Mapping) else {"*": get_format(format)}
+    def of(cls, format: Any, options: dict[str, Any], include: Any, exclude: Any) -> "_Rules":
+        if isinstance(format, Mapping):
+            config = format
+        else:
+            config, options = {"*": get_format(format, **options)}, {}
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"patterns are strings, got {pattern!r}")
-            formats.append((pattern, None if value is None else get_format(value)))
+            formats.append((pattern, None if value is None else get_format(value, **options)))
         included = None if include is None else _patterns(include, "include")
         return cls(
             tuple(formats), included, () if exclude is None else _patterns(exclude, "exclude")
@@ -287,3 +299,38 @@ def _report(layers: Sequence[_Layer]) -> None:
         warnings.warn(
             f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=3
         )
+
+
+def _warn_of_others(model: nn.Module, rules: _Rules) -> None:
+    """Warn of weights of linear layers that are no nn.Linear's, where the rules ask for them."""
+    left, count = [], 0
+    for name, why, weights in _others(model):
+        asked = _Layer(None, [name])
+        rules.choose(asked)
+        if asked.reason is None:
+            left.append(f"{name or type(model).__name__}: {why}")
+            count += sum(weight.numel() for weight in weights)
+    if left:
+        more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
+        warnings.warn(
+            f"quantize_ swaps nn.Linear only; {count:,} weights of other linear layers stay float "
+            f"({'; '.join(left[:8])}{more}). exclude= takes their names, if that is meant",
+            stacklevel=3,
+        )
+
+
+def _others(model: nn.Module) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+    """Names of float weights of linear layers that are no nn.Linear's, and what they are."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            why = "nn.MultiheadAttention reads its projections itself"
+            yield path, why, [p for p in module.parameters() if p.ndim == 2]
+            continue
+        for key, weight in module._parameters.items():
+            if weight is None or weight.ndim != 3 or not weight.is_floating_point():
+                continue
+            experts, rows, columns = weight.shape
+            # Filters are no linear layers, and [1, T, C] is a table of positions.
+            if experts > 1 and min(rows, columns) >= 16 and not isinstance(module, _ConvNd):
+                why = f"a parameter {list(weight.shape)}, as of fused experts"
+                yield f"{path}.{key}" if path else key, why, [weight]
