@@ -6,8 +6,10 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import cuquant as cq
+from cuquant.cli import app
 from cuquant.io import foreign
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.io.streaming import quantize_file
@@ -267,3 +269,12 @@ def test_an_fp8_file_may_not_replace_itself(tmp_path):
     assert path.read_bytes() == before
     with SafetensorsReader(path) as reader:
         assert foreign.recognise(reader).owner.startswith("FP8")
+
+
+def test_the_command_says_it_in_one_line(tmp_path):
+    source = checkpoint(tmp_path / "gptq.safetensors", LAYERS["gptq"][1])
+    result = CliRunner().invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out")])
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    assert line.startswith(f"error: {source}: is quantized already, by GPTQ (tensor 'qweight'")
+    assert os.listdir(tmp_path) == ["gptq.safetensors"]

@@ -47,12 +47,14 @@ def test_an_index_names_its_shards(tmp_path):
 
 
 def run_advice(message, folder):
-    """Do what a message says to type; returns what `load` finds then."""
+    """Do what a message says to type, anywhere; returns what `load` finds then."""
     command = re.search(r"convert it: (python .*)", message).group(1)
     words = shlex.split(command)
     assert words[0] == "python"
-    subprocess.run([sys.executable, *words[1:]], cwd=folder, check=True, timeout=120)
-    return cq.load(folder / "OUT.safetensors")
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run([sys.executable, *words[1:]], cwd=elsewhere, check=True, timeout=120)
+    return cq.load(elsewhere / "OUT.safetensors")
 
 
 def same(found, wanted):

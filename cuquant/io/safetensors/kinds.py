@@ -42,7 +42,7 @@ def other_kind(file: BinaryIO, path: Path) -> str | None:
     length, size = int.from_bytes(head[:8], "little"), os.fstat(file.fileno()).st_size
     if head[8:9] in (b"{", b" ", b"\t", b"\n", b"\r") and length <= size - 8:
         return None  # a safetensors file, though a damaged one
-    name = path.name if re.fullmatch(r"[\w.+-]+", path.name) else "IN"  # it goes into a command
+    name = str(path) if re.fullmatch(r"[\w./+-]+", str(path)) else "IN"  # it goes into a command
     for magic, text in MAGICS:
         if head.startswith(magic):
             return text.format(name)
