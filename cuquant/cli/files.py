@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -130,10 +130,7 @@ def _run(
     """Quantize with a progress bar on stderr, if that is a terminal: tensor, bytes, time left."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn())
-    bar = Progress(
-        *columns, TimeRemainingColumn(compact=True), console=screen, transient=True,
-        disable=not screen.is_terminal,
-    )  # fmt: skip
+    bar = Progress(*columns, TimeRemainingColumn(compact=True), console=screen, transient=True)
     task = bar.add_task(f"quantizing to {fmt}", total=None)
     names: list[str] = []  # of the tensors, in the order of the work
 
@@ -153,7 +150,7 @@ def _run(
     )  # fmt: skip
     reports = []
     # Closed at once after an exception, so that no half-written file stays.
-    with bar, closing(steps):
+    with bar if screen.is_terminal else nullcontext(), closing(steps):
         for report in steps:
             reports.append(report)
             bar.advance(task, report.bytes_in)
