@@ -21,6 +21,7 @@ from cuquant.devices import gpu_available
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuquant"
+LOWEST = ROOT / "tests" / "lowest.txt"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # A module may import from its own layer and from those above it in this list.
@@ -109,6 +110,28 @@ def test_dependencies_are_what_is_imported():
     extras = declared("demo") | declared("torch") | declared("plot")
     peers = {"cupy", "nvidia", "cuda", "bitsandbytes", "torchao", "humming", "gemlite", "gguf"}
     assert used.keys() <= needed | extras | peers
+
+
+def test_the_lowest_releases_that_are_tested_are_those_that_are_allowed():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    assert listed
+    bounds = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', listed[1]))
+    assert bounds.keys() == declared("dependencies")  # each has a bound, and nothing but one
+    pinned = re.findall(r"^([\w-]+)==([\d.]+)$", LOWEST.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name, _ in pinned] == list(bounds)
+    for name, release in pinned:
+        assert numbers(release) == numbers(bounds[name]), name
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert LOWEST.relative_to(ROOT).as_posix() in ci
+
+
+def numbers(release: str) -> list[int]:
+    """The parts of a release, without zeros at its end: 13.0.0 is 13."""
+    parts = [int(part) for part in release.split(".")]
+    while parts[-1] == 0:
+        parts.pop()
+    return parts
 
 
 def run(code: str, *flags: str) -> str:

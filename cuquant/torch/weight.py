@@ -93,10 +93,15 @@ class QuantWeight(torch.Tensor):
         given = kwargs or {}
         for at, argument in enumerate(func._schema.arguments):
             value = args[at] if at < len(args) else given.get(argument.name)
-            if isinstance(value, cls) and argument.is_write:
+            if isinstance(value, cls) and _is_written(argument):
                 raise RuntimeError(_IN_PLACE.format(func.name()))
         args, given = tree_map_only(cls, cls.dequantize, (tuple(args), given))
         return func(*args, **given)
+
+
+def _is_written(argument: Any) -> bool:
+    """Whether an operator writes to an argument; torch before 2.5 says it of the alias only."""
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
