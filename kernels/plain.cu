@@ -2,6 +2,7 @@
 // blocks, misalignment) and for blocks that no thread block can hold.
 // statistics: a warp looks at a part of a block. scales: a warp merges the parts of a block and makes
 // its numbers. encode: a thread encodes and packs a chunk with them.
+#include "contest.cuh"
 #include "strided.cuh"
 
 namespace cuquant {
@@ -35,13 +36,14 @@ struct Tile {
         tall = min(tiles.tall, tiles.rows - down * tiles.tall);
         wide = min(tiles.wide, tiles.columns - column);
     }
+    __device__ i64 along() const { return (wide + kChunk - 1) / kChunk; }
+    __device__ i64 chunks() const { return tall * along(); }
 };
 
-// Merge chunks [from, to) of a block, every `step`-th.
-template <class Rule, typename T, int kFlags>
-__device__ typename Rule::State look(const T* x, const Strided& source, const Tile& tile, i64 from, i64 to, int step) {
-    auto found = Rule::none();
-    const i64 along = (tile.wide + kChunk - 1) / kChunk;
+// Give chunks [from, to) of a block, every `step`-th, to `take`: values, and their places in the block.
+template <typename T, int kFlags, class Take>
+__device__ void each(const T* x, const Strided& source, const Tile& tile, i64 from, i64 to, int step, Take take) {
+    const i64 along = tile.along();
     for (i64 c = from; c < to; c += step) {
         const i64 r = tile.tall == 1 ? 0 : c / along, column = (c - r * along) * kChunk;
         const int count = static_cast<int>(min(static_cast<i64>(kChunk), tile.wide - column));
@@ -49,9 +51,8 @@ __device__ typename Rule::State look(const T* x, const Strided& source, const Ti
         load_chunk<T, kFlags>(x + source.row(tile.row + r, source.strides), tile.column + column, count, source, values);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i)
-            if (i < count) found = Rule::merge(found, Rule::of(values[i], r * tile.wide + column + i));
+            if (i < count) take(values[i], r * tile.wide + column + i);
     }
-    return found;
 }
 
 template <class Format, typename T, int kFlags>
@@ -62,18 +63,26 @@ __global__ void statistics(
     const i64 item = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
     if (item >= blocks * splits) return;  // whole warps
     const Tile tile(tiles, item / splits);
-    const i64 chunks = tile.tall * ((tile.wide + kChunk - 1) / kChunk);
-    const i64 from = item % splits * chunks_per_split, to = min(from + chunks_per_split, chunks);
+    const i64 from = item % splits * chunks_per_split, to = min(from + chunks_per_split, tile.chunks());
     const int lane = threadIdx.x % kWarp;
-    const auto found = warp_reduce<Rule>(look<Rule, T, kFlags>(x, source, tile, from + lane, to, kWarp));
+    auto found = Rule::none();
+    each<T, kFlags>(x, source, tile, from + lane, to, kWarp, [&](float value, i64 place) { found = Rule::merge(found, Rule::of(value, place)); });
+    found = warp_reduce<Rule>(found);
     if (lane == 0) parts[item] = found;
 }
 
 template <class Format, typename T, int kFlags>
 __global__ void scales(
     const T* __restrict__ x, const typename Format::Rule::State* __restrict__ parts, Strided source, Tiles tiles,
-    Scales scales, Given given, i64 blocks, i64 splits) {
+    Scales scales, Given given, Lookup lookup, i64 blocks, i64 splits) {
     using Rule = typename Format::Rule;
+    using Codec = typename Format::Codec;
+    constexpr bool contested = Contest<Format, kFlags>::possible;
+    __shared__ typename Codec::EncodeTables tables;
+    if constexpr (contested && Codec::is_codebook) {
+        Codec::fill(tables, lookup, threadIdx.x, blockDim.x);
+        __syncthreads();
+    }
     const i64 block = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
     if (block >= blocks) return;
     const int lane = threadIdx.x % kWarp;
@@ -90,8 +99,15 @@ __global__ void scales(
             });
         }
     }
+    Numbers numbers = numbers_of<Format, kFlags>(found, tile.tall * tile.wide, given, block);
+    if constexpr (contested) {
+        settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
+            u64 sum = 0;
+            each<T, kFlags>(x, source, tile, lane, tile.chunks(), kWarp, [&](float value, i64) { sum += loss(value); });
+            return lanes_sum<kWarp>(sum);
+        });
+    }
     if (lane) return;
-    const Numbers numbers = numbers_of<Format, kFlags>(found, tile.tall * tile.wide, given, block);
     store_scale<Format>(scales, block, numbers);
     if (scales.encoding) {
         scales.encoding[2 * block] = numbers.inverse;

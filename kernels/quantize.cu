@@ -1,25 +1,43 @@
 // Scale, encode and pack blocks of 8 to 512 elements, the input read once: a thread holds units of
 // kPer chunks, and kLanes neighbouring lanes hold a block.
 // quantize: contiguous rows of whole blocks. quantize_axis: blocks along an axis that is not the last.
+#include "contest.cuh"
 #include "find.cuh"
 #include "turn.cuh"
 
 namespace cuquant {
 
+struct NoValue { __device__ float operator()(int) const { return 0.0f; } };
+
 // kPer neighbouring chunks of a block whose others are in the neighbouring lanes. `unit` is their place
-// in the stream of codes, `index` and `step` the flat indices of their elements.
-template <class Format, typename T, int kPer, int kLanes, int kFlags>
-__device__ void quantize_unit(
-    float* x, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
+// in the stream of codes, `index` and `step` the flat indices of their elements. Whether the block's scale is
+// contested: then it is called again with kSettle, and at(i), which gives element i again.
+template <class Format, typename T, int kPer, int kLanes, int kFlags, bool kSettle, class At>
+__device__ bool quantize_unit(
+    float* x, At at, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
     const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed, u64 index, u64 step) {
     constexpr int kElements = kPer * kChunk;
     const int lane = threadIdx.x % kLanes;
+    const auto value = [&](int i) { return kFlags & kClamp ? clamped<T>(at(i)) : at(i); };
     if constexpr (kFlags & kClamp) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) x[i] = clamped<T>(x[i]);
     }
     const auto found = find<Format, kLanes, kElements>(x, lane);
-    const Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kElements, given, valid ? block : 0);
+    Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kElements, given, valid ? block : 0);
+    bool contested = false;
+    if constexpr (kSettle) {
+        settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
+            u64 sum = 0;
+#pragma unroll 1
+            for (int i = 0; i < kElements; ++i) sum += loss(value(i));
+            return lanes_sum<kLanes>(sum);
+        });
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) x[i] = value(i);  // anew: keeping it took registers
+    } else if constexpr (Contest<Format, kFlags>::possible) {
+        contested = Contest<Format, kFlags>(numbers, given).open;
+    }
     if (valid && lane == 0) store_scale<Format>(scales, block, numbers);
     scale_values<Format, kElements>(x, numbers.inverse, numbers.minimum);
     u64 bits[kPer];
@@ -32,11 +50,17 @@ __device__ void quantize_unit(
             bits[p] = encode_chunk<Format>(z, numbers.zero_point, tables, lookup);
     }
     store_chunks<typename Format::Packing, kPer>(packed, unit, bits, valid);
+    return contested;
 }
+
+// Told how many blocks must fit, the compiler needs no local memory for codebooks whose scales are contested; left
+// alone (0) it takes 8 bytes.
+template <class Format, typename T, int kFlags>
+constexpr int fitting = !Format::Codec::is_codebook || !Contest<Format, kFlags>::possible ? 0 : sizeof(T) == 4 ? 6 : 5;
 
 // Units of kPer chunks; kLanes of them make a block.
 template <class Format, typename T, int kPer, int kLanes, int kThreads, int kUnits, int kFlags>
-__global__ void __launch_bounds__(kThreads) quantize(
+__global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize(
     const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed, i64 units) {
     __shared__ typename Format::Codec::EncodeTables tables;
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kUnits) + threadIdx.x;
@@ -54,15 +78,31 @@ __global__ void __launch_bounds__(kThreads) quantize(
         Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
         __syncthreads();
     }
+    bool contested = false;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const i64 unit = first + u * kThreads;
         float values[kPer * kChunk];
 #pragma unroll
         for (int p = 0; p < kPer; ++p) raw[u][p].values(values + p * kChunk);
-        quantize_unit<Format, T, kPer, kLanes, kFlags>(
-            values, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
+        contested |= quantize_unit<Format, T, kPer, kLanes, kFlags, false>(
+            values, NoValue{}, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
             unit * (kPer * kChunk), 1);
+    }
+    if constexpr (Contest<Format, kFlags>::possible) {
+        if (!__any_sync(~0u, contested)) return;  // nearly always
+        const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
+#pragma unroll 1
+        for (int u = 0; u < kUnits; ++u) {
+            const i64 unit = first + u * kThreads;
+            const auto at = [&](int i) { return unit < units ? Element<T>::load(x + unit * (kPer * kChunk) + i) : 0.0f; };
+            float values[kPer * kChunk];
+#pragma unroll
+            for (int i = 0; i < kPer * kChunk; ++i) values[i] = at(i);
+            quantize_unit<Format, T, kPer, kLanes, kFlags, true>(
+                values, at, packed, unit, unit / kLanes, unit < units, again, given, tables, lookup, seed,
+                unit * (kPer * kChunk), 1);
+        }
     }
 }
 
@@ -93,9 +133,17 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_axis(
         const i64 k = top + along * kElements, row = batch * width + left + column;
         const bool valid = left + column < width && k < depth;
         const i64 block = row * (depth / (kLanes * kElements)) + k / (kLanes * kElements);
-        quantize_unit<Format, T, kPer, kLanes, kFlags>(
-            values, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
+        const bool contested = quantize_unit<Format, T, kPer, kLanes, kFlags, false>(
+            values, NoValue{}, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
             (batch * depth + k) * width + left + column, width);
+        if constexpr (Contest<Format, kFlags>::possible) {
+            if (!__any_sync(~0u, contested)) continue;  // nearly always
+            const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
+            turned.template values<kElements>(column, along * kElements, values);
+            quantize_unit<Format, T, kPer, kLanes, kFlags, true>(
+                values, [&](int i) { return turned.value(column, along * kElements + i); }, packed + row * row_bytes, k / kElements,
+                block, valid, again, given, tables, lookup, seed, (batch * depth + k) * width + left + column, width);
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 // Scale, encode and pack blocks that one thread block holds in registers, the input read once: rows,
 // long blocks and tiles of [tall, wide]. A thread holds up to kChunks chunks of its block.
+#include "contest.cuh"
 #include "reduce.cuh"
 #include "strided.cuh"
 
@@ -57,8 +58,28 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
             found.sum = in_order;
         }
     }
-    const Numbers numbers =
-        numbers_of<Format, kFlags>(found, static_cast<i64>(tall) * wide, given, block);
+    Numbers numbers = numbers_of<Format, kFlags>(found, static_cast<i64>(tall) * wide, given, block);
+    if constexpr (Contest<Format, kFlags>::possible) {
+        __shared__ u64 sums[kThreads / 32];
+        settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
+            u64 sum = 0;
+#pragma unroll
+            for (int u = 0; u < kChunks; ++u) {
+                float values[kChunk];
+                raw[u].values(values);
+#pragma unroll
+                for (int i = 0; i < kChunk; ++i)
+                    if (u * kThreads + static_cast<int>(threadIdx.x) < chunks) sum += loss(kFlags & kClamp ? clamped<T>(values[i]) : values[i]);
+            }
+            sum = lanes_sum<32>(sum);
+            __syncthreads();  // the sums before have been read
+            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+            __syncthreads();
+            sum = 0;
+            for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
+            return sum;
+        });
+    }
     if (threadIdx.x == 0) store_scale<Format>(scales, block, numbers);
 
 #pragma unroll

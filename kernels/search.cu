@@ -228,12 +228,43 @@ struct SubBlock {
         return {__fmul_rn(both ? d : d_alone, unit), both ? __fmul_rn(dmin, unit) : fit.dmin, fit.sc, fit.m};
     }
 
+    // Whether float16 makes a subnormal of a number, or 0 of one that is not 0.
+    __device__ static bool is_subnormal(float x) { return fabsf(x) < 0x1p-14f && x != 0.0f; }
+
+    // Of float16's subnormals the one below or above a scale that errs less.
+    __device__ float better_half(float scale, const Tables& tables) const {
+        const float steps = __fmul_rn(fabsf(scale), 0x1p24f), whole = floorf(steps);
+        if (!(steps < 1024.0f) || steps == whole) return scale;
+        float best = scale, least = float_of(0x7F800000u);
+#pragma unroll 1
+        for (int up = 0; up < 2; ++up) {
+            const float tried = __fadd_rn(copysignf(__fmul_rn(__fadd_rn(whole, up), 0x1p-24f), scale), 0.0f);
+            const float error = squared_error(-0.0f, stored(tried), tables);
+            if (!(error < least)) continue;
+            best = tried;
+            least = error;
+        }
+        return best;
+    }
+
+    __device__ float total_error(const Fit& fit, const Tables& tables) const {
+        const ScaleMinimum now = effective(fit);
+        return Block::sum(squared_error(now.minimum, now.scale, tables));
+    }
+
     __device__ Fit search(const Tables& tables) const {
         if constexpr (Facts::sub_high == 1) {
-            return {__fmul_rn(best_scale(tables), unit), 0.0f, 1.0f, 0.0f};
+            return {better_half(__fmul_rn(best_scale(tables), unit), tables), 0.0f, 1.0f, 0.0f};
         } else {
-            const Fit fit = nearby(first_fit(tables), 5, tables);
-            return nearby(refit(fit, tables), 3, tables);
+            const Fit first = nearby(first_fit(tables), 5, tables);
+            Fit fit = refit(first, tables);
+            const bool coarse = is_subnormal(fit.d) || is_subnormal(fit.dmin);
+            fit = nearby(fit, 3, tables);
+            if (__any_sync(~0u, coarse)) {  // seldom: the least-squares fit was rounded, and may be worse
+                const bool worse = total_error(first, tables) < total_error(fit, tables);
+                if (coarse && worse) fit = first;
+            }
+            return fit;
         }
     }
 };

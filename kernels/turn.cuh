@@ -59,6 +59,14 @@ struct Turned {
             Element<T>::of_word(from[word], x + j * kPair);
         }
     }
+
+    // One of them.
+    __device__ float value(int column, int row) const {
+        const int word = row / kPair;
+        float x[kPair];
+        Element<T>::of_word(words[column * kPitch + (word ^ swap(word, column))], x);
+        return row % kPair ? x[kPair - 1] : x[0];
+    }
 };
 
 }  // namespace cuquant

@@ -42,6 +42,17 @@ def nasty(shape: tuple[int, ...], dtype: np.dtype, *, finite: bool = False) -> n
     return x
 
 
+def small(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Normal numbers of 1e-11 to 1e-3, by stretches of 32: scales of float16's subnormals; beside
+    one of 1, those of e4m3's."""
+    rng = np.random.default_rng(23 + sum(shape))
+    x = rng.standard_normal(shape)
+    size = 10 ** rng.uniform(-11, -3, -(-x.size // 32))
+    x *= np.repeat(size, 32)[: x.size].reshape(shape)
+    x.reshape(-1)[-1] = 1
+    return x.astype(dtype)
+
+
 def normal(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.random.default_rng(7 + sum(shape)).standard_normal(shape).astype(F32).astype(dtype)
 
@@ -50,6 +61,7 @@ DATA: dict[str, Callable[[tuple[int, ...], np.dtype], np.ndarray]] = {
     "nasty": nasty,
     "finite": lambda shape, dtype: nasty(shape, dtype, finite=True),
     "normal": normal,
+    "small": small,
     # The first element is negative, and larger by a power of two than all others.
     "outliers": lambda shape, dtype: np.where(
         np.arange(shape[-1]) % 64 == 3, -64, normal(shape, dtype)

@@ -270,6 +270,32 @@ PACKINGS = [
     for columns in (131, 512)
 ]
 
+# Formats whose small scales are chosen by the error that they leave.
+CONTESTED = [
+    name
+    for name in SCALED
+    if FORMATS[name].rule.dtype in ("float16", "e4m3") and FORMATS[name].rule.rule != "mean_abs"
+]
+SMALL = [
+    *(_one(name, dtype=dtype, data="small") for name in NAMES for dtype in ("float32", "bfloat16")),
+    *(_one(name, dtype="float32", data="small", shape=(37, 131)) for name in CONTESTED),
+    *(_one(name, dtype="float32", data="small", shape=(256, 24), axis=0) for name in CONTESTED),
+    *(
+        _one(name, dtype="float32", data="small", options=_options(block_size=size), shape=shape)
+        for name in ("int4", "uint4", "k3", "nvfp4")
+        for size, shape in (
+            (8, (8, 1024)),
+            (256, (8, 1024)),
+            ("row", (64, 192)),
+            ((16, 8), (40, 520)),
+        )
+    ),
+    _one("uint4", dtype="float32", data="small", nonfinite="clamp"),
+    _one("int4", dtype="float32", data="small", stochastic=True),
+    _one("k3", dtype="float32", data="small", options=_options(packing="planes")),
+    *(_learned(name, data="small") for name in LEVELS),
+]
+
 GROUPS = {
     "basics": BASICS,
     "axes": AXES,
@@ -282,6 +308,7 @@ GROUPS = {
     "double": DOUBLE,
     "levels": LEARNED,
     "packings": PACKINGS,
+    "small": SMALL,
 }
 # What the GPU's own tests add: kernels that nothing else in a process has loaded before.
 UNSEEN = _one("uint5", options=_options(block_size=48))

@@ -201,3 +201,99 @@ def test_a_tiny_nvfp4_tensor_keeps_a_usable_global_scale():
         world = q.arrays()["global_scale"]
         assert world > 0 and np.abs(q.dequantize()).max() <= 2 * value
         cq.quantize(x, "nvfp4", global_scale=world)
+
+
+# ---- scales below the smallest normal number ------------------------------------------------
+
+
+def sqnr(x: np.ndarray, q: cq.QuantArray) -> float:
+    """dB."""
+    x, y = x.astype(np.float64), q.dequantize().astype(np.float64)
+    return float(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
+
+
+def weights(size: float, rows: int = 16) -> np.ndarray:
+    return (np.random.default_rng(0).standard_normal((rows, 1024)) * size).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("uint8", 35), ("int7", 35), ("uint6", 29), ("int6", 29), ("k8", 40), ("fp6_e2m3", 30)]
+    + [("iq4_nl", 13), ("iq4_xs", 13), ("q6_k", 31), ("bof4s", 20), ("fp4_e2m1", 19)],
+)
+def test_weights_of_1e_6_are_not_erased(name, least):
+    """6e-6 / 255 is less than half of float16's smallest number: the nearest scale is 0."""
+    assert sqnr(weights(1e-6), cq.quantize(weights(1e-6), name)) > least
+
+
+def test_an_outlier_does_not_erase_the_blocks_beside_it():
+    x = weights(1.0)
+    x[0, 0] = 1e6
+    q = cq.quantize(x, "nvfp4")
+    assert sqnr(x[1:], q[1:]) > 17.9  # it was 2.6
+
+
+STEPS = {"float16": (2.0**-24, 1024), "e4m3": (2.0**-9, 8)}
+ROUNDED = [
+    name
+    for name in OWN
+    if cq.get_format(name).scale.dtype in STEPS and cq.get_format(name).scale.rule != "mean_abs"
+]
+ONE = {"nvfp4": {"global_scale": 1.0}}
+
+
+def exact_scales(x: np.ndarray, fmt: cq.Format) -> np.ndarray:
+    """float32 [blocks] of x [blocks, block]: statistic / peak."""
+    low, high = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)
+    top = x[np.arange(len(x)), np.abs(x).argmax(-1)]
+    rule = {"range": high - low, "signed_max": top, "absmax": np.abs(top)}[fmt.scale.rule]
+    return rule / np.float32(fmt.scale.peak)
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "heavy"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_small_scale_is_the_one_that_errs_less(name, kind):
+    """Of the multiples of the smallest number below and above, tried as scales that are given."""
+    fmt, rng = cq.get_format(name), np.random.default_rng(3)
+    block, peak, options = fmt.scale.block, abs(fmt.scale.peak), ONE.get(name, {})
+    x = {
+        "normal": lambda shape: rng.standard_normal(shape),
+        "uniform": lambda shape: rng.random(shape) - 0.3,
+        "heavy": lambda shape: rng.standard_t(2, shape),
+    }[kind]((600, block))
+    step, normal = STEPS[fmt.scale.dtype]
+    x = (x * 10 ** rng.uniform(-2, 1.3, (600, 1)) * step * peak).astype(np.float32)
+    q = cq.quantize(x, fmt, **options)
+    exact = exact_scales(x, fmt)
+    steps = np.abs(exact.astype(np.float64)) / step
+    below = np.floor(steps)
+    errors = []
+    for count in (below, below + 1):
+        scale = np.copysign(count * step, exact).astype(np.float32)[:, None]
+        given = {"scale": scale, **options}
+        if fmt.offset:
+            low = np.minimum(x.min(-1, keepdims=True), 0)
+            ratio = np.where(scale > 0, -low / np.where(scale > 0, scale, 1), 0)
+            given["zero_point"] = np.clip(np.rint(ratio), 0, peak).astype(np.uint8)
+        y = cq.quantize(x, fmt, **given).dequantize().astype(np.float64)
+        errors.append(((x - y) ** 2).sum(-1))
+    found = ((x - q.dequantize().astype(np.float64)) ** 2).sum(-1)
+    best, small = np.minimum(*errors), steps < normal
+    assert small.mean() > 0.5
+    # Errors were compared in units of 2^-15 of the peak times the larger scale, rounded to half
+    # of one: near ties may go either way.
+    unit = 2.0**-15 * peak * (below + 1) * step
+    slack = 2 * (np.sqrt(block * best) * unit / 2 + block * unit**2 / 4)
+    assert (found <= best + slack)[small].all()
+    chosen = np.abs(q.scale.reshape(-1).astype(np.float64)) / step
+    assert ((chosen == below) | (chosen == below + 1))[small].all()
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_normal_scales_are_the_nearest(name):
+    """And so the bytes of blocks that have one are what they were."""
+    fmt = cq.get_format(name)
+    dtype = {"float16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}[fmt.scale.dtype]
+    x = weights(1.0).reshape(-1, fmt.scale.block)
+    q = cq.quantize(x, fmt, **ONE.get(name, {}))
+    assert (q.scale.reshape(-1) == exact_scales(x, fmt).astype(dtype).astype(np.float32)).all()

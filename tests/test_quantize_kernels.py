@@ -102,6 +102,11 @@ def test_words_and_planes(case):
     check(case)
 
 
+@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+def test_scales_below_the_smallest_normal_number(case):
+    check(case)
+
+
 # ---- threads and multiprocessors ----------------------------------------------------------------
 
 UNORDERED = [

@@ -249,21 +249,49 @@ class _Chunk:
 
 
 def _scale_fields(chunk: _Chunk) -> dict[str, np.ndarray]:
-    """The fields of iq4_nl blocks: x' = level * scale."""
+    """The fields of iq4_nl blocks: x' = level * scale.
+
+    Of float16's subnormals the one below or above the best scale is taken that errs less.
+    """
     scale = _best_scales(chunk)[0] * chunk.unit
+    steps = np.abs(scale) * F32(2**24)
+    below, above = (
+        np.copysign((np.floor(steps) + F32(up)) * F32(2**-24), scale) + F32(0) for up in (0, 1)
+    )
+    errors = (chunk.squared_error(chunk.x, chunk.stored(one)[None])[0] for one in (below, above))
+    nearest = np.where(np.greater(*errors), above, below)
+    scale = np.where((steps < 1024) & (steps != np.floor(steps)), nearest, scale)
     return {"codes": chunk.codes(chunk.x, _divide(1, chunk.stored(scale))), "scale": scale}
 
 
 def _block_fields(chunk: _Chunk) -> dict[str, np.ndarray]:
-    """The fields of K-quant and iq4_xs blocks."""
-    fit = _first_fit(chunk)
-    fit = _nearby(chunk, fit, STEPS[0])
-    fit = _refit(chunk, fit)
+    """The fields of K-quant and iq4_xs blocks.
+
+    Where float16's subnormals round d or dmin of the least-squares fit, it may be worse than the
+    fit before, whose ones were rounded away from zero: the better of the two is taken.
+    """
+    first = _nearby(chunk, _first_fit(chunk), STEPS[0])
+    fit = _refit(chunk, first)
+    coarse = _is_subnormal(fit.d) | _is_subnormal(fit.dmin)
     fit = _nearby(chunk, fit, STEPS[1])
+    if coarse.any():
+        worse = coarse & (_total_error(chunk, first) < _total_error(chunk, fit))
+        fit = _Fit(*(np.where(worse, a, b) for a, b in zip(first, fit, strict=True)))
     scale, minimum = chunk.effective(fit)
     codes = chunk.codes(chunk.raised(minimum), _divide(1, scale))
     fields = {"codes": codes, "scale": fit.d, "sc": fit.sc.T}
     return fields | {"minimum": fit.dmin, "m": fit.m.T} if chunk.search.layout.has_min else fields
+
+
+def _is_subnormal(number: np.ndarray) -> np.ndarray:
+    """Whether float16 makes a subnormal of a number, or 0 of one that is not 0."""
+    return (np.abs(number) < F32(2**-14)) & (number != 0)
+
+
+def _total_error(chunk: _Chunk, fit: _Fit) -> np.ndarray:
+    """float32 [blocks]: the squared error of a fit, in units."""
+    scale, minimum = chunk.effective(fit)
+    return serial_sum(chunk.squared_error(chunk.raised(minimum), scale))
 
 
 def _first_fit(chunk: _Chunk) -> _Fit:

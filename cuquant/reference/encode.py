@@ -15,6 +15,8 @@ from cuquant.reference.tiles import Piece, Tiles
 F32 = np.float32
 NONFINITE = ("propagate", "raise", "clamp")
 E8M0_NAN, E4M3_NAN, E4M3_PEAK = 255, 0x7F, 448
+# The smallest number of a scale dtype and how many of them are its smallest normal one.
+STEPS = {"float16": (F32(2.0**-24), 1024), "e4m3": (F32(2.0**-9), 8)}
 HALF_NAN = np.array([0x00, 0x7E], np.uint8)  # the canonical float16 NaN, little-endian
 
 Components = dict[str, np.ndarray]
@@ -206,6 +208,7 @@ def _scales(
             if world is not None and given.global_scale is None:
                 # A subnormal global scale has few bits: block scales may round above the largest.
                 exact = np.minimum(exact, F32(E4M3_PEAK))
+            exact = _settled(source, fmt, tiles, found, exact, world)
         exact[bad] = np.nan
         if nonfinite == "raise":
             _refuse_overflow(fmt, _cast(exact, fmt)[1])
@@ -241,6 +244,84 @@ def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | Non
     if world is None:
         return found["top"] / peak
     return found["top"] / (peak * world)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Scales that blocks might have, in arrays of the grid's shape; see `_settled`.
+
+    `share` is a scale in units of the one above, whose inverse is `above`.
+    """
+
+    effective: np.ndarray
+    share: np.ndarray
+    above: np.ndarray
+
+
+def _settled(
+    source: Source,
+    fmt: Format,
+    tiles: Tiles,
+    found: Components,
+    exact: np.ndarray,
+    world: np.float32 | None,
+) -> np.ndarray:
+    """`exact`, rounded where it is below the smallest normal number of its dtype.
+
+    There are multiples of one step alone, and the nearest one may be far off, or 0. Of those below
+    and above, the one with the smaller squared error is taken, the one below where they tie.
+    """
+    rule = fmt.rule
+    if rule.dtype not in STEPS or rule.encode_with == "exact" or fmt.is_blocks:
+        return exact
+    if rule.rule == "mean_abs":  # of the signs' scales the nearest to the mean is the best
+        return exact
+    step, normal = STEPS[rule.dtype]
+    unit = step if world is None else step * world
+    steps = np.abs(exact) / step
+    below = np.floor(steps)
+    top = below + F32(1)
+    above = _inverse(np.copysign(top * unit, exact))
+    contested = (steps < normal) & (below != steps) & (above != 0)
+    if not contested.any():
+        return exact
+    tried = (Candidate(np.copysign(n * unit, exact), n / top, above) for n in (below, top))
+    least, most = (_losses(source, fmt, tiles, found, each, contested) for each in tried)
+    best = np.where(most < least, top, below)
+    return np.where(contested, np.copysign(best * step, exact), exact)
+
+
+def _losses(
+    source: Source,
+    fmt: Format,
+    tiles: Tiles,
+    found: Components,
+    tried: Candidate,
+    contested: np.ndarray,
+) -> np.ndarray:
+    """uint64 of the grid's shape: squared errors of contested blocks, whole in any order.
+
+    Errors are rounded to 2^-15 of the codec's peak times the scale above.
+    """
+    sums = np.zeros(tiles.grid, np.uint64)
+    inverse, point = _inverse(tried.effective), None
+    if fmt.offset == "zero_point":
+        point = _zero_point(found, fmt, tiles, tried.effective, Calibration()).astype(F32)
+    fine = F32(2**15) / np.abs(F32(fmt.rule.peak))
+    for piece in tiles.whole_tiles():
+        where = tiles.tile_index(piece)
+        chosen = contested[where]
+        if not chosen.any():
+            continue
+        x = tiles.gather(source[piece], piece)[chosen]
+        here = [part[where][chosen][:, None] for part in (inverse, tried.above, tried.share)]
+        points = () if point is None else (point[where][chosen][:, None],)
+        level = fmt.codec.decode(fmt.codec.encode(x * here[0], *points), *points)
+        rest = np.abs(x * here[1] - level * here[2]) * fine
+        rest = np.rint(np.minimum(rest, F32(2**16 - 1))).astype(np.uint64)
+        rest *= tiles.gather(np.ones(piece.shape, np.uint64), piece)[chosen]  # 0 beyond the edge
+        sums[where][chosen] += (rest * rest).sum(-1, dtype=np.uint64)
+    return sums
 
 
 def _elements(tiles: Tiles) -> np.ndarray:

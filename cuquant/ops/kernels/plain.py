@@ -54,7 +54,8 @@ class Plain:
         backend.launch(launch, *where, struct_, blocks, splits, per_split)
         launch = self._warps("scales", element, task.flags, blocks)
         scales, given = task.scales(backend, encoding), task.given(backend)
-        backend.launch(launch, *where, struct_, scales, given, blocks, splits)
+        lookup = words.lookup(self.fmt.codec, backend)
+        backend.launch(launch, *where, struct_, scales, given, lookup, blocks, splits)
 
     def splits(self, tiles: Tiles, multiprocessors: int) -> tuple[int, int]:
         """Parts that a block is looked at in, and the chunks of each: enough to fill the GPU."""
