@@ -197,7 +197,7 @@ def test_scales_that_overflow_are_silent(name):
 def test_a_tiny_nvfp4_tensor_keeps_a_usable_global_scale():
     for value in (1e-45, 1e-42, 5e-42, 1e-40):
         x = np.full((1, 64), value, np.float32)
-        q = cq.quantize(x, "nvfp4", nonfinite="raise")
+        q = cq.quantize(x, "nvfp4", nonfinite="raise" if value > 2e-42 else "propagate")
         world = q.arrays()["global_scale"]
         assert world > 0 and np.abs(q.dequantize()).max() <= 2 * value
         cq.quantize(x, "nvfp4", global_scale=world)
@@ -216,11 +216,13 @@ def weights(size: float, rows: int = 16) -> np.ndarray:
     return (np.random.default_rng(0).standard_normal((rows, 1024)) * size).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [("uint8", 35), ("int7", 35), ("uint6", 29), ("int6", 29), ("k8", 40), ("fp6_e2m3", 30)]
-    + [("iq4_nl", 13), ("iq4_xs", 13), ("q6_k", 31), ("bof4s", 20), ("fp4_e2m1", 19)],
-)
+LEAST = {  # dB
+    "uint8": 35, "int7": 35, "uint6": 29, "int6": 29, "k8": 40, "fp6_e2m3": 30, "bof4s": 20,
+    "fp4_e2m1": 19, "iq4_nl": 13, "iq4_xs": 13, "q6_k": 31,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items())
 def test_weights_of_1e_6_are_not_erased(name, least):
     """6e-6 / 255 is less than half of float16's smallest number: the nearest scale is 0."""
     assert sqnr(weights(1e-6), cq.quantize(weights(1e-6), name)) > least
@@ -297,3 +299,27 @@ def test_normal_scales_are_the_nearest(name):
     x = weights(1.0).reshape(-1, fmt.scale.block)
     q = cq.quantize(x, fmt, **ONE.get(name, {}))
     assert (q.scale.reshape(-1) == exact_scales(x, fmt).astype(dtype).astype(np.float32)).all()
+
+
+VANISHING = {  # numbers too small for the scales of a format
+    "float16": 1e-12, "e4m3": 1e-12, "float32": 1e-45, "e8m0": 1e-45,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if cq.get_format(n).scale])
+def test_raise_reports_blocks_that_vanish(name):
+    fmt = cq.get_format(name)
+    width = fmt.layout.elements if fmt.is_blocks else fmt.scale.block
+    width = 256 if width == "row" else width
+    x = np.ones((4, 2 * width), np.float32)
+    x[1, width:] = 0  # a block of zeros is fine
+    q = cq.quantize(x, name, nonfinite="raise")
+    x[2, width : width + width // 2] = VANISHING[fmt.scale.dtype]
+    x[2, width + width // 2 :] = -VANISHING[fmt.scale.dtype]
+    if fmt.scale.block == "row":
+        x[2] = x[2, -1]
+    kept = {part: value.copy() for part, value in q.arrays().items()}
+    assert not cq.quantize(x, name).dequantize()[2, width:].any()
+    with pytest.raises(ValueError, match=f"^1 blocks of {name} underflow"):
+        cq.quantize(x, name, nonfinite="raise", out=q)
+    assert all(bits_equal(part, kept[key]) for key, part in q.arrays().items())

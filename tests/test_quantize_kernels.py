@@ -177,7 +177,10 @@ def test_raise_says_what_the_reference_says(name):
         bad.reshape(-1)[at] = value
         wanted = refused(cq.quantize, bad, fmt, nonfinite="raise")
         assert refused(OnEmulator(Emulator()).quantize, bad, fmt, nonfinite="raise") == wanted
-    for large in (x, x * F32(1e10), x * F32(1e37)):
+    mixed = x.copy()  # some blocks vanish, others are zeros
+    mixed[0], mixed[1, ::2] = 0, F32(1e-45)
+    mixed[1, 1::2] = -F32(1e-45)
+    for large in (x, x * F32(1e10), x * F32(1e37), x * F32(1e-9), x * F32(1e-30), mixed):
         try:
             expected = cq.quantize(large, fmt, nonfinite="raise")
         except ValueError as error:

@@ -16,7 +16,8 @@ from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.finite import first_nonfinite
 from cuquant.ops.kernels.quantize import quantizer
 from cuquant.ops.kernels.task import Known, Parts, Task
-from cuquant.reference.encode import refuse_count, refuse_value
+from cuquant.ops.kernels.vanished import vanished
+from cuquant.reference.encode import refuse_count, refuse_value, refuse_vanished
 
 U32, F32 = np.dtype(np.uint32), np.dtype(np.float32)
 
@@ -101,6 +102,7 @@ class EncodeOnGpu:
         quantizer(self.fmt)(backend, x, task)
         if counter is not None:
             refuse_count(self.fmt, self._overflows(backend, x, counter, parts))
+            refuse_vanished(self.fmt, vanished(backend, self.fmt, x, view, self.axis, parts))
 
     def _overflows(self, backend: GpuBackend, x: Any, counter: Any, parts: Parts) -> int:
         """How many scales (or, without scales, values) do not fit into their type."""

@@ -70,8 +70,8 @@ def quantize(
         index in x as counter. None: a fresh one.
     nonfinite
         "propagate": a block with NaN or infinity becomes NaN. "raise": ValueError, also where a
-        scale overflows its dtype; this waits for a GPU. "clamp": infinities saturate and NaN
-        becomes 0.
+        scale overflows its dtype, or is so small that it makes zeros of all numbers of a block;
+        this waits for a GPU. "clamp": infinities saturate and NaN becomes 0.
     out
         A QuantArray of the same format, shape, dtype and device, whose arrays are overwritten.
     stream

@@ -112,7 +112,7 @@ def dequantize(
         for piece, part, fields in _unpacked(parts, fmt, tiles):
             near = [None, None]
             if fields is not None:
-                values = _decode_blocks(part, fmt, fields)
+                values = decode_blocks(part, fmt, fields)
             else:
                 near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
                 values = _decode(part, fmt, *near)
@@ -165,7 +165,7 @@ def _decode(
     return values
 
 
-def _decode_blocks(part: np.ndarray, fmt: Format, fields: Fields) -> np.ndarray:
+def decode_blocks(part: np.ndarray, fmt: Format, fields: Fields) -> np.ndarray:
     """ggml's arithmetic, which keeps the -0.0 of a negative scale."""
     subs = (-1, fmt.layout.sub_block)
     values = fmt.codec.decode(part).reshape(subs) * fields.scale.reshape(-1, 1)

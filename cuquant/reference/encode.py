@@ -1,5 +1,6 @@
 """What `quantize` means, in NumPy: statistics of each block, its scale, its codes, its bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -7,7 +8,7 @@ import numpy as np
 
 from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
-from cuquant.reference.decode import nested_scales
+from cuquant.reference.decode import decode_blocks, dequantize, nested_scales
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
 from cuquant.reference.tiles import Piece, Tiles
@@ -86,8 +87,8 @@ def quantize(
     Raises
     ------
     ValueError
-        With nonfinite="raise": a NaN or an infinity (its flat index is named), or a scale that
-        its dtype cannot hold.
+        With nonfinite="raise": a NaN or an infinity (its flat index is named), a scale that its
+        dtype cannot hold, or a block of numbers that are all stored as 0.
     """
     if nonfinite == "raise":
         _refuse_nonfinite(x)
@@ -101,7 +102,7 @@ def quantize(
         return _search_blocks(source, fmt, stored, nonfinite)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     if fmt.is_blocks:
-        return _interleave(source, fmt, tiles, scales, stored, nonfinite == "clamp")
+        return _interleave(source, fmt, tiles, scales, stored, nonfinite)
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
     for name, values in scales.stored.items():
         parts[name][...] = values.reshape(parts[name].shape)
@@ -115,6 +116,8 @@ def quantize(
         words = fmt.row_packing.pack(codes, fmt.zero_code).view(packed.dtype)
         first = fmt.row_packing.words(piece.column)
         packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
+    if nonfinite == "raise" and fmt.scale is not None:
+        refuse_vanished(fmt, _vanished_tiles(source, fmt, tiles, parts, stored))
     return parts
 
 
@@ -440,14 +443,15 @@ def _encode(
 
 
 def _interleave(
-    source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, saturate: bool
+    source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, nonfinite: str
 ) -> Components:
     """ggml's blocks: codes and half-rounded scales together."""
-    layout, exact = fmt.layout, np.asarray(scales.exact)
+    layout, exact, vanished = fmt.layout, np.asarray(scales.exact), 0
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     flat = blocks.reshape(tiles.rows, -(-tiles.columns // layout.elements), layout.nbytes)
     for piece in tiles.panels(layout.elements):
-        codes = _encode(source[piece], fmt, tiles, scales, piece, None)
+        values = source[piece]
+        codes = _encode(values, fmt, tiles, scales, piece, None)
         where = tiles.tile_index(piece)
         codes = codes.reshape(-1, layout.elements)
         fields = {"scale": exact[where].reshape(len(codes), -1)}
@@ -457,9 +461,12 @@ def _interleave(
             with np.errstate(over="ignore", invalid="ignore"):  # as its scale, it may not fit
                 total = fmt.codec.decode(codes).sum(-1, dtype=F32)
                 fields["sum"] = fields["scale"][:, 0] * total
-        packed = layout.pack(codes, **fields, saturate=saturate)
+        packed = layout.pack(codes, **fields, saturate=nonfinite == "clamp")
+        if nonfinite == "raise":
+            vanished += _vanished_blocks(values.reshape(codes.shape), packed, fmt)
         _, rows, across = where
         flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)
+    refuse_vanished(fmt, vanished)
     return {"blocks": blocks}
 
 
@@ -469,7 +476,7 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     tiles = Tiles.of(fmt, stored)
     flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
-    done = 0
+    done = vanished = 0
     for piece in tiles.panels(layout.elements):
         values = source[piece].reshape(-1, layout.elements)
         bad = np.logical_not(np.isfinite(values).all(axis=-1))
@@ -478,8 +485,10 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
         packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
         if nonfinite == "raise":
             _refuse_overflow(fmt, ~np.isfinite(layout.unpack(packed).scale))
+            vanished += _vanished_blocks(values, packed, fmt)
         flat[done : done + len(packed)] = packed
         done += len(packed)
+    refuse_vanished(fmt, vanished)
     return {"blocks": blocks}
 
 
@@ -514,3 +523,57 @@ def refuse_count(fmt: Format, overflows: int) -> None:
             "rescale x, choose a format with float32 scales, or pass nonfinite='propagate' to "
             "saturate"
         )
+
+
+def refuse_vanished(fmt: Format, blocks: int) -> None:
+    """ValueError where blocks were stored as zeros that are none."""
+    if blocks:
+        raise ValueError(
+            f"{blocks} blocks of {fmt.name} underflow: all of their numbers are stored as 0, since "
+            f"{fmt.rule.dtype} holds no scale so small, and nonfinite='raise'; rescale x, choose "
+            "float32 scales, or pass nonfinite='propagate'"
+        )
+
+
+def _vanished_tiles(
+    source: Source, fmt: Format, tiles: Tiles, parts: Components, stored: tuple
+) -> int:
+    """How many blocks a scale that is 0 or subnormal made zeros of, but hold other numbers."""
+    small = _is_small(fmt, parts).reshape(tiles.grid)
+    given = small & _any_number(source.__getitem__, tiles, small)
+    if not given.any():
+        return 0
+    values = dequantize(parts, fmt, stored).reshape(tiles.shape)
+    return int((given & ~_any_number(lambda piece: values[piece.index], tiles, given)).sum())
+
+
+def _is_small(fmt: Format, parts: Components) -> np.ndarray:
+    """Whether a stored scale is 0 or subnormal: its exponent is 0."""
+    scale, dtype = parts["scale"], fmt.rule.dtype
+    if fmt.rule.nested == "double":
+        scale = nested_scales(parts)
+    exponent = {"float16": 0x7C00, "float32": 0x7F800000, "e4m3": 0x78, "e8m0": 0xFF}[dtype]
+    return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
+
+
+def _any_number(
+    read: Callable[[Piece], np.ndarray], tiles: Tiles, wanted: np.ndarray
+) -> np.ndarray:
+    """Whether the wanted blocks hold a number that is not 0, in the grid's shape."""
+    found = np.zeros(tiles.grid, bool)
+    for piece in tiles.whole_tiles():
+        where = tiles.tile_index(piece)
+        if wanted[where].any():
+            found[where] |= (tiles.gather(read(piece), piece) != 0).any(-1)
+    return found
+
+
+def _vanished_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
+    """The same of ggml's blocks: x [n, elements] and their bytes."""
+    small = packed[:, fmt.layout.scale_byte + 1] & 0x7C == 0
+    small[small] = (x[small] != 0).any(-1)
+    if not small.any():
+        return 0
+    fields = fmt.layout.unpack(packed[small])
+    with np.errstate(all="ignore"):
+        return int((decode_blocks(fields.codes, fmt, fields) == 0).all(-1).sum())
