@@ -7,22 +7,48 @@
 
 namespace cuquant {
 
-struct NoValue { __device__ float operator()(int) const { return 0.0f; } };
+// A thread's elements: those of kPer chunks from an aligned address on.
+template <typename T, int kPer>
+struct Chunks {
+    const T* from;
+    bool valid;
+    __device__ float value(int i) const { return valid ? Element<T>::load(from + i) : 0.0f; }
+    __device__ void values(float* x) const {
+#pragma unroll
+        for (int p = 0; p < kPer; ++p) {
+            Raw<T> raw;
+            if (valid) raw.load(from + p * kChunk);
+            else raw.zero();
+            raw.values(x + p * kChunk);
+        }
+    }
+};
+
+// Those of a column of a tile, from row `first` on.
+template <class Tile, int kElements>
+struct Column {
+    const Tile& tile;
+    int column, first;
+    __device__ float value(int i) const { return tile.value(column, first + i); }
+    __device__ void values(float* x) const { tile.template values<kElements>(column, first, x); }
+};
 
 // kPer neighbouring chunks of a block whose others are in the neighbouring lanes. `unit` is their place
 // in the stream of codes, `index` and `step` the flat indices of their elements. Whether the block's scale is
-// contested: then it is called again with kSettle, and at(i), which gives element i again.
-template <class Format, typename T, int kPer, int kLanes, int kFlags, bool kSettle, class At>
+// contested: then it is called again with kSettle.
+template <class Format, typename T, int kPer, int kLanes, int kFlags, bool kSettle, class Source>
 __device__ bool quantize_unit(
-    float* x, At at, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
+    float* x, const Source& source, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
     const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed, u64 index, u64 step) {
     constexpr int kElements = kPer * kChunk;
     const int lane = threadIdx.x % kLanes;
-    const auto value = [&](int i) { return kFlags & kClamp ? clamped<T>(at(i)) : at(i); };
-    if constexpr (kFlags & kClamp) {
+    const auto clamp = [&] {
+        if constexpr (kFlags & kClamp) {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) x[i] = clamped<T>(x[i]);
-    }
+            for (int i = 0; i < kElements; ++i) x[i] = clamped<T>(x[i]);
+        }
+    };
+    clamp();
     const auto found = find<Format, kLanes, kElements>(x, lane);
     Numbers numbers = numbers_of<Format, kFlags>(found, kLanes * kElements, given, valid ? block : 0);
     bool contested = false;
@@ -30,11 +56,11 @@ __device__ bool quantize_unit(
         settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
             u64 sum = 0;
 #pragma unroll 1
-            for (int i = 0; i < kElements; ++i) sum += loss(value(i));
+            for (int i = 0; i < kElements; ++i) sum += loss(kFlags & kClamp ? clamped<T>(source.value(i)) : source.value(i));
             return lanes_sum<kLanes>(sum);
         });
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) x[i] = value(i);  // anew: keeping it took registers
+        source.values(x);  // anew: keeping them took registers
+        clamp();
     } else if constexpr (Contest<Format, kFlags>::possible) {
         contested = Contest<Format, kFlags>(numbers, given).open;
     }
@@ -53,10 +79,17 @@ __device__ bool quantize_unit(
     return contested;
 }
 
-// Told how many blocks must fit, the compiler needs no local memory for codebooks whose scales are contested; left
-// alone (0) it takes 8 bytes.
+// Told how many blocks must fit, the compiler needs no local memory where scales are contested; left alone (0) it
+// takes 8 bytes for codebooks, and 16 for small floats before sm_90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int kFloatsFit = 0;
+#else
+constexpr int kFloatsFit = 4;
+#endif
 template <class Format, typename T, int kFlags>
-constexpr int fitting = !Format::Codec::is_codebook || !Contest<Format, kFlags>::possible ? 0 : sizeof(T) == 4 ? 6 : 5;
+constexpr int fitting = !Contest<Format, kFlags>::possible ? 0
+    : Format::Codec::is_codebook ? (sizeof(T) == 4 ? 6 : 5)
+    : Format::integers ? 0 : kFloatsFit;
 
 // Units of kPer chunks; kLanes of them make a block.
 template <class Format, typename T, int kPer, int kLanes, int kThreads, int kUnits, int kFlags>
@@ -82,11 +115,12 @@ __global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const i64 unit = first + u * kThreads;
+        const Chunks<T, kPer> source{x + unit * (kPer * kChunk), unit < units};
         float values[kPer * kChunk];
 #pragma unroll
         for (int p = 0; p < kPer; ++p) raw[u][p].values(values + p * kChunk);
         contested |= quantize_unit<Format, T, kPer, kLanes, kFlags, false>(
-            values, NoValue{}, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
+            values, source, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
             unit * (kPer * kChunk), 1);
     }
     if constexpr (Contest<Format, kFlags>::possible) {
@@ -95,15 +129,37 @@ __global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize
 #pragma unroll 1
         for (int u = 0; u < kUnits; ++u) {
             const i64 unit = first + u * kThreads;
-            const auto at = [&](int i) { return unit < units ? Element<T>::load(x + unit * (kPer * kChunk) + i) : 0.0f; };
+            const Chunks<T, kPer> source{x + unit * (kPer * kChunk), unit < units};
             float values[kPer * kChunk];
-#pragma unroll
-            for (int i = 0; i < kPer * kChunk; ++i) values[i] = at(i);
+            source.values(values);
             quantize_unit<Format, T, kPer, kLanes, kFlags, true>(
-                values, at, packed, unit, unit / kLanes, unit < units, again, given, tables, lookup, seed,
+                values, source, packed, unit, unit / kLanes, unit < units, again, given, tables, lookup, seed,
                 unit * (kPer * kChunk), 1);
         }
     }
+}
+
+// Units of a tile's columns, see quantize_axis; whether scales of any are contested. With kSettle: those decided.
+template <class Format, typename T, int kPer, int kLanes, int kThreads, int kFlags, bool kSettle, class Tile, int kAlong, int kWidth>
+__device__ bool quantize_columns(
+    const Tile& turned, u8* packed, i64 top, i64 left, i64 batch, i64 depth, i64 width, i64 row_bytes, const Scales& scales,
+    const Given& given, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed) {
+    constexpr int kElements = kPer * kChunk;
+    bool contested = false;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
+        const int column = i / kAlong, along = i % kAlong;
+        const Column<Tile, kElements> source{turned, column, along * kElements};
+        float values[kElements];
+        source.values(values);
+        const i64 k = top + along * kElements, row = batch * width + left + column;
+        const bool valid = left + column < width && k < depth;
+        const i64 block = row * (depth / (kLanes * kElements)) + k / (kLanes * kElements);
+        contested |= quantize_unit<Format, T, kPer, kLanes, kFlags, kSettle>(
+            values, source, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
+            (batch * depth + k) * width + left + column, width);
+    }
+    return contested;
 }
 
 // x is [batch, depth, width] and contiguous; blocks run along depth, and the codes of stored row
@@ -123,27 +179,15 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_axis(
     turned.load(x + (batch * depth + top) * width + left, width, depth - top, width - left, threadIdx.x, kThreads);
     if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
     __syncthreads();
-    constexpr int kElements = kPer * kChunk, kAlong = kDepth / kElements;  // units of a column
+    constexpr int kAlong = kDepth / (kPer * kChunk);  // units of a column
     static_assert(kWidth * kAlong % kThreads == 0 && kThreads % kAlong == 0, "whole warps, whole columns");
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
-        const int column = i / kAlong, along = i % kAlong;
-        float values[kElements];
-        turned.template values<kElements>(column, along * kElements, values);
-        const i64 k = top + along * kElements, row = batch * width + left + column;
-        const bool valid = left + column < width && k < depth;
-        const i64 block = row * (depth / (kLanes * kElements)) + k / (kLanes * kElements);
-        const bool contested = quantize_unit<Format, T, kPer, kLanes, kFlags, false>(
-            values, NoValue{}, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
-            (batch * depth + k) * width + left + column, width);
-        if constexpr (Contest<Format, kFlags>::possible) {
-            if (!__any_sync(~0u, contested)) continue;  // nearly always
-            const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
-            turned.template values<kElements>(column, along * kElements, values);
-            quantize_unit<Format, T, kPer, kLanes, kFlags, true>(
-                values, [&](int i) { return turned.value(column, along * kElements + i); }, packed + row * row_bytes, k / kElements,
-                block, valid, again, given, tables, lookup, seed, (batch * depth + k) * width + left + column, width);
-        }
+    const bool contested = quantize_columns<Format, T, kPer, kLanes, kThreads, kFlags, false, Tile, kAlong, kWidth>(
+        turned, packed, top, left, batch, depth, width, row_bytes, scales, given, tables, lookup, seed);
+    if constexpr (Contest<Format, kFlags>::possible) {
+        if (!__any_sync(~0u, contested)) return;  // nearly always
+        const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
+        quantize_columns<Format, T, kPer, kLanes, kThreads, kFlags, true, Tile, kAlong, kWidth>(
+            turned, packed, top, left, batch, depth, width, row_bytes, again, given, tables, lookup, seed);
     }
 }
 
