@@ -215,11 +215,56 @@ def from_numpy(x: np.ndarray, which: str) -> Any:
     torch = sys.modules["torch"]
     if x.dtype == _BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    if x.dtype.kind == "V":  # fp8 and smaller: torch gets the bytes
+    if x.dtype.kind == "V" or x.dtype.name in _TORCH_FLOATS:  # fp8 and smaller: as bytes
         return torch.from_numpy(x.view(np.uint8))
     if not x.flags.writeable:
         x = aligned(x.copy())
     return torch.from_numpy(x)
+
+
+LIBRARIES = ("numpy", "cupy", "torch")
+
+
+def destination(library: object, device: object) -> tuple[str, str]:
+    """Library and device that arrays are asked to go to; None is NumPy, CuPy on a GPU.
+
+    Raises
+    ------
+    ValueError
+        For an unknown one, or a library that has no arrays on that device.
+    BackendUnavailable
+        Where torch is asked for and not installed.
+
+    >>> destination(None, "cuda:1"), destination("torch", None)
+    (('cupy', 'cuda:1'), ('torch', 'cpu'))
+    """
+    if library is not None and library not in LIBRARIES:
+        raise ValueError(f"library must be one of {', '.join(LIBRARIES)}, got {library!r}")
+    place = device_name(device) if device is not None else "cuda" if library == "cupy" else "cpu"
+    which = str(library or ("numpy" if place == "cpu" else "cupy"))
+    if (which, place == "cpu") in (("numpy", False), ("cupy", True)):
+        raise ValueError(f"{which} has no arrays on {place!r}; pass another library= or device=")
+    if which == "torch":
+        try:
+            importlib.import_module("torch")  # asked for by its name, and nowhere else
+        except ImportError as error:
+            raise BackendUnavailable(
+                "library='torch' needs PyTorch, which is not installed; see pytorch.org"
+            ) from error
+    return which, place
+
+
+def placed(x: np.ndarray, library: str, device: str, bytes_of_fp8: bool = False) -> Any:
+    """A NumPy array as one of `library` on `device` (`destination`), without a copy on the CPU.
+
+    torch gets bfloat16 and 8-bit floats as its own; with `bytes_of_fp8`, these as bytes.
+    """
+    if library != "torch":
+        return to_device(x, device)
+    tensor = from_numpy(x, "torch")
+    if x.dtype.name in _TORCH_FLOATS and x.dtype.itemsize == 1 and not bytes_of_fp8:
+        tensor = tensor.view(_torch_dtype(x.dtype))
+    return tensor if device == "cpu" else to_device(tensor, device)
 
 
 def to_device(x: Any, target: str) -> Any:

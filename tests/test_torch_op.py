@@ -40,7 +40,7 @@ def test_without_torch_the_error_says_what_to_install():
 
 
 def test_public_names():
-    assert cuquant.torch.__all__ == ["QuantLinear", "quantize_"]
+    assert cuquant.torch.__all__ == ["QuantLinear", "load_", "quantize_"]
     assert cuquant.torch.__doc__ and quantize_.__doc__ and QuantLinear.__doc__
 
 

@@ -3,24 +3,34 @@
 The metadata key "cuquant" holds JSON: {"version": 1, "arrays": {name: {"format", "options",
 "shape", "dtype", "axes", "components": {component: {"dtype", "shape"}}}}}. The tensor of a
 component is called "name.component". The entry of a PackedWeight also names its "layout", with a
-version, whose components these are. Everything else in a file is a plain array.
+version, whose components these are. Everything else in a file is a plain array, but for the
+state_dict of a `cuquant.torch` model (cuquant/io/state.py), which describes its weights in tensors.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from cuquant import interop, reference
 from cuquant.array import QuantArray
-from cuquant.errors import FormatError, shortened
+from cuquant.errors import FormatError, did_you_mean, shortened
 from cuquant.formats import Format, get_format
+from cuquant.formats.format import Component
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.io.safetensors.tensors import quote
-from cuquant.packed import PackedWeight, layout_components, unpack
+from cuquant.io.state import (
+    EXTRA,
+    MAX_BYTES,
+    Description,
+    bytes_shape,
+    is_description,
+    parse_format,
+)
+from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_components, unpack
 from cuquant.stored import OPERATIONS
 
 KEY, VERSION = "cuquant", 1
@@ -83,24 +93,45 @@ def save(
             writer.write(name, part)
 
 
-def load(path: str | os.PathLike[str], *, max_header_bytes: int = 100_000_000) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: object = None,
+    library: Literal["numpy", "cupy", "torch"] | None = None,
+    names: Iterable[str] | None = None,
+    max_header_bytes: int = 100_000_000,
+) -> dict[str, Any]:
     """Read a safetensors file: QuantArrays as `save` wrote them, everything else as arrays.
+
+    The state_dict of a model that `cuquant.torch.quantize_` made, saved by safetensors, gives the
+    same: the components of its layer "q_proj" are one array, "q_proj.weight".
 
     Parameters
     ----------
     path
         Any safetensors file; nothing in it is executed or trusted.
+    device
+        "cpu", "cuda" or "cuda:N". None: the CPU, or the current GPU for CuPy.
+    library
+        "numpy", "cupy" or "torch", which gets bfloat16 and 8-bit floats as its own. None: NumPy, or
+        CuPy where `device` is a GPU.
+    names
+        Of the arrays to read. None: all.
     max_header_bytes
         A larger header is refused.
 
     Returns
     -------
-    dict of QuantArray, PackedWeight or NumPy array by name.
+    dict of QuantArray, PackedWeight or array by name.
 
     Raises
     ------
     FormatError
         For a malformed file.
+    ValueError
+        For a library that has no arrays on that device, or a name that the file does not have.
+    BackendUnavailable
+        Where library or device is not there.
 
     Examples
     --------
@@ -110,10 +141,28 @@ def load(path: str | os.PathLike[str], *, max_header_bytes: int = 100_000_000) -
     >>> cq.load(path)
     {'bias': array([0, 1, 2])}
     """
+    which, place = interop.destination(library, device)
+    if isinstance(names, str):
+        raise TypeError(f"names must be several, such as [{quote(names)}]")
     with SafetensorsReader(path, max_header_bytes=max_header_bytes) as reader:
         arrays, plain = described(reader)
-        found = {name: array.read(reader, name) for name, array in arrays.items()}
-        return found | {name: reference.aligned(reader.read(name)) for name in plain}
+        known = [*arrays, *plain]
+        wanted = known if names is None else list(names)
+        if unknown := [name for name in wanted if name not in set(known)]:
+            hint = did_you_mean(str(unknown[0]), known)
+            raise ValueError(f"{path} has no array {quote(unknown[0])}{hint}")
+        found: dict[str, Any] = {}
+        for name in wanted:
+            if name in arrays:
+                found[name] = _placed(arrays[name].read(reader, name), which, place)
+            else:
+                found[name] = interop.placed(reader.read(name), which, place)
+        return found
+
+
+def _placed(q: QuantArray | PackedWeight, library: str, device: str) -> QuantArray | PackedWeight:
+    parts = {n: interop.placed(part, library, device, True) for n, part in q.arrays().items()}
+    return q._with(components=parts)
 
 
 def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
@@ -140,7 +189,7 @@ def entry(
 ) -> dict[str, Any]:
     """What the header says of one quantized array, of a layout where it is a PackedWeight."""
     stored = stored_shape(shape, axes)
-    held = fmt.components(stored) if layout is None else layout_components(fmt, stored, layout)
+    held = _components(fmt, stored, layout)
     parts = {c.name: {"dtype": str(c.dtype), "shape": c.shape} for c in held}
     described = {
         "format": fmt.name,
@@ -151,6 +200,11 @@ def entry(
         "components": parts,
     }
     return described if layout is None else {**described, "layout": layout}
+
+
+def _components(fmt: Format, stored: tuple[int, ...], layout: Any) -> tuple[Component, ...]:
+    """The arrays of a QuantArray, or of a PackedWeight where there is a layout."""
+    return fmt.components(stored) if layout is None else layout_components(fmt, stored, layout)
 
 
 def stored_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -243,7 +297,12 @@ class Described:
 
     def read(self, reader: SafetensorsReader, name: str) -> QuantArray | PackedWeight:
         """The array itself."""
-        parts = {part: reader.read(info.name) for part, info in self.parts.items()}
+        stored = stored_shape(self.shape, self.axes)
+        wanted = _components(self.format, stored, self.layout)
+        parts = {}
+        for component in wanted:
+            part = reader.read(self.parts[component.name].name)
+            parts[component.name] = part.view(component.dtype).reshape(component.shape)
         if self.layout is not None:
             return PackedWeight(self.format, self.layout, parts, self.shape, self.dtype)
         return QuantArray(self.format, self.shape, self.dtype, parts, self.axes)
@@ -259,7 +318,13 @@ def described(reader: SafetensorsReader) -> tuple[dict[str, Described], list[str
     """
     entries = read_entries(reader)
     arrays = {name: _described_array(reader, name, value) for name, value in entries.items()}
-    inside = {info.name for array in arrays.values() for info in array.parts.values()}
+    states: set[str] = set()
+    for name, array, extra in _states(reader):
+        if name in arrays:
+            raise FormatError(f"{reader.path}: {quote(name)} is described twice")
+        arrays[name] = array
+        states.add(extra)
+    inside = {info.name for array in arrays.values() for info in array.parts.values()} | states
     plain = [name for name in reader.tensors if name not in inside]
     if twice := arrays.keys() & set(plain):
         raise FormatError(f"{reader.path}: {quote(min(twice))} is both an array and a tensor")
@@ -272,7 +337,7 @@ def _described_array(reader: SafetensorsReader, name: str, entry: dict[str, Any]
     layout, stored = entry.get("layout"), stored_shape(shape, axes)
     try:
         fmt.check_shape(stored)
-        wanted = fmt.components(stored) if layout is None else layout_components(fmt, shape, layout)
+        wanted = _components(fmt, stored, layout)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"{where}: {shortened(str(error), 500)}") from error
     if layout is not None and axes != tuple(range(len(shape))):
@@ -293,6 +358,38 @@ def _described_array(reader: SafetensorsReader, name: str, entry: dict[str, Any]
             )
         parts[part.name] = info
     return Described(fmt, shape, dtype, axes, layout, parts)
+
+
+def _states(reader: SafetensorsReader) -> Iterator[tuple[str, Described, str]]:
+    """Weights that a state_dict describes: name, what it is, and the tensor that says so."""
+    for extra, info in reader.tensors.items():
+        small = info.numpy_dtype == np.uint8 and len(info.shape) == 1 and info.nbytes <= MAX_BYTES
+        if extra.rpartition(".")[2] != EXTRA or not small:
+            continue
+        stored = reader.read(extra).tobytes()
+        if not is_description(stored):
+            continue
+        prefix = extra.removesuffix(EXTRA)
+        where = f"{reader.path}: {quote(prefix + 'weight')}"
+        try:
+            said = Description.from_bytes(stored)
+        except FormatError as error:
+            raise FormatError(f"{where}: {shortened(str(error), 500)}") from error
+        parts = {}
+        for part in said.components():
+            found = reader.tensors.get(prefix + part.name)
+            if found is None:
+                raise FormatError(f"{where}: its tensor {quote(prefix + part.name)} is missing")
+            if (found.numpy_dtype, found.shape) != (np.uint8, bytes_shape(part)):
+                raise FormatError(
+                    f"{where}: {part.name} is {found.numpy_dtype}{list(found.shape)}; "
+                    f"it is stored as uint8{list(bytes_shape(part))}"
+                )
+            parts[part.name] = found
+        layout = None if said.layout == ROWS_LAYOUT else said.layout
+        dtype = interop.float_dtype(said.dtype)
+        fmt = parse_format(said.format)
+        yield prefix + "weight", Described(fmt, said.shape, dtype, (0, 1), layout, parts), extra
 
 
 def parse_entry(

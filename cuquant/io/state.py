@@ -96,6 +96,17 @@ class Description:
         return found
 
 
+def is_description(stored: bytes) -> bool:
+    """Whether bytes are meant as a Description: modules of others have extra states too."""
+    if len(stored) > MAX_BYTES:
+        return False
+    try:
+        said = json.loads(stored)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and {"format", "layout"} <= said.keys()
+
+
 def format_text(fmt: Format) -> str:
     """A Format in words that `parse_format` reads; learned levels too, which `str(fmt)` leaves out.
 

@@ -1,7 +1,8 @@
 """PyTorch: linear layers with quantized weights, for inference.
 
-`quantize_` swaps the nn.Linear layers of a model for `QuantLinear` in one call. Both need torch,
-which `import cuquant` does not: import this module by its name.
+`quantize_` swaps the nn.Linear layers of a model for `QuantLinear` in one call, and `load_` loads a
+file of quantized weights into a model. They need torch, which `import cuquant` does not: import
+this module by its name.
 
 >>> import torch
 >>> import cuquant.torch
@@ -22,7 +23,8 @@ except ImportError as error:
         f"cuquant.torch needs PyTorch: {pip_install('torch')}, or torch as pytorch.org says"
     ) from error
 
+from cuquant.torch.load import load_
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import quantize_
 
-__all__ = ["QuantLinear", "quantize_"]
+__all__ = ["QuantLinear", "load_", "quantize_"]

@@ -116,7 +116,7 @@ def quantize_(
             "cuquant.torch.QuantLinear.from_linear(model, format) makes the quantized layer"
         )
     rules = _Rules.of(format, format_options, include, exclude)
-    layers = _layers(model)
+    layers = layers_of(model)
     rules.check_used(layers)
     _decide(model, layers, rules)
     made = list(_quantized(layers, prepack))  # all, before anything is swapped
@@ -129,7 +129,7 @@ def quantize_(
 
 
 @dataclass
-class _Layer:
+class Layer:
     """An nn.Linear of the model: where it is, and what becomes of it."""
 
     module: Any  # nn.Linear
@@ -140,13 +140,14 @@ class _Layer:
     named: bool = False  # by a pattern other than "*"
 
 
-def _layers(model: nn.Module) -> list[_Layer]:
-    found: dict[nn.Module, _Layer] = {}
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The float nn.Linear layers inside a model."""
+    found: dict[nn.Module, Layer] = {}
     for path, parent in model.named_modules(remove_duplicate=False):
         for key, module in parent._modules.items():
             if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear):
                 continue
-            layer = found.setdefault(module, _Layer(module))
+            layer = found.setdefault(module, Layer(module))
             layer.names.append(f"{path}.{key}" if path else key)
             if not any(p is parent and k == key for p, k in layer.places):
                 layer.places.append((parent, key))
@@ -184,7 +185,7 @@ class _Rules:
             tuple(formats), included, () if exclude is None else _patterns(exclude, "exclude")
         )
 
-    def check_used(self, layers: Sequence[_Layer]) -> None:
+    def check_used(self, layers: Sequence[Layer]) -> None:
         """ValueError for a pattern that was to select something and does not."""
         wanted = [*(self.include or ()), *(p for p, fmt in self.formats if fmt is not None)]
         names = [name for layer in layers for name in layer.names]
@@ -193,7 +194,7 @@ class _Rules:
                 some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
                 raise ValueError(f"{pattern!r} selects no nn.Linear of the model; it has: {some}")
 
-    def choose(self, layer: _Layer) -> None:
+    def choose(self, layer: Layer) -> None:
         """Set the layer's format, or the reason to keep it."""
         if _matching(self.exclude, layer) is not None:
             layer.reason = "excluded"
@@ -222,16 +223,16 @@ def _patterns(given: object, what: str) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _matching(patterns: Any, layer: _Layer) -> str | None:
+def _matching(patterns: Any, layer: Layer) -> str | None:
     """The first of the patterns that selects the layer."""
     return next((p for p in patterns if any(_selects(p, name) for name in layer.names)), None)
 
 
-def _decide(model: nn.Module, layers: Sequence[_Layer], rules: _Rules) -> None:
+def _decide(model: nn.Module, layers: Sequence[Layer], rules: _Rules) -> None:
     for layer in layers:
         rules.choose(layer)
         if layer.reason is None and layer.format is not None:
-            layer.reason = _obstacle(layer.module, layer.format)
+            layer.reason = obstacle(layer.module, layer.format)
     swapped = {layer.module for layer in layers if layer.reason is None}
     owners: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -244,7 +245,7 @@ def _decide(model: nn.Module, layers: Sequence[_Layer], rules: _Rules) -> None:
             layer.reason = f"its weight is also that of {stay[0]!r}, which stays" if stay else None
 
 
-def _obstacle(module: nn.Linear, fmt: Format) -> str | None:
+def obstacle(module: nn.Linear, fmt: Format) -> str | None:
     """Why a layer cannot be swapped, whatever was asked for."""
     weight = module._parameters.get("weight")
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
@@ -268,8 +269,8 @@ def _obstacle(module: nn.Linear, fmt: Format) -> str | None:
 
 
 def _quantized(
-    layers: Sequence[_Layer], prepack: bool | None
-) -> Iterator[tuple[_Layer, QuantLinear]]:
+    layers: Sequence[Layer], prepack: bool | None
+) -> Iterator[tuple[Layer, QuantLinear]]:
     weights: dict[tuple[torch.Tensor, Format], Weight] = {}
     for layer in layers:
         linear, fmt = layer.module, layer.format
@@ -282,13 +283,18 @@ def _quantized(
             new = QuantLinear(weights[key], linear.bias)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{layer.names[0]}: {error}") from error
-        new.train(linear.training)
-        for hooks in _HOOKS:
-            setattr(new, hooks, getattr(linear, hooks))
-        yield layer, new
+        yield layer, follow(new, layer)
 
 
-def _report(layers: Sequence[_Layer]) -> None:
+def follow(new: QuantLinear, layer: Layer) -> QuantLinear:
+    """Let a new layer have the mode and the hooks of the one it replaces."""
+    new.train(layer.module.training)
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(layer.module, hooks))
+    return new
+
+
+def _report(layers: Sequence[Layer]) -> None:
     kept = [layer for layer in layers if layer.reason is not None]
     for layer in layers:
         said = str(layer.format) if layer.reason is None else f"kept, {layer.reason}"
@@ -305,7 +311,7 @@ def _warn_of_others(model: nn.Module, rules: _Rules) -> None:
     """Warn of weights of linear layers that are no nn.Linear's, where the rules ask for them."""
     left, count = [], 0
     for name, why, weights in _others(model):
-        asked = _Layer(None, [name])
+        asked = Layer(None, [name])
         rules.choose(asked)
         if asked.reason is None:
             left.append(f"{name or type(model).__name__}: {why}")

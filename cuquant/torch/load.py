@@ -1,0 +1,164 @@
+"""`load_`: a file of quantized weights into a model, whichever way it was stored."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuquant.array import QuantArray
+from cuquant.io.quantized import load
+from cuquant.packed import PackedWeight, prepack, unpack
+from cuquant.torch.module import QuantLinear
+from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
+
+
+def load_(model: M, path: str | os.PathLike[str]) -> M:
+    """Load a safetensors file into a model, in place; its linear layers become `QuantLinear`.
+
+    The file is one of `cuquant quantize` or `cuquant.save`, or the state_dict of a model that
+    `quantize_` made. Each nn.Linear whose weight is quantized in the file is swapped, a QuantLinear
+    takes the file's format and layout, and other quantized tensors (embeddings, filters) are
+    decoded. All else is copied, as `load_state_dict` does.
+
+    Parameters
+    ----------
+    model
+        On any device; on the meta device too, and then its tensors are the file's, on the CPU.
+    path
+        A safetensors file with everything that the model holds, and nothing else.
+
+    Returns
+    -------
+    The model.
+
+    Raises
+    ------
+    FormatError
+        For a malformed file.
+    RuntimeError
+        Where names or shapes of file and model differ; the model is then what it was.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, torch
+    >>> import cuquant as cq
+    >>> import cuquant.torch
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "m.safetensors")
+    >>> cq.save(path, {"0.weight": cq.quantize(torch.ones(8, 64), "nf4")})
+    >>> cuquant.torch.load_(torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False)), path)
+    Sequential(
+      (0): QuantLinear(in_features=64, out_features=8, bias=False, format=nf4)
+    )
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.Linear) and not isinstance(model, QuantLinear):
+        raise ValueError(
+            "model is itself an nn.Linear, which cannot be swapped inside a model; load_ takes "
+            "torch.nn.Sequential(model), whose tensors are called 0.weight and 0.bias"
+        )
+    linears = {f"{name}.weight": layer for layer in layers_of(model) for name in layer.names}
+    quantized = {
+        f"{name}.weight" if name else "weight": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, QuantLinear)
+    }
+    swaps: dict[str, Layer] = {}
+    weights: dict[str, QuantArray | PackedWeight] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, value in load(path, library="torch").items():
+        if not isinstance(value, (QuantArray, PackedWeight)):
+            plain[name] = value
+        elif name in quantized or (name in linears and _takes(linears[name], value)):
+            weights[name] = value
+            if name in linears:
+                swaps[name] = linears[name]
+        else:
+            plain[name] = (unpack(value) if isinstance(value, PackedWeight) else value).dequantize()
+
+    held = _held(model, quantized, swaps)
+    ties = _ties(held, plain)
+    problems = _problems(held, plain, ties, weights, {**quantized, **linears})
+    if problems:
+        raise RuntimeError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}")
+
+    for name, layer in swaps.items():
+        new = follow(QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer)
+        for parent, key in layer.places:
+            parent._modules[key] = new
+    for name, module in quantized.items():
+        module.weight = _beside(weights[name], module)
+    state = {name: _moved(value, held[name]) for name, value in plain.items()}
+    assign = any(isinstance(held[name], torch.Tensor) and held[name].is_meta for name in plain)
+    model.load_state_dict(state, strict=False, assign=assign)
+    for name, other in ties.items():
+        parent, _, key = name.rpartition(".")
+        model.get_submodule(parent)._parameters[key] = model.get_parameter(other)
+    return model
+
+
+def _takes(layer: Layer, weight: QuantArray | PackedWeight) -> bool:
+    """Whether a QuantLinear of this weight can stand for the layer."""
+    along = isinstance(weight, PackedWeight) or weight.axes == (0, 1)
+    return along and weight.ndim == 2 and obstacle(layer.module, weight.format) is None
+
+
+def _held(model: nn.Module, quantized: Any, swaps: Any) -> dict[str, Any]:
+    """What the model's state_dict holds beside the weights that are quantized in the file."""
+    inside = {
+        f"{name.removesuffix('weight')}{key}"
+        for name, module in quantized.items()
+        for key in module.state_dict()
+        if key != "bias"
+    }
+    held = model.state_dict(keep_vars=True)
+    return {k: v for k, v in held.items() if k not in inside and k not in swaps}
+
+
+def _ties(held: dict[str, Any], plain: dict[str, Any]) -> dict[str, str]:
+    """Names that the file leaves out, with another name of the same parameter that it has."""
+    names = {id(held[name]): name for name in plain if name in held}
+    return {
+        name: names[id(value)]
+        for name, value in held.items()
+        if name not in plain and id(value) in names
+    }
+
+
+def _problems(held: Any, plain: Any, ties: Any, weights: Any, modules: Any) -> list[str]:
+    """Why file and model do not fit, name by name."""
+    found = []
+    wanted = {name for name, module in modules.items() if isinstance(module, QuantLinear)}
+    missing = [name for name in (*held, *wanted) if name not in {*plain, *ties, *weights}]
+    unknown = [name for name in plain if name not in held]
+    for what, names in (("the file lacks", missing), ("the model has no", unknown)):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            found.append(f"{what} {', '.join(names[:8])}{more}")
+    for name, weight in weights.items():
+        module = modules[name] if isinstance(modules[name], QuantLinear) else modules[name].module
+        shape = (module.out_features, module.in_features)
+        if weight.shape != shape:
+            found.append(f"{name} is {list(weight.shape)}, not {list(shape)}")
+    for name, value in plain.items():
+        target = held.get(name)
+        if isinstance(target, torch.Tensor) and target.shape != value.shape:
+            found.append(f"{name} is {list(value.shape)}, not {list(target.shape)}")
+    return found
+
+
+def _beside(weight: QuantArray | PackedWeight, module: Any) -> QuantArray | PackedWeight:
+    """A weight on the device of the module, where kernels want it as `quantize_` lays it."""
+    device = module.weight.device
+    if device.type != "cuda":
+        return weight
+    moved = weight.to(str(device))
+    return prepack(moved) if isinstance(moved, QuantArray) else moved
+
+
+def _moved(value: torch.Tensor, target: Any) -> torch.Tensor:
+    """A plain tensor on the device of what it replaces; a meta tensor's place is the CPU."""
+    if isinstance(target, torch.Tensor) and not target.is_meta:
+        return value.to(target.device)
+    return value
