@@ -80,7 +80,7 @@ __device__ bool quantize_unit(
 }
 
 // Told how many blocks must fit, the compiler needs no local memory where scales are contested; left alone (0) it
-// takes 8 bytes for codebooks, and 16 for small floats before sm_90.
+// takes 8 bytes for codebooks and, on sm_100, for integers, and 16 for small floats before sm_90.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr int kFloatsFit = 0;
 #else
@@ -89,7 +89,7 @@ constexpr int kFloatsFit = 4;
 template <class Format, typename T, int kFlags>
 constexpr int fitting = !Contest<Format, kFlags>::possible ? 0
     : Format::Codec::is_codebook ? (sizeof(T) == 4 ? 6 : 5)
-    : Format::integers ? 0 : kFloatsFit;
+    : Format::integers ? (sizeof(T) == 4 ? 0 : 4) : kFloatsFit;
 
 // Units of kPer chunks; kLanes of them make a block.
 template <class Format, typename T, int kPer, int kLanes, int kThreads, int kUnits, int kFlags>

@@ -151,3 +151,85 @@ def test_q8_1_of_values_with_nan_infinity_and_vanishing_scales():
     sums = found[..., 2:4].copy().view(np.float16)[:, 0, 0]
     assert np.isnan(sums[:3]).all() and np.isfinite(sums[3:]).all()
     assert np.isnan(F.dequantize_q8_1(F.quantize_q8_1(x))[:3]).all()
+
+
+# ---- what is said of differences from ggml ------------------------------------------------------
+
+
+def gguf_values(name: str, blocks: np.ndarray) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(blocks.reshape(len(blocks), -1), kind).astype(F32)
+
+
+def test_mxfp4_values_differ_in_signs_of_zero_and_from_scale_byte_253_on():
+    blocks = np.zeros((256, 1, 17), np.uint8)
+    blocks[:, 0, 0] = np.arange(256)
+    blocks[:, 0, 1:] = np.arange(16) * 0x11  # each code twice
+    ours, theirs = F.dequantize_mxfp4(blocks), gguf_values("mxfp4", blocks)
+    codes = np.tile(np.arange(16), 2)
+    below = ours[:253].view(np.uint32) == theirs[:253].view(np.uint32)
+    assert (below == (codes != 8)).all()
+    assert np.signbit(ours[:255, codes == 8]).all() and not np.signbit(theirs[:, codes == 8]).any()
+    top = np.finfo(F32).max
+    for byte in (253, 254):
+        infinite = np.isinf(theirs[byte])
+        assert infinite.any() and (ours[byte] == np.clip(theirs[byte], -top, top)).all()
+    assert np.isnan(ours[255]).all()
+    with np.errstate(over="ignore"):
+        assert (theirs[255] == theirs[254] * F32(2)).all()  # 2^128
+
+
+def test_nvfp4_values_differ_in_signs_of_zero_and_scale_bytes_that_are_nan():
+    blocks = np.zeros((256, 1, 36), np.uint8)
+    blocks[:, 0, :4] = np.arange(256)[:, None]
+    blocks[:, 0, 4:] = np.tile(np.arange(16) * 0x11, 2)
+    ours, theirs = F.dequantize_nvfp4(blocks), gguf_values("nvfp4", blocks)
+    plain = np.delete(np.arange(256), [0x7F, 0xFF])
+    eight = BLOCK_LAYOUTS["nvfp4"].stored(blocks[plain, 0])["codes"] == 8
+    same = ours[plain].view(np.uint32) == theirs[plain].view(np.uint32)
+    assert (same == ~eight).all() and np.signbit(ours[plain][eight]).all()
+    assert not (theirs[plain][eight] != 0).any() and not np.signbit(theirs[plain][eight]).any()
+    assert np.isnan(ours[[0x7F, 0xFF]]).all()
+    assert (theirs[0x7F] == 0).all() and np.abs(theirs[0xFF]).max() == 6 * 480
+
+
+def test_mxfp4_ties_go_to_the_even_code_and_in_ggml_to_the_smaller_size():
+    x = np.full((1, 32), 6, F32)  # a scale of 1
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], F32)
+    x[0, : len(ties)] = ties
+    x[0, 8 : 8 + len(ties)] = -ties
+    kind = gguf.GGMLQuantizationType.MXFP4
+    theirs = gguf.quants.quantize(x, kind).reshape(1, 1, 17)
+    ours = F.quantize_mxfp4(x)
+    assert ours[0, 0, 0] == theirs[0, 0, 0] == 127
+    layout = BLOCK_LAYOUTS["mxfp4"]
+    a, b = (layout.stored(blocks.reshape(1, 17))["codes"][0] for blocks in (ours, theirs))
+    assert (a[:7] % 2 == 0).all() and b[:7].tolist() == list(range(7))
+    assert (a[8:15] == a[:7] + 8).all() and b[8:15].tolist() == [0, *range(9, 15)]
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+def test_blocks_are_ggufs_down_to_scales_of_2_to_the_minus_128(name):
+    """Below, ggml's reciprocal is infinite; here codes are those of 0. Scales are 0 in float16."""
+    kind, layout = gguf.GGMLQuantizationType[name.upper()], BLOCK_LAYOUTS[name]
+    peak = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 127}[name]
+    x = normal(40, 32)
+    x /= (x.max(-1) - x.min(-1) if layout.has_min else np.abs(x).max(-1))[:, None]
+    above, below = ((x * F32(peak * 2.0**-128) * F32(by)).astype(F32) for by in (1.001, 0.999))
+    found = getattr(F, f"quantize_{name}")
+    with np.errstate(all="ignore"):
+        assert bits_equal(found(above)[:, 0], gguf.quants.quantize(above, kind))
+    zero = layout.stored(found(np.zeros((1, 32), F32))[0])["codes"]
+    codes = layout.stored(found(below)[:, 0])["codes"]
+    assert (codes == zero).all()
+    assert not layout.stored(found(below)[:, 0])["scale"].any()
+
+
+def test_searched_types_say_that_their_error_is_below_ggmls_in_total():
+    for name in ("q2_k", "q6_k", "iq4_nl"):
+        assert "in total" in getattr(F, f"quantize_{name}").__doc__
+    # A block alone may err more: ggml stores 2 and -2 by turns with an error of 9.54e-7.
+    x = np.tile(np.array([2, -2], F32), (1, 128))
+    error = ((F.dequantize_q6_k(F.quantize_q6_k(x)).astype(np.float64) - x) ** 2).sum()
+    assert 9.54e-7 < error < 6.2e-5

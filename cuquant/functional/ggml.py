@@ -43,7 +43,7 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     Notes
     -----
     The bytes of `cuquant.quantize(x, "{name}"{options}).to_blocks()`.
-    Layout: block_{name} in ggml-common.h.
+    Layout: block_{name} in ggml-common.h. {note}
 
     Examples
     --------
@@ -52,7 +52,7 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     (2, {blocks}, {nbytes})
     """
 
-_DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row_{name}.
+_DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row_{name}{but}.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ _DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row
 
     Notes
     -----
-    Layout: block_{name} in ggml-common.h.
+    Layout: block_{name} in ggml-common.h.{note}
 
     Examples
     --------
@@ -126,12 +126,42 @@ _GEMM = """W @ A.T of {name} weights and q8_1 activations: the values that both 
     ((2, 3), True)
     """
 
+_OWN_BYTES = """The bytes are those of ggml's quantize_row_{name}_ref. Only
+    where the reciprocal of a scale is beyond float32 (scales below 2^-128: in q4_0 of numbers below
+    2.4e-38) the codes are those of 0 here, and of infinities in ggml; the stored scale is 0."""
+_SEARCHED = """The scales are searched for, and the bytes are not
+    those of ggml's quantizer. The squared error is below that quantizer's in total, on normal and
+    on Student-t numbers; a block alone may err more."""
+_ROUNDED = """A tie goes to the even code, as OCP says, and
+    what rounds to 0 keeps its sign; in ggml's quantizer a tie goes to the smaller size, and zeros
+    are positive.{scales}"""
+_QUANTIZE_NOTES = {
+    "mxfp4": _ROUNDED.format(scales=" The scales are ggml's, from 2^-125 on."),
+    "nvfp4": _ROUNDED.format(scales=" The scales are those of `cuquant.quantize`, not ggml's."),
+}
+_DEQUANTIZE_NOTES = {
+    "mxfp4": """ Code 8 is -0.0 here and 0.0 in
+    ggml. Of scale bytes 253 and 254 the values beyond float32 saturate here and are infinite in
+    ggml; 255 is NaN here, as OCP says, and 2^128 in ggml.""",
+    "nvfp4": """ Code 8 is -0.0 here and 0.0 in
+    ggml. Scale bytes 0x7F and 0xFF are NaN here, as in e4m3, and 0 and 480 in ggml.""",
+}
 
-def _named(function: Callable[..., Any], name: str, doc: str, type_name: str) -> None:
+
+def _quantize_note(name: str) -> str:
+    usual = _SEARCHED if get_format(name).rule.rule == "search" else _OWN_BYTES
+    return _QUANTIZE_NOTES.get(name, usual.format(name=name))
+
+
+def _named(
+    function: Callable[..., Any], name: str, doc: str, type_name: str, note: str = ""
+) -> None:
     layout = BLOCK_LAYOUTS[type_name]
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc.format(
         name=type_name,
+        note=note,
+        but=", but for what the notes say" if note else "",
         elements=layout.elements,
         nbytes=layout.nbytes,
         sub_block=layout.sub_block,
@@ -153,7 +183,7 @@ def _quantizer(name: str) -> Callable[[Any], Any]:
             return interleave(q, BLOCK_LAYOUTS[name])  # its global scale is 1: no need to look
         return q.to_blocks()
 
-    _named(call, f"quantize_{name}", _QUANTIZE, name)
+    _named(call, f"quantize_{name}", _QUANTIZE, name, _quantize_note(name))
     return call
 
 
@@ -161,7 +191,7 @@ def _dequantizer(name: str) -> Callable[..., Any]:
     def call(q: Any, K: int | None = None) -> Any:
         return like(_values(q, name, "q", K), q)
 
-    _named(call, f"dequantize_{name}", _DEQUANTIZE, name)
+    _named(call, f"dequantize_{name}", _DEQUANTIZE, name, _DEQUANTIZE_NOTES.get(name, ""))
     return call
 
 
