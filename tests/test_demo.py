@@ -2,9 +2,11 @@
 
 import importlib.util
 import math
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,24 +248,93 @@ def test_an_unknown_format_is_one_line(model):
     assert result.exit_code == 1 and result.output.startswith("error: unknown format 'nf5'")
 
 
-def test_labels_cover_neither_dots_nor_each_other():
+FAR = [run.Row("int2", 2.1, 1, 1, 0.6, 1, 1, 1), run.Row("int8", 8.1, 1, 1, 4e-4, 1, 1, 1)]
+
+
+def drawn(rows):
+    """The picture of rows: its axes, and the inset that they hold (None without)."""
     plot = pytest.importorskip("cuquant.demo.plot", reason="needs matplotlib")
-    names = run.names_of(None)
-    rng = np.random.default_rng(1)
-    rows = [
-        run.Row(name, 4.1 + 0.4 * rng.random(), 1, 1, 0.03 * (1 + rng.random()), 1, 1, 1)
-        for name in names[:10]
-    ]
-    far = [run.Row("int2", 2.1, 1, 1, 0.6, 1, 1, 1), run.Row("int8", 8.1, 1, 1, 4e-4, 1, 1, 1)]
-    figure = plot.draw([*rows, *far], 128)
+    figure = plot.draw(rows, 128)
     (axes,) = figure.axes
-    renderer = figure.canvas.get_renderer()
-    labels = [text for text in axes.texts if text.get_text() in {*names, "int2"}]
-    assert sorted(text.get_text() for text in labels) == sorted([*names[:10], "int2", "int8"])
-    boxes = [text.get_window_extent(renderer) for text in labels]
-    dots = [axes.transData.transform((row.bits_per_weight, row.distance)) for row in (*rows, *far)]
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i]), labels[i]
-        assert not any(box.contains(*dot) for dot in dots), labels[i]
-        assert axes.get_window_extent(renderer).contains(*box.min)
     assert run.MODEL in axes.get_title() and axes.get_yscale() == "log"
+    insets = [child for child in axes.child_axes if child.get_label() != "<colorbar>"]
+    assert len(insets) <= 1
+    return axes, next(iter(insets), None)
+
+
+def check_labels(axes, rows, obstacles=()):
+    """Each row has its label on these axes, inside, beside all dots and all other labels."""
+    renderer = axes.figure.canvas.get_renderer()
+    wanted = sorted(row.name for row in rows)
+    labels = [text for text in axes.texts if text.get_text() in wanted]
+    assert sorted(text.get_text() for text in labels) == wanted
+    boxes = [text.get_window_extent(renderer) for text in labels]
+    dots = [axes.transData.transform((row.bits_per_weight, row.distance)) for row in rows]
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in (*boxes[:i], *obstacles)), labels[i]
+        assert not any(box.contains(*dot) for dot in dots), labels[i]
+        frame = axes.get_window_extent(renderer)
+        assert frame.contains(*box.min) and frame.contains(*box.max)
+
+
+def crowded(seed):
+    rng = np.random.default_rng(seed)
+    return [
+        run.Row(name, 4.1 + 0.4 * rng.random(), 1, 1, 0.03 * (1 + rng.random()), 1, 1, 1)
+        for name in run.names_of(None)
+        if name not in ("int2", "int8")
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_labels_cover_neither_dots_nor_each_other(seed):
+    rows = crowded(seed)
+    axes, inset = drawn([*rows, *FAR])
+    assert inset is not None
+    check_labels(inset, rows)
+    check_labels(axes, FAR, [inset.get_window_extent()])
+    main = [axes.transData.transform((row.bits_per_weight, row.distance)) for row in (*rows, *FAR)]
+    assert not any(inset.get_window_extent().contains(*dot) for dot in main)
+
+
+def test_dots_that_are_few_or_far_apart_need_no_inset():
+    axes, inset = drawn(FAR)
+    assert inset is None
+    check_labels(axes, FAR)
+    assert drawn([])[1] is None
+
+
+def test_where_there_is_no_room_for_an_inset_the_labels_stay():
+    spread = [
+        run.Row("k3", 2 + 6 * (i % 9) / 8, 1, 1, 10.0 ** -(i // 9), 1, 1, 1) for i in range(45)
+    ]
+    rows = crowded(1)[:4]
+    axes, inset = drawn([*rows, *spread])
+    assert inset is None
+    assert {row.name for row in rows} <= {text.get_text() for text in axes.texts}
+
+
+def test_a_dot_below_another_is_seen():
+    """nf4 and nvfp4 have the same bits and nearly the same error."""
+    pairs = [
+        ("nf4", 4.5, 0.02897),
+        ("nvfp4", 4.5, 0.02899),
+        ("int4", 4.4, 0.03),
+        ("k4", 4.4, 0.028),
+    ]
+    rows = [run.Row(name, bits, 1, 1, error, 1, 1, 1) for name, bits, error in pairs]
+    _, inset = drawn([*rows, *FAR])
+    assert inset is not None
+    check_labels(inset, rows)
+    for dots in inset.collections:  # faces that are seen through, and an edge of full colour
+        assert dots.get_facecolor()[0][3] < 0.5 and dots.get_edgecolor()[0][3] == 1
+
+
+def test_the_readme_shows_a_picture_of_the_demo():
+    root = Path(cq.__file__).parent.parent
+    shown = re.findall(
+        r"!\[[^]]+\]\((examples/[^)]+\.png)\)", (root / "README.md").read_text("utf-8")
+    )
+    assert shown == ["examples/cuquant-demo.png"]
+    picture = (root / shown[0]).read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) < 100_000

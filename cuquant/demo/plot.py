@@ -1,4 +1,7 @@
-"""The demo's picture: error against bits per weight, a labelled dot for each format."""
+"""The demo's picture: error against bits per weight, a labelled dot for each format.
+
+Where dots crowd, as those of 4 bits do, an inset shows them larger and holds their labels.
+"""
 
 import itertools
 import math
@@ -23,6 +26,9 @@ FAMILIES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "small floats": ("#009E73", "^"),
     "ggml": ("#CC79A7", "D"),
 }
+_CROWD, _CROWDED = 22, 4  # dots that are nearer than so many points; so many of them get an inset
+_INSET = (0.45, 0.43)  # its width and height, in parts of the picture's
+_CORNERS = ((0.07, 0.08), (0.52, 0.08), (0.30, 0.53), (0.07, 0.53))  # where it may begin
 _DISTANCES = (7, 16, 26, 38, 52, 68, 90, 120)  # points from a dot to the edge of its label
 _DIRECTIONS = 24
 _ALONG = tuple(i / 24 for i in range(2, 24))  # spots on the line from a dot to its label
@@ -49,18 +55,83 @@ def draw(rows: Sequence[Row], count: int) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shown = [row for row in rows if row.name != "fp32" and row.distance > 0]
-    for kind, (colour, marker) in FAMILIES.items():
-        members = [row for row in shown if family(row.name) == kind]
-        if members:
-            bits, errors = zip(*((r.bits_per_weight, r.distance) for r in members), strict=True)
-            axes.scatter(
-                bits, errors, s=44, color=colour, marker=marker, edgecolors="white",
-                linewidths=0.6, label=kind, zorder=3,
-            )  # fmt: skip
+    _scatter(axes, shown)
     _dress(axes, shown, count)
     figure.canvas.draw()  # the layout is known from here on
-    _label(axes, shown)
+    crowd = _crowd(axes, shown)
+    inset = _inset(axes, crowd, [row for row in shown if row not in crowd])
+    if inset is not None:
+        figure.canvas.draw()
+        _label(inset, crowd, crowd, [])
+        shown = [row for row in shown if row not in crowd]
+    _label(axes, shown, [*shown, *crowd], [] if inset is None else [_outside(inset)])
     return figure
+
+
+def _scatter(axes: Axes, rows: Sequence[Row], fill: float = 1.0) -> None:
+    """A dot for each row; with `fill` below 1 a dot below another one is seen through it."""
+    for kind, (colour, marker) in FAMILIES.items():
+        members = [row for row in rows if family(row.name) == kind]
+        if members:
+            bits, errors = zip(*((r.bits_per_weight, r.distance) for r in members), strict=True)
+            edge = "white" if fill == 1 else colour
+            axes.scatter(
+                bits, errors, s=44, color=(colour, fill), marker=marker, edgecolors=edge,
+                linewidths=0.6 if fill == 1 else 1.4, label=kind, zorder=3,
+            )  # fmt: skip
+
+
+def _pixels(axes: Axes, rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Where the dots of rows lie on the picture."""
+    found = (axes.transData.transform((row.bits_per_weight, row.distance)) for row in rows)
+    return [(float(x), float(y)) for x, y in found]
+
+
+def _crowd(axes: Axes, rows: Sequence[Row]) -> list[Row]:
+    """The most dots that lie near to one another; none where they are few."""
+    reach = _CROWD * axes.figure.dpi / 72
+    left, largest = dict(enumerate(_pixels(axes, rows))), []
+    while left:
+        found = [left.popitem()]
+        for _, (x, y) in found:  # grows while it is walked
+            near = [i for i, (u, v) in left.items() if math.hypot(x - u, y - v) <= reach]
+            found += [(i, left.pop(i)) for i in near]
+        largest = max(largest, sorted(i for i, _ in found), key=len)
+    return [rows[i] for i in largest] if len(largest) >= _CROWDED else []
+
+
+def _inset(axes: Axes, crowd: Sequence[Row], others: Sequence[Row]) -> Axes | None:
+    """Axes inside the others for crowded dots, in a corner without dots; None where none is."""
+    if not crowd:
+        return None
+    taken = _pixels(axes, [*crowd, *others])
+    legend = axes.get_legend()
+    boxes = [legend.get_window_extent()] if legend else []
+    for corner in _CORNERS:
+        frame = Bbox.from_bounds(*corner, *_INSET)
+        outside = Bbox.from_extents(frame.x0 - 0.07, frame.y0 - 0.08, frame.x1, frame.y1)
+        page = outside.transformed(axes.transAxes).padded(8)
+        if not any(page.contains(*dot) for dot in taken) and not any(map(page.overlaps, boxes)):
+            break
+    else:
+        return None
+    inset = axes.inset_axes(frame.bounds)
+    _scatter(inset, crowd, 0.25)
+    for limits, values, least in (
+        (inset.set_xlim, [row.bits_per_weight for row in crowd], 0.1),
+        (inset.set_ylim, [row.distance for row in crowd], 0.0),
+    ):
+        room = max(0.2 * (max(values) - min(values)), least)
+        limits(min(values) - room, max(values) + room)
+    inset.tick_params(labelsize=7, length=2)
+    inset.grid(color="0.92", zorder=0)
+    axes.indicate_inset_zoom(inset, edgecolor="0.5", alpha=0.6)
+    return inset
+
+
+def _outside(axes: Axes) -> Bbox:
+    """The frame of an inset and the numbers beside it, in pixels."""
+    return axes.get_tightbbox(axes.figure.canvas.get_renderer())  # type: ignore[union-attr]
 
 
 def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
@@ -71,7 +142,7 @@ def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
     axes.grid(which="major", color="0.88", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.text(
-        0.01, 0.015, "towards this corner: fewer bits, smaller error", transform=axes.transAxes,
+        0.99, 0.015, "better: further left and down", transform=axes.transAxes, ha="right",
         fontsize=9, color="0.45",
     )  # fmt: skip
     if not rows:
@@ -85,13 +156,15 @@ def _dress(axes: Axes, rows: Sequence[Row], count: int) -> None:
     axes.legend(frameon=False, loc="upper right")
 
 
-def _label(axes: Axes, rows: Sequence[Row]) -> None:
-    """Name the dots: each label takes the nearest place where it covers and crosses nothing."""
+def _label(axes: Axes, rows: Sequence[Row], all_rows: Sequence[Row], taken: Sequence[Bbox]) -> None:
+    """Name the dots of `rows`: each label takes the nearest place where it covers and crosses
+    nothing of what is `taken` and of the dots of `all_rows`.
+    """
     renderer = axes.figure.canvas.get_renderer()  # type: ignore[union-attr]
     scale = axes.figure.dpi / 72  # pixels per point
-    points = [axes.transData.transform((row.bits_per_weight, row.distance)) for row in rows]
-    dots = [_box(x, y, 4.5 * scale, 4.5 * scale) for x, y in points]
-    page = _Page(axes.get_window_extent(renderer), scale, dots)
+    points = _pixels(axes, rows)
+    dots = [_box(x, y, 4.5 * scale, 4.5 * scale) for x, y in _pixels(axes, all_rows)]
+    page = _Page(axes.get_window_extent(renderer), scale, dots, [*taken])
     if legend := axes.get_legend():
         page.labels.append(legend.get_window_extent(renderer))
     for row, (x, y) in zip(rows, points, strict=True):
