@@ -221,3 +221,42 @@ def test_products_in_a_compiled_function(function):
     compiled = torch.compile(function, backend="aot_eager")
     for _ in range(2):
         assert torch.equal(compiled(x, q), function(x, q))
+
+
+# ---- options of formats -------------------------------------------------------------------------
+
+
+def test_tensors_as_options():
+    """Levels that NumPy can read are taken; all else is an error that says what came."""
+    levels = torch.tensor([-1.0, -0.25, 0.0, 0.5, 1.0])
+    assert cq.get_format("k3", levels=levels).codec.levels == tuple(levels.tolist())
+    wrong = {
+        r"requires grad.*detach": {"levels": levels.clone().requires_grad_()},
+        "levels must be": {"levels": levels.bfloat16()},
+        "levels must be a name": {"levels": levels.to("meta")},
+        "levels must": {"levels": levels.to_sparse()},
+        "complex": {"levels": levels.to(torch.complex64)},
+        "levels must be a name or": {"levels": (levels[0], levels.requires_grad_()[1])},
+    }
+    for message, options in wrong.items():
+        for call in (cq.get_format, lambda f, **o: cq.quantize(torch.ones(2, 64), f, **o)):
+            with pytest.raises(TypeError, match=f"(?s){message}"):
+                call("k3", **options)
+    for value in (torch.tensor(True), torch.tensor(False), torch.tensor([1, 2]), np.ones(2)):
+        for call in (cq.get_format, lambda f, **o: cq.quantize(torch.ones(2, 64), f, **o)):
+            with pytest.raises(TypeError, match="double_quant must be True or False"):
+                call("nf4", double_quant=value)
+    assert cq.get_format("nf4", double_quant=np.False_) == cq.get_format("nf4")
+    with pytest.raises(TypeError, match="block_size must be"):
+        cq.get_format("nf4", block_size=torch.tensor([32, 32]))
+
+
+def test_levels_that_change_are_read_again():
+    levels = torch.tensor([-1.0, 0.5, 1.0])
+    first = cq.get_format("k3", levels=levels)
+    levels[1] = 0.50001  # which is printed as 0.5000
+    assert cq.get_format("k3", levels=levels) != first
+    scalars = tuple(levels)
+    second = cq.get_format("k3", levels=scalars)
+    scalars[1].fill_(0.50002)
+    assert cq.get_format("k3", levels=scalars) != second

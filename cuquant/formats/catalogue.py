@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cuquant.errors import clipped, did_you_mean
+from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
@@ -130,9 +130,15 @@ def _levels(levels: object, bits: int, block: Block) -> tuple[float, ...]:
             return getattr(tables, f"LLOYD_{bits}_{fitted}")
         return getattr(tables, f"{levels.upper()}_{bits}")
     try:
-        values = np.asarray(levels, np.float32)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"levels must be a name or an array of numbers, got {levels!r}") from error
+        values = np.asarray(levels)
+        if values.dtype.kind == "c":
+            raise TypeError("these are complex")
+        values = values.astype(np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, of one that requires grad
+        raise TypeError(
+            f"levels must be a name or an array of numbers that NumPy reads, got {clipped(levels)} "
+            f"({shortened(str(error))})"
+        ) from error
     if values.ndim != 1 or not 2 <= values.size <= 2**bits:
         raise ValueError(
             f"levels has shape {values.shape}; {bits} bits hold 2 to {2**bits} levels in one axis"
@@ -333,11 +339,20 @@ def get_format(name: str | Format, **options: object) -> Format:
         return _new_format(name.name, {**name.options, **options})
     if isinstance(name, Enum):
         name = _name_of(name)
+    if not all(map(_is_constant, options.values())):  # an array may change, and be what it was
+        return _asked_format(name, options)
     try:
         kinds = repr(list(options.values()))  # 64 and 64.0 are alike to a dict, but not to a format
         return _kept_format(name, tuple(options.items()), kinds)
     except TypeError:  # options that cannot be hashed, or wrong ones
         return _asked_format(name, options)
+
+
+def _is_constant(value: object) -> bool:
+    """Whether an option is made of numbers, names and tuples, which are equal or differ for good."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (str, int, float, np.generic))
 
 
 @lru_cache(maxsize=256)
@@ -390,7 +405,8 @@ def _new_format(name: str, options: dict[str, object]) -> Format:
     if unknown := sorted(set(options) - set(_OPTIONS)):
         hint = did_you_mean(unknown[0], _OPTIONS)
         raise TypeError(f"unknown option {unknown}{hint}; options are {', '.join(_OPTIONS)}")
-    given = {k: v for k, v in options.items() if v is not None and v is not False}
+    unset = (type(None), bool, np.bool_)  # None, False and NumPy's False
+    given = {k: v for k, v in options.items() if not isinstance(v, unset) or v}
     for option in ("levels", "packing"):
         if option in given and not _takes_levels(name):
             raise ValueError(f"{name} takes no {option}=; k2..k8 do")

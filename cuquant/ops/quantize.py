@@ -152,7 +152,8 @@ def quantize(
 
 
 def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
-    options = {"block_size": block_size, "levels": levels, "double_quant": double_quant or None}
+    dq = None if double_quant is False else double_quant  # a tensor is neither true nor false
+    options = {"block_size": block_size, "levels": levels, "double_quant": dq}
     return {name: value for name, value in options.items() if value is not None}
 
 
