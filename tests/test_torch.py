@@ -91,9 +91,11 @@ def test_dtypes_by_torchs_names():
     assert q.dequantize(dtype=torch.float16).dtype == torch.float16
     assert cq.linear(torch.randn(2, 64), q, out_dtype=torch.bfloat16).dtype == torch.bfloat16
     assert q.to(torch.device("cpu")).device == "cpu"
-    for wrong in (torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64):
+    for wrong in (torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
             cq.quantize(torch.zeros(2, 64).to(wrong))
+    for other in (torch.float64, torch.int8):
+        assert cq.quantize(torch.zeros(2, 64).to(other)).dtype == np.float32
 
 
 def test_fp8_is_handed_over_as_bytes():
