@@ -349,7 +349,7 @@ def get_format(name: str | Format, **options: object) -> Format:
 
 
 def _is_constant(value: object) -> bool:
-    """Whether an option is made of numbers, names and tuples, which are equal or differ for good."""
+    """Whether an option is made of numbers, names and tuples, which never change."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     return value is None or isinstance(value, (str, int, float, np.generic))
