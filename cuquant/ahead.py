@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cuquant import cubins, jit
+from cuquant.errors import did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.interop import INPUT_DTYPES
 
@@ -93,7 +94,10 @@ def _known(what: str, names: Iterable[str], known: Sequence[str]) -> tuple[str, 
     chosen = (names,) if isinstance(names, str) else tuple(names)
     for name in chosen:
         if name not in known:
-            raise ValueError(f"{what} {name!r} is unknown; known: {', '.join(known) or 'none'}")
+            near = did_you_mean(str(name), known)
+            raise ValueError(
+                f"{what} {name!r} is unknown{near}; known: {', '.join(known) or 'none'}"
+            )
     return chosen
 
 

@@ -277,6 +277,8 @@ def test_the_markdown_table_is_of_all_formats():
         (["quantize", "x", "-o", "y", "-f", "nf5"], 1, "did you mean 'nf4'"),
         (["formats", "mxfp5"], 1, "did you mean 'mxfp"),
         (["bench", "quantize", "-f", "int9"], 1, "did you mean 'int"),
+        (["bench", "quantize", "--dtypes", "float61"], 1, "did you mean 'float16'"),
+        (["bench", "matmul", "--peers", "cublass"], 1, "did you mean 'cublas'"),
         (["quantize", "x", "-o", "y", "--fromat", "nf4"], 2, "--format"),
         (["bench", "matmul", "--shap", "8x8"], 2, "--shape"),
     ],
@@ -287,6 +289,15 @@ def test_unknown_names_are_near_to_known_ones(monkeypatch, tmp_path, arguments, 
     result = run(*arguments)
     assert result.exit_code == code
     assert text in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+def test_precompile_says_what_an_unknown_name_is_near_to():
+    for given, near in (
+        ({"dtypes": "float61"}, "float16"),
+        ({"operations": "quantise"}, "quantize"),
+    ):
+        with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+            cq.precompile("nf4", arch="sm_90", **given)
 
 
 @pytest.mark.parametrize("command", [["bench", "quantize"], ["bench", "matmul"]])

@@ -20,6 +20,7 @@ from cuquant.bench.gpu import CupyEngine
 from cuquant.bench.peers import TorchPeer, reason
 from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import Call, Engine, copies, measure
+from cuquant.errors import did_you_mean
 from cuquant.formats import Uniform
 from cuquant.interop import load_cupy
 
@@ -92,7 +93,8 @@ def check_peers(names: Iterable[str]) -> None:
     """ValueError for a name that is not in PEERS."""
     for name in names:
         if name not in PEERS:
-            raise ValueError(f"peer {name!r} is unknown; known are {', '.join(PEERS)}")
+            near = did_you_mean(name, PEERS)
+            raise ValueError(f"peer {name!r} is unknown{near}; known are {', '.join(PEERS)}")
 
 
 def find_product_peers(names: Iterable[str]) -> tuple[list[ProductPeer], list[str]]:

@@ -92,7 +92,8 @@ def quantize(
 ) -> None:
     """Quantize the weight matrices of a safetensors file.
 
-    Matrices of float32, float16 and bfloat16 are quantized, everything else is kept byte for byte.
+    Matrices of float32, float16 and bfloat16 are quantized where that saves bytes; everything else
+    is kept byte for byte.
     OUT appears when it is complete, or not at all.
     """
     check_safetensors(output)
