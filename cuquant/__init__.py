@@ -23,6 +23,7 @@ from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import grouped_linear, linear, matmul, swiglu
 from cuquant.ops.quantize import quantize
 from cuquant.packed import PackedWeight, prepack, unpack
+from cuquant.stored import array_equal
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "FormatError",
     "PackedWeight",
     "QuantArray",
+    "array_equal",
     "concatenate",
     "dequantize",
     "doctor",

@@ -32,7 +32,8 @@ class QuantArray(Stored):
         NumPy dtype that was quantized, and that `dequantize` returns.
     components
         The arrays that hold it, by name: NumPy, CuPy or torch ones, all on one device. They lie as
-        `moveaxis(x, axis, -1)` does, the quantized axis last.
+        `moveaxis(x, axis, -1)` does, the quantized axis last. `arrays()`, `packed` and the like
+        are read-only views of NumPy's; whoever writes to these changes the array.
     axes
         Axis i of the array is axis axes[i] of that layout.
 
@@ -100,7 +101,7 @@ class QuantArray(Stored):
         nibbles with the low one first, or a dense stream of uint32 words.
         """
         if not self.format.is_blocks:
-            return self.components["packed"]
+            return self._view("packed")
         if self.device != "cpu":
             return OPERATIONS["packed"](self)
         codes = reference.codes(self._host, self.format, self.stored_shape)
@@ -117,7 +118,7 @@ class QuantArray(Stored):
         [ceil(M / bm), ceil(K / bk)] for a pair. Nested pieces are multiplied out.
         """
         if "scale" in self.components and self.format.scale_is_plain:
-            return self.components["scale"]
+            return self._view("scale")
         return self._block_values("scale")
 
     @property
@@ -128,7 +129,7 @@ class QuantArray(Stored):
     @property
     def zero_point(self) -> Any:
         """uint8, the code of 0 in each block of an uint format; None for the others."""
-        return self.components.get("zero_point")
+        return self._view("zero_point") if "zero_point" in self.components else None
 
     def _block_values(self, name: str) -> Any:
         if self.device != "cpu":
@@ -149,6 +150,49 @@ class QuantArray(Stored):
     def T(self) -> "QuantArray":
         """The transpose, on the same components: `x @ w.T` multiplies by quantized rows."""
         return self._with(shape=self.shape[::-1], axes=self.axes[::-1])
+
+    def transpose(self, *axes: Any) -> "QuantArray":
+        """The axes in another order, on the same components; reversed where none is given.
+
+        >>> import numpy as np, cuquant as cq
+        >>> q = cq.quantize(np.ones((2, 3, 64), np.float32))
+        >>> q.transpose(0, 2, 1).shape
+        (2, 64, 3)
+        """
+        if axes in ((), (None,)):
+            return self.T
+        order = _ints(axes)
+        named = [axis + self.ndim if axis < 0 else axis for axis in order]
+        if sorted(named) != list(range(self.ndim)):
+            raise ValueError(f"axes {order} do not name each of the {self.ndim} axes once")
+        shape = tuple(self.shape[axis] for axis in order)
+        return self._with(shape=shape, axes=tuple(self.axes[axis] for axis in order))
+
+    def reshape(self, *shape: Any) -> "QuantArray":
+        """The same elements in another shape, on the same memory; one extent may be -1.
+
+        The quantized axis stays the last one and keeps its length, or both lengths are made of
+        whole blocks and whole words.
+
+        Raises
+        ------
+        ValueError
+            For another number of elements, and where blocks or words would be cut.
+
+        >>> import numpy as np, cuquant as cq
+        >>> cq.quantize(np.ones((2, 3, 64), np.float32)).reshape(-1, 64).shape
+        (6, 64)
+        """
+        return reshaped(self, _ints(shape))
+
+    def astype(self, dtype: object) -> "QuantArray":
+        """The same codes and scales, which `dequantize` makes this dtype of.
+
+        >>> import numpy as np, cuquant as cq
+        >>> cq.quantize(np.ones((2, 64), np.float32)).astype("float16").dequantize().dtype
+        dtype('float16')
+        """
+        return self._with(dtype=interop.float_dtype(dtype))
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError(
@@ -171,7 +215,7 @@ class QuantArray(Stored):
             global scale is not 1 (quantize it with global_scale=1).
         """
         if self.format.is_blocks:
-            return self.components["blocks"]
+            return self._view("blocks")
         layout = _block_layout(self.format)
         if self.stored_shape[-1] % layout.elements:
             raise ValueError(
@@ -299,6 +343,68 @@ class QuantArray(Stored):
         return torch_call(func, args, kwargs)
 
 
+def reshaped(q: QuantArray, wanted: tuple[int, ...]) -> QuantArray:
+    """`q.reshape(wanted)`: its components as they lie, in the shapes of the new array."""
+    shape = _whole_shape(q, wanted)
+    if shape == q.shape:
+        return q
+    if q.axes != tuple(range(q.ndim)):
+        raise ValueError(
+            f"an array that is quantized along axis {q.axis} of {q.shape} lies in another order; "
+            "reshape it before it is transposed, or quantize it along its last axis"
+        )
+    q.format.check_shape(shape)
+    _check_reshape(q.format, q.shape, shape)
+    wanted_parts = q.format.components(shape)
+    parts = {part.name: q.components[part.name].reshape(part.shape) for part in wanted_parts}
+    return q._with(shape=shape, axes=tuple(range(len(shape))), components=parts)
+
+
+def _ints(given: tuple[Any, ...]) -> tuple[int, ...]:
+    """Ints, which NumPy's methods take one by one or as one sequence."""
+    if len(given) == 1 and not isinstance(given[0], (int, np.integer)):
+        given = tuple(given[0])
+    return tuple(operator.index(value) for value in given)
+
+
+def _whole_shape(q: QuantArray, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its -1 found; ValueError where it has another number of elements."""
+    rest = math.prod(extent for extent in wanted if extent != -1)
+    shape = wanted
+    if wanted.count(-1) == 1 and rest:
+        shape = tuple(q.size // rest if extent == -1 else extent for extent in wanted)
+    if min(shape, default=0) < 0 or math.prod(shape) != q.size:
+        raise ValueError(f"cannot reshape {q.shape} into {wanted}: another number of elements")
+    return shape
+
+
+def _check_reshape(fmt: Format, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    """ValueError where the components of one shape are not those of the other, end to end."""
+    columns, block = (old[-1], new[-1]), None if fmt.scale is None else fmt.scale.block
+    tall, wide = block if isinstance(block, tuple) else (1, block)
+    if columns[0] != columns[1]:
+        if block == "row" or tall > 1:
+            held = "a row has one scale" if block == "row" else f"blocks hold {tall} rows"
+            raise ValueError(f"{held}; the last axis stays {columns[0]} long, not {columns[1]}")
+        if isinstance(wide, int) and any(extent % wide for extent in columns):
+            raise ValueError(
+                f"{fmt} has blocks of {wide}, which do not divide both {columns[0]} and "
+                f"{columns[1]} columns"
+            )
+        if not fmt.is_blocks and not all(map(fmt.row_packing.splits_at, columns)):
+            raise ValueError(
+                f"a row of {fmt} ends on a whole byte or word, and {columns[0]} or {columns[1]} "
+                "codes do not fill one"
+            )
+    if tall > 1 and old[-2] != new[-2] and (old[-2] % tall or new[-2] % tall):
+        raise ValueError(
+            f"{fmt} has blocks of {tall} rows, which do not divide both {old[-2]} and {new[-2]}"
+        )
+    sizes = [[math.prod(part.shape) for part in fmt.components(shape)] for shape in (old, new)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{fmt} of {old} and of {new} have different numbers of scales")
+
+
 def _check_arrays(stored: Sequence[Any], axes: tuple[int, ...]) -> None:
     """IndexError where NumPy would reorder axes by rules that the stored order cannot follow."""
     arrays = [entry for entry in stored if isinstance(entry, np.ndarray)]
@@ -404,7 +510,7 @@ def concatenate(arrays: Sequence[QuantArray], axis: int = 0) -> QuantArray:
             )
     if not -first.ndim <= axis < first.ndim:
         raise ValueError(f"axis {axis} is outside an array of {first.ndim} axes")
-    states = [(q.format, q.arrays(), q.stored_shape) for q in arrays]
+    states = [(q.format, dict(q.components), q.stored_shape) for q in arrays]
     fmt, parts, stored = slicing.join(states, first.axes[axis % first.ndim])
     shape = tuple(stored[i] for i in first.axes)
     return first._with(format=fmt, shape=shape, components=parts)

@@ -344,7 +344,9 @@ def _torch_dtype(dtype: np.dtype) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """A copy of a CuPy or torch array."""
+    """A copy of an array."""
+    if kind(x) == "numpy":
+        return aligned(x, copy=True)
     return x.clone() if kind(x) == "torch" else x.copy()
 
 
@@ -444,6 +446,15 @@ def to_pickle(x: Any) -> Any:
 def from_pickle(x: Any, dtype: np.dtype) -> Any:
     """What `to_pickle` took, of the dtype it had."""
     return viewed(x, np.uint32) if kind(x) == "torch" and dtype == np.uint32 else x
+
+
+def read_only(x: Any) -> Any:
+    """A view of a NumPy array that cannot be written to; other libraries have none."""
+    if kind(x) != "numpy" or not x.flags.writeable:
+        return x
+    view = x.view()
+    view.flags.writeable = False
+    return view
 
 
 def is_writeable(x: Any) -> bool:

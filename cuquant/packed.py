@@ -92,8 +92,11 @@ class PackedWeight(Stored):
             return torch_call(func, args, kwargs)
         return NotImplemented
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def _check_matmul(self) -> None:
         raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
+
+    def __rmatmul__(self, other: Any) -> Any:
+        self._check_matmul()
 
     @property
     def T(self) -> Any:
@@ -148,7 +151,7 @@ def prepack(q: QuantArray) -> PackedWeight:
         )
     q.check()
     layout = layout_for(q.format, q.shape)
-    parts = q.arrays()
+    parts = dict(q.components)
     if layout == FRAGMENTS_LAYOUT:
         parts = _converted(Fragments(q.format, q.shape), "lay_out", parts, q.device)
     return PackedWeight(q.format, layout, parts, q.shape, q.dtype)
@@ -185,7 +188,7 @@ def unpack(p: PackedWeight) -> QuantArray:
     if not isinstance(p, PackedWeight):
         raise TypeError(f"unpack takes a PackedWeight, got {type(p).__name__}")
     p.check()
-    parts = p.arrays()
+    parts = dict(p.components)
     if p.layout == FRAGMENTS_LAYOUT:
         parts = _converted(Fragments(p.format, p.shape), "rows", parts, p.device)
     return QuantArray(p.format, p.shape, p.dtype, parts, tuple(range(p.ndim)))

@@ -38,6 +38,97 @@ def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None)
     return OPERATIONS[operation](*args, **given)
 
 
+def array_equal(a: "Stored", b: "Stored") -> bool:
+    """Whether two quantized arrays have the same format, shape and bytes; waits for a GPU.
+
+    Parameters
+    ----------
+    a, b
+        QuantArrays or PackedWeights, of any library and device. One of each are not equal, and a
+        NaN equals the same NaN. What `dequantize` returns by default is not compared.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> x = np.ones((2, 64), np.float32)
+    >>> q = cq.quantize(x)
+    >>> cq.array_equal(q, cq.quantize(x)), cq.array_equal(q, cq.quantize(-x))
+    (True, False)
+    """
+    for value in (a, b):
+        if not isinstance(value, Stored):
+            raise TypeError(
+                f"array_equal compares QuantArrays and PackedWeights, got {type(value).__name__}; "
+                "np.array_equal(x, q.dequantize()) compares values"
+            )
+    if type(a) is not type(b) or a.components.keys() != b.components.keys():
+        return False
+    for name in vars(a).keys() - {"components", "dtype"}:  # format, shape, axes or layout
+        if getattr(a, name) != getattr(b, name):
+            return False
+    return all(_same_bytes(part, b.components[name]) for name, part in a.components.items())
+
+
+def _same_bytes(a: Any, b: Any) -> bool:
+    left, right = interop.to_host(a), interop.to_host(b)
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and (left is right or left.tobytes() == right.tobytes())
+    )
+
+
+class _Ufuncs:
+    """NumPy's protocol, which it looks up in the type: np.matmul, and no other function.
+
+    CuPy looks it up in the instance, where None says that `cupy_array @ q` is for `q` to compute.
+    """
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return _ufunc if instance is None else None
+
+
+def _ufunc(self: "Stored", ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    """np.matmul(a, b, out=, dtype=) as `matmul`; TypeError for the others."""
+    if ufunc.__name__ != "matmul" or method != "__call__":
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        hint = "; cuquant.array_equal(a, b) compares" if "equal" in name else ""
+        raise TypeError(
+            f"np.{name} does not take a {type(self).__name__}; call it with q.dequantize()'s "
+            f"values{hint}"
+        )
+    out, dtype = options.pop("out", (None,))[0], options.pop("dtype", None)
+    if options:
+        raise TypeError(f"np.matmul with a quantized array takes no {', '.join(options)}=")
+    for value in inputs:
+        if isinstance(value, Stored):
+            value._check_matmul()
+    return OPERATIONS["matmul"](*inputs, out=out, out_dtype=dtype)
+
+
+class _Parts(dict[str, Any]):
+    """Components by name, with the read-only views of NumPy's that are handed out."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        super().__init__(parts)
+        self._views: dict[str, tuple[Any, Any]] = {}  # the component, and its view
+
+    def view(self, name: str) -> Any:
+        part = self[name]
+        kept = self._views.get(name)
+        if kept is None or kept[0] is not part:
+            kept = self._views[name] = part, interop.read_only(part)
+        return kept[1]
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+
 S = TypeVar("S", bound="Stored")
 
 
@@ -49,11 +140,17 @@ class Stored:
     dtype: np.dtype
     components: Mapping[str, Any]
 
-    __array_ufunc__ = None  # numpy_array @ q comes to __rmatmul__
+    __array_ufunc__ = _Ufuncs()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "components", self._parts)
 
     def _wanted(self) -> tuple[Component, ...]:
         """What is stored: names, dtypes and shapes of the components."""
         raise NotImplementedError
+
+    def _check_matmul(self) -> None:
+        """TypeError where `a @ self` is not defined."""
 
     def check(self) -> None:
         """FormatError unless the components have the names, dtypes and shapes that they must."""
@@ -86,12 +183,39 @@ class Stored:
         """ "cpu", "cuda:0", ..."""
         return interop.device(next(iter(self.components.values())))
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:  # what dicts and weak references ask
+            return True
+        if isinstance(other, Stored) or interop.kind(other):
+            raise TypeError(
+                f"== of a {type(self).__name__} is not defined; cuquant.array_equal(a, b) compares "
+                "format and bytes, q.dequantize() gives values"
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return self.shape[0]
 
     def arrays(self) -> dict[str, Any]:
-        """The component arrays by name; they are what is stored, not copies."""
-        return dict(self.components)
+        """The component arrays by name: what is stored, not copies, read-only where NumPy's."""
+        return {name: self._view(name) for name in self.components}
+
+    def _view(self, name: str) -> Any:
+        """A component, as it is handed out."""
+        return self._parts.view(name)
+
+    @property
+    def _parts(self) -> _Parts:
+        if type(self.components) is not _Parts:  # unpickled
+            object.__setattr__(self, "components", _Parts(self.components))
+        return self.components  # type: ignore[return-value]
+
+    def copy(self: S) -> S:
+        """The same in memory of its own."""
+        parts = {name: interop.copied(part) for name, part in self.components.items()}
+        return self._with(components=parts)
 
     def to(self: S, device: object) -> S:
         """The same on "cpu", "cuda" or "cuda:N": NumPy becomes CuPy and back.

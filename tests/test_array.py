@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_it_is_frozen_and_no_array():
     for convert in (np.asarray, np.array):
         with pytest.raises(TypeError, match="dequantize"):
             convert(q)
-    assert q != make("nf4") and q == q
+    assert q == q
 
 
 @pytest.mark.parametrize("name", ["nf4", "q4_k", "nvfp4", "k3"])
@@ -465,7 +466,7 @@ def test_writing_to_a_slice_or_a_join_leaves_the_others(name, options):
     a = make(name, **options)
     before = a.dequantize()
     for part in (a[:2], a[[0, 1]], cq.concatenate([a[:1], a[1:2]])):
-        for value in part.arrays().values():
+        for value in part.components.values():
             value[...] = 1
     assert bits_equal(a.dequantize(), before)
 
@@ -494,3 +495,212 @@ def test_slices_and_joins_start_on_256_bytes():
 
 def test_an_empty_list_takes_no_rows():
     assert make("nf4")[[]].shape == (0, 512)
+
+
+# ---- as NumPy's arrays --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_are_read_only_and_out_still_writes(name):
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    q = cq.quantize(x, name)
+    parts = [*q.arrays().values(), *cq.prepack(q).arrays().values()]
+    parts.append(q.to_blocks() if q.format.is_blocks else q.packed)
+    parts += [part for part in (q.zero_point,) if part is not None]
+    if q.format.scale_is_plain and not q.format.is_blocks:
+        parts.append(q.scale)
+    for part in parts:
+        assert not part.flags.writeable
+        with pytest.raises(ValueError, match="read-only"):
+            part[...] = 0
+    other = cq.quantize(-x, name)
+    assert cq.quantize(-x, name, out=q) is q and cq.array_equal(q, other)
+    for again in (cq.unpack(cq.prepack(q)), q.copy(), q[0:4], cq.concatenate([q]), q.numpy()):
+        assert cq.quantize(x, name, out=again) is again
+
+
+def test_plain_functions_give_arrays_that_can_be_written():
+    x = np.ones((2, 64), np.float32)
+    made = [
+        *cq.functional.quantize_nf4(x),
+        *cq.functional.quantize_kbit(x, 3),
+        *cq.functional.quantize_tensor(x),
+        *cq.functional.dynamic_quantize(x),
+        cq.functional.quantize_q4_0(x),
+        cq.functional.quantize_mxfp4(x),
+    ]
+    assert all(part.flags.writeable for part in made)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_array_equal_compares_format_and_bytes(name):
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    q = cq.quantize(x, name)
+    assert cq.array_equal(q, cq.quantize(x, name)) and cq.array_equal(q, q.copy())
+    assert cq.array_equal(cq.prepack(q), cq.prepack(q.copy()))
+    assert cq.array_equal(q, q.astype("float16")), "dtype is what dequantize gives, no byte"
+    unlike = [cq.quantize(-x, name), q[0:3], q.T, q.reshape(2, 2, 256), cq.prepack(q)]
+    unlike.append(cq.quantize(x, "k5+planes"))
+    assert not any(cq.array_equal(q, other) or cq.array_equal(other, q) for other in unlike)
+    changed = q.copy()
+    part = next(iter(changed.components.values()))
+    part.view(np.uint8)[..., -1] ^= 1
+    assert not cq.array_equal(q, changed)
+
+
+def test_array_equal_takes_quantized_arrays_of_every_library():
+    x = np.full((2, 64), np.nan, np.float32)
+    assert cq.array_equal(cq.quantize(x), cq.quantize(x)), "bytes: a NaN equals itself"
+    torch = pytest.importorskip("torch")
+    assert cq.array_equal(cq.quantize(torch.tensor(x)), cq.quantize(x))
+    for a, b in ((x, cq.quantize(x)), (cq.quantize(x), x), (None, None)):
+        with pytest.raises(TypeError, match=r"np\.array_equal"):
+            cq.array_equal(a, b)
+
+
+def test_comparing_by_operator_names_array_equal():
+    x = np.ones((2, 64), np.float32)
+    q, r = cq.quantize(x), cq.quantize(x)
+    p = cq.prepack(q)
+    for compare in (
+        lambda: q == r,
+        lambda: q != r,
+        lambda: p == cq.prepack(r),
+        lambda: q == p,
+        lambda: q == x,
+        lambda: x == q,
+        lambda: np.equal(q, r),
+        lambda: r in [q],
+    ):
+        with pytest.raises(TypeError, match=r"cuquant\.array_equal"):
+            compare()
+    assert q == q and q != None and q != "nf4"  # noqa: E711
+    assert {q: 1, r: 2, p: 3}[r] == 2 and q in [q] and len({q, r, p, q}) == 3
+    kept = weakref.WeakKeyDictionary({q: 1})
+    assert kept[q] == 1 and r not in kept
+
+
+def test_numpys_matmul_is_ours_and_other_functions_are_refused_by_name():
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 128), (8, 128)))
+    q = cq.quantize(w)
+    wanted = cq.matmul(x, q.T)
+    assert bits_equal(np.matmul(x, q.T), wanted) and bits_equal(x @ q.T, wanted)
+    assert bits_equal(np.matmul(q, x.T), q @ x.T)
+    out = np.empty((3, 8), np.float32)
+    assert np.matmul(x, q.T, out=out) is out and bits_equal(out, wanted)
+    assert np.matmul(x, q.T, dtype=np.float16).dtype == np.float16
+    with pytest.raises(TypeError, match="casting="):
+        np.matmul(x, q.T, casting="no")
+    for name, call in {
+        "add": lambda: x + q[0:3],
+        "multiply": lambda: np.float32(2) * q,
+        "exp": lambda: np.exp(q),
+        "add.reduce": lambda: np.add.reduce(q),
+        "maximum.outer": lambda: np.maximum.outer(q, q),
+    }.items():
+        with pytest.raises(TypeError, match=rf"np\.{name} does not take a QuantArray.*dequantize"):
+            call()
+    for call in (lambda: x @ cq.prepack(q), lambda: np.matmul(x, cq.prepack(q))):
+        with pytest.raises(TypeError, match=r"cuquant\.linear\(x, p\)"):
+            call()
+    # CuPy asks the instance, and leaves `cupy_array @ q` to q where this is None.
+    assert q.__array_ufunc__ is None
+    torch = pytest.importorskip("torch")
+    t, qt = torch.tensor(x), cq.quantize(torch.tensor(w))
+    assert torch.equal(t @ qt.T, cq.matmul(t, qt.T))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_types_and_transposes(name):
+    x = np.random.default_rng(0).standard_normal((2, 4, 256)).astype(np.float32)
+    q = cq.quantize(x, name)
+    copied = q.copy()
+    assert cq.array_equal(copied, q)
+    for part, other in zip(copied.arrays().values(), q.arrays().values(), strict=True):
+        assert not np.shares_memory(part, other) and part.ctypes.data % 256 == 0
+    half = q.astype("float16")
+    assert half.dtype == np.float16 and bits_equal(half.dequantize(), q.dequantize("float16"))
+    for axes in ((), ((2, 0, 1),), (0, 2, 1), (-1, 0, 1), (None,)):
+        found = q.transpose(*axes)
+        assert found.shape == x.transpose(*axes).shape
+        assert bits_equal(found.dequantize(), q.dequantize().transpose(*axes).copy())
+    for axes in ((0, 1), (0, 0, 1), (0, 1, 3), (0, 1, 2, 3)):
+        with pytest.raises(ValueError, match="each of the 3 axes once"):
+            q.transpose(*axes)
+    with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
+        q.astype("int8")
+
+
+SHAPES = [(24, 512), (2, 2, 6, 512), (4, 6, 512), (-1, 512), (6, -1, 512), (1, 24, 512)]
+SHAPES += [(4, 3072), (12288,), (4, 12, 256), (4, 6, 16, 32), (4, 6, 64, 8)]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "nf4+dq", "k3+word", "k5+planes", "int8:tensor"])
+def test_reshape_keeps_every_value_or_says_why_not(name):
+    x = np.random.default_rng(0).standard_normal((4, 6, 512)).astype(np.float32)
+    q = cq.quantize(x, name)
+    for shape in SHAPES:
+        try:
+            found = q.reshape(shape)
+        except ValueError as error:
+            assert shape[-1] != 512, f"rows can always be regrouped: {error}"
+            continue
+        assert found.shape == x.reshape(shape).shape and found.nbytes == q.nbytes
+        found.check()
+        assert bits_equal(found.dequantize(), q.dequantize().reshape(shape))
+        assert bits_equal(found.reshape(4, 6, 512).dequantize(), q.dequantize())
+    assert q.reshape(24, 512).shape == q.reshape([24, 512]).shape == (24, 512)
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 256), (4, 3072), (12288,), (4, 6, 8, 64)])
+def test_blocks_that_are_whole_reshape(shape):
+    q = cq.quantize(np.random.default_rng(0).standard_normal((4, 6, 512)).astype(np.float32))
+    assert q.reshape(shape).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted", "message"),
+    [
+        ("nf4", (4, 128), (16, 32), "blocks of 64"),
+        ("nf4", (4, 96), (2, 192), "blocks of 64"),
+        ("int8", (4, 128), (8, 64), "a row has one scale"),
+        ("k3:8+word", (4, 24), (2, 48), "byte or word"),
+        ("int3:8", (4, 8), (1, 32), "byte or word"),
+        ("fp8_e4m3:4x8", (8, 16), (4, 32), "blocks hold 4 rows"),
+        ("fp8_e4m3:4x8", (2, 6, 16), (3, 4, 16), "blocks of 4 rows"),
+        ("q4_0", (4, 64), (16, 16), "multiple of 32"),
+        ("nf4", (4, 128), (5, 128), "number of elements"),
+        ("nf4", (4, 128), (-1, -1), "number of elements"),
+        ("nf4", (4, 128), (-1, 100), "number of elements"),
+        ("nf4", (4, 128), (-4, -128), "number of elements"),
+        ("nf4", (0, 128), (-1, 0), "number of elements"),
+    ],
+)
+def test_reshapes_that_are_refused(name, shape, wanted, message):
+    q = cq.quantize(np.ones(shape, np.float32), name)
+    with pytest.raises(ValueError, match=message):
+        q.reshape(wanted)
+
+
+def test_a_transposed_array_is_not_reshaped():
+    q = cq.quantize(np.ones((4, 128), np.float32), "nf4")
+    assert q.T.reshape(128, 4).shape == (128, 4)
+    with pytest.raises(ValueError, match="before it is transposed"):
+        q.T.reshape(512)
+
+
+def test_blocks_of_rows_reshape_where_they_are_whole():
+    x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+    q = cq.quantize(x, "fp8_e4m3:4x8")
+    for shape in ((16, 16), (4, 4, 16), (1, 2, 8, 16)):
+        assert bits_equal(q.reshape(shape).dequantize(), q.dequantize().reshape(shape))
+
+
+def test_torchs_components_are_tensors_still():
+    torch = pytest.importorskip("torch")
+    q = cq.quantize(torch.ones(4, 128), "nf4")
+    for made in (q.copy(), q.astype(torch.float16), q.reshape(2, 2, 128), q.transpose(1, 0)):
+        assert made.kind == "torch" and all(torch.is_tensor(p) for p in made.arrays().values())
+    assert q.astype(torch.float16).dequantize().dtype == torch.float16
+    q.packed[0, 0] = 3  # torch has no read-only tensors

@@ -197,7 +197,7 @@ def test_a_wrong_code_is_seen(where, name, gpu, monkeypatch):
     def wrong(x, fmt, *, out=None, **options):
         q = cq.quantize(x, fmt, out=out, **options)
         if out is not None:
-            out.arrays()["packed"][WRONG[where]] ^= 1
+            out.components["packed"][WRONG[where]] ^= 1
         return q
 
     monkeypatch.setattr(quantize, "quantize", wrong)

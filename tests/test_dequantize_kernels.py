@@ -122,7 +122,7 @@ def test_an_infinite_scale_makes_nothing_finite(name):
     """An infinity times a number is infinite, times 0 NaN; finite scales beside it saturate."""
     fmt = cq.get_format(name, block_size=8)
     q = cq.quantize(np.linspace(-1, 1, 64, dtype=F32).reshape(2, 32), fmt)
-    scale = q.arrays()["scale"]
+    scale = q.components["scale"]
     top = np.finfo(scale.dtype).max
     scale[...] = np.array([[np.inf, top, -np.inf, 1], [0, top, 2, np.nan]], scale.dtype)
     scale[1, 0] = signalling(scale.dtype)
@@ -145,7 +145,7 @@ def test_an_infinite_scale_makes_nothing_finite(name):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_an_infinite_nested_scale_makes_nothing_finite(part, value):
     q = cq.quantize(cases.normal((4, 256), F32), "nf4", block_size=32, double_quant=True)
-    q.arrays()[part][...] = value
+    q.components[part][...] = value
     assert not np.isfinite(q.scale).any() and not np.isfinite(q.dequantize()).any()
     check(q)
 
@@ -153,14 +153,14 @@ def test_an_infinite_nested_scale_makes_nothing_finite(part, value):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_an_infinite_global_scale_makes_nothing_finite(value):
     q = cq.quantize(cases.normal((4, 256), F32), "nvfp4")
-    q.arrays()["global_scale"][...] = value
+    q.components["global_scale"][...] = value
     assert not np.isfinite(q.scale).any() and not np.isfinite(q.dequantize()).any()
     check(q)
 
 
 def test_a_scale_that_is_the_product_of_finite_ones_saturates():
     q = cq.quantize(cases.normal((4, 256), F32), "nvfp4")
-    q.arrays()["global_scale"][...] = 3e38
+    q.components["global_scale"][...] = 3e38
     assert np.isfinite(q.dequantize()).all() and q.scale.max() == np.finfo(F32).max
     check(q)
 

@@ -37,7 +37,7 @@ def test_round_trip(name, tmp_path):
     assert list(loaded) == list(arrays)
     for key, q in arrays.items():
         assert same(q, loaded[key])
-        parts = [part for part in loaded[key].arrays().values() if part.size]
+        parts = [part for part in loaded[key].components.values() if part.size]
         assert all(part.ctypes.data % 256 == 0 and part.flags.writeable for part in parts)
 
 
@@ -117,11 +117,11 @@ def test_nonfinite_is_refused_and_nothing_is_written(name, tmp_path):
 
 def test_nan_codes_are_found_too(tmp_path):
     q = sample("fp8_e4m3")
-    q.packed[0, 0] = 0x7F
+    q.components["packed"][0, 0] = 0x7F
     with pytest.raises(ValueError, match="1 codes"):
         q.save(tmp_path / "q")
     q = sample("k3", levels=[-1.0, 0.0, 1.0])
-    q.packed[0, 0] |= 7
+    q.components["packed"][0, 0] |= 7
     with pytest.raises(ValueError, match="codes"):
         q.save(tmp_path / "q")
     assert not any(tmp_path.iterdir())

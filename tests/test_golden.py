@@ -67,7 +67,7 @@ def test_bitsandbytes_values(name, block, dtype):
     x = golden(dtype, "x")
     q = cq.quantize(x, name, block_size=block)
     packed = golden(dtype, f"{name}/{block}/codes").reshape(q.packed.shape)
-    q.packed[...] = packed
+    q.components["packed"][...] = packed
     wanted = golden(dtype, f"{name}/{block}/dequantized")
     values = q.dequantize()
     assert values.dtype == wanted.dtype
@@ -114,8 +114,8 @@ def test_bitsandbytes_matmul(rows):
     )
     out, inner = y.shape[1], a.shape[1]
     q = cq.quantize(np.ones((out, inner), np.float16), "nf4")
-    q.packed[...] = packed.reshape(q.packed.shape)
-    q.scale[...] = absmax.reshape(q.scale.shape)
+    q.components["packed"][...] = packed.reshape(q.packed.shape)
+    q.components["scale"][...] = absmax.reshape(q.scale.shape)
     exact = a.astype(np.float64) @ q.dequantize(dtype="float32").astype(np.float64).T
     mine = cq.linear(a, q)
     # Ours rounds once. Theirs rounds weights to float16 too: 2^-11 of each product.

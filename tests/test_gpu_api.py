@@ -80,3 +80,25 @@ def test_arrays_without_elements_return_at_once(name, shape, to):
     if len(shape) == 2:
         none = to(np.empty((0, shape[1]), F32))
         assert tuple(cq.linear(none, q).shape) == (0, shape[0])
+
+
+# ---- as the library's own arrays ----------------------------------------------------------------
+
+
+def test_copies_reshapes_and_comparisons(to):
+    x = normal((4, 256))
+    q, wanted = cq.quantize(to(x), "nf4"), cq.quantize(x, "nf4")
+    assert cq.array_equal(q, wanted) and cq.array_equal(q, q.copy())
+    assert not cq.array_equal(q, cq.quantize(to(-x), "nf4"))
+    assert cq.array_equal(cq.prepack(q), cq.prepack(wanted))
+    assert same(q.reshape(2, 2, 256), wanted.reshape(2, 2, 256))
+    found = q.transpose(1, 0).astype("float16").dequantize()
+    assert bits_equal(np.ascontiguousarray(host(found)), wanted.dequantize("float16").T.copy())
+    assert bits_equal(host(cq.prepack(q).dequantize()), wanted.dequantize())
+    with pytest.raises(TypeError, match=r"cuquant\.array_equal"):
+        q == cq.quantize(to(x), "nf4")  # noqa: B015
+
+
+def test_matmul_by_operator(to):
+    x, w = to(normal((3, 64))), cq.quantize(to(normal((16, 64), 1)), "int4")
+    assert bits_equal(host(x @ w.T), host(cq.matmul(x, w.T)))

@@ -85,7 +85,7 @@ def test_nan_and_infinity_go_through(run, m):
     """Where the CPU's result is not finite, this is the same; and nowhere else. K is ragged."""
     q, x = weight("nf4", (20, 131)), normal((m, 131))
     x[0, 3], x[1, 130], q_nan = np.nan, np.inf, cq.quantize(normal((20, 131)), "nf4")
-    q_nan.arrays()["scale"][4, 0] = np.nan
+    q_nan.components["scale"][4, 0] = np.nan
     for w in (q, q_nan):
         y, wanted = run(cq.linear, x, w), cq.linear(x, w)
         finite = np.isfinite(wanted)

@@ -184,6 +184,7 @@ def test_every_public_name_can_be_called(tmp_path):
     stack = cq.quantize(np.ones((1, 2, 64), np.float32), "nf4")
     cq.save(tmp_path / "f", {"w": q})
     calls = {
+        "array_equal": lambda: cq.array_equal(q, q),
         "concatenate": lambda: cq.concatenate([q, q]),
         "dequantize": lambda: cq.dequantize(q),
         "doctor": cq.doctor,

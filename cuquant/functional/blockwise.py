@@ -216,7 +216,7 @@ def _quantize(name: str, x: Any, outer: Any, inner: Any) -> tuple[Any, Absmax]:
             f"block_size_inner is {inner}; pass 1, or {NESTED_BLOCK} for double quantization"
         )
     fmt = get_format(name, block_size=outer, double_quant=inner != 1)
-    parts = quantize(flat(x), fmt).arrays()
+    parts = dict(quantize(flat(x), fmt).components)
     if inner == 1:
         return parts["packed"], parts["scale"]
     return parts["packed"], {

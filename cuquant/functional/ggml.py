@@ -181,7 +181,7 @@ def _quantizer(name: str) -> Callable[[Any], Any]:
         q = quantize(real(x), name, **_options(name))
         if interop.is_on_gpu(x) and not q.format.is_blocks:
             return interleave(q, BLOCK_LAYOUTS[name])  # its global scale is 1: no need to look
-        return q.to_blocks()
+        return q.components["blocks"] if q.format.is_blocks else q.to_blocks()
 
     _named(call, f"quantize_{name}", _QUANTIZE, name, _quantize_note(name))
     return call
@@ -330,7 +330,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     if sum not in SUMS:
         raise ValueError(f"sum must be one of {SUMS}, got {sum!r}")
     if sum == "quants":
-        return quantize(real(x), "q8_1").to_blocks()
+        return quantize(real(x), "q8_1").components["blocks"]
     fmt = get_format("q8_1")
     host = floats(x, "x", near=x)
     fmt.check_shape(tuple(host.shape))

@@ -56,7 +56,7 @@ def quantize_tensor(x: Any, bits: int = 8) -> tuple[Any, Any]:
     fmt = get_format("int8", block_size="tensor")
     codec = Uniform(-top, top)
     scale = replace(fmt.rule, peak=float(top))
-    parts = quantize(real(x), replace(fmt, codec=codec, scale=scale)).arrays()
+    parts = quantize(real(x), replace(fmt, codec=codec, scale=scale)).components
     # A byte holds the code less 128, and the code is the integer and the codec's offset.
     return parts["packed"] + (128 - codec.offset), parts["scale"]
 
@@ -145,7 +145,7 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     (array([  0, 100, 255], dtype=uint8), array(0.01, dtype=float32), array(100, dtype=uint8))
     """
     fmt = get_format("uint8", block_size="tensor", scale_dtype="float32")
-    parts = quantize(real(x), fmt).arrays()
+    parts = quantize(real(x), fmt).components
     scale, zero_point = parts["scale"], parts["zero_point"]
     if interop.is_on_gpu(x):
         return quotients(x, scale, zero_point), scale, zero_point

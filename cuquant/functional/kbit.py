@@ -66,7 +66,7 @@ def quantize_kbit(
     ((6,), array([-1.,  1.], dtype=float16))
     """
     fmt = _format(k, levels, block_size, packing)
-    parts = quantize(flat(x), fmt).arrays()
+    parts = quantize(flat(x), fmt).components
     return parts["packed"], parts["scale"]
 
 

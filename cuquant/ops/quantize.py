@@ -144,7 +144,7 @@ def quantize(
         source, fmt, axis, given, stochastic=bool(stochastic), seed=key, nonfinite=nonfinite
     )
     if out is not None:
-        for name, part in out.numpy().arrays().items():
+        for name, part in out.numpy().components.items():
             part[...] = parts[name]
         return out
     which = interop.kind(x) or "numpy"
@@ -193,7 +193,7 @@ def _check_out(
     for name, want, got in zip(names, wanted, came, strict=True):
         if want != got:
             raise ValueError(f"out has {name} {got}; this call gives {want}")
-    for name, part in out.arrays().items():
+    for name, part in out.components.items():
         if not interop.is_writeable(part):
             raise ValueError(f"out's {name} is read-only")
         if interop.may_share_memory(part, x):
