@@ -127,6 +127,63 @@ def test_layers_move(name, torch, layers, random, linear):
         assert torch.equal(layer(x), wanted)
 
 
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_state_cut_out_of_one_buffer(name, by, prepack, torch, layers, random, linear):
+    """As a server's flat checkpoint is: components begin anywhere, which kernels cannot read."""
+    layer = layers.QuantLinear.from_linear(linear(), format_of(name), prepack=prepack)
+    state = layer.state_dict()
+    room = torch.zeros(sum(t.nbytes + 512 for t in state.values()), dtype=torch.uint8).cuda()
+    at, cut = 0, {}
+    for key, tensor in state.items():
+        at += -(room.data_ptr() + at) % 256 + (by if tensor.dtype == torch.uint8 else 0)
+        cut[key] = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        cut[key].copy_(tensor)
+        at += tensor.nbytes
+    other = layers.QuantLinear.from_linear(linear(seed=5), format_of(name), prepack=prepack)
+    other.load_state_dict(cut, assign=True)
+    for rows in (1, 5, 40, 300):
+        x = random(rows, K, dtype=torch.float16)
+        assert torch.equal(other(x), layer(x))
+    for key, part in layer.named_buffers():
+        other.get_buffer(key).data = cut[key]  # past load_state_dict
+        assert torch.equal(part, cut[key])
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_weight_as_an_nn_linears(name, prepack, torch, layers, random, linear):
+    plain, x = linear(), random(3, K, dtype=torch.float16)
+    layer = layers.QuantLinear.from_linear(plain, format_of(name), prepack=prepack)
+    values = cq.quantize(plain.weight.detach(), format_of(name)).dequantize()
+    w = layer.weight
+    assert (w.dtype, w.device, w.shape) == (plain.weight.dtype, plain.weight.device, (N, K))
+    assert torch.equal(w.detach(), values) and w.detach().is_cuda
+    assert torch.equal(torch.nn.functional.linear(x, w, layer.bias), layer(x))
+    layer.weight.data += 0.25
+    fresh = cq.quantize(values + 0.25, format_of(name))
+    assert torch.equal(layer.weight.detach(), fresh.dequantize())
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_files_go_to_the_gpu(prepack, tmp_path, torch, layers, random, linear):
+    plain, x = torch.nn.Sequential(linear()), random(3, K, dtype=torch.float16)
+    q = cq.quantize(plain[0].weight.detach(), "nf4")
+    weight, bias = cq.prepack(q) if prepack else q, plain[0].bias
+    cq.save(tmp_path / "m", {"0.weight": weight, "0.bias": bias, "b": bias.detach().bfloat16()})
+    for library in ("torch", "cupy"):
+        found = cq.load(tmp_path / "m", library=library, device="cuda:0")
+        assert found["0.weight"].kind == library and found["0.weight"].device == "cuda:0"
+        assert interop.device(found["b"]) == "cuda:0" and interop.kind(found["b"]) == library
+        assert bits_equal(bytes_of(found["b"]), bytes_of(bias.detach().bfloat16()))
+    cq.save(tmp_path / "m", {"0.weight": weight, "0.bias": bias})
+    model = layers.load_(torch.nn.Sequential(linear(seed=7)), tmp_path / "m")
+    assert model[0].layout == "fragments/1"
+    assert torch.equal(model(x), cq.linear(x, cq.prepack(q), bias.detach()))
+
+
 # ---- compilers and graphs -----------------------------------------------------------------------
 
 

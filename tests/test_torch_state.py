@@ -16,6 +16,7 @@ from torch_models import FEW, NAMES, VARIANTS, buffers_equal, linear, random  # 
 
 import cuquant.torch  # noqa: E402
 from cuquant.torch import QuantLinear, quantize_  # noqa: E402
+from cuquant.torch.spec import usable  # noqa: E402
 
 nn = torch.nn
 PREPACK = pytest.mark.parametrize("prepack", [False, True])
@@ -108,6 +109,33 @@ def test_a_state_cut_out_of_one_buffer(fmt, by, prepack):
         part.zero_()
     zeros = QuantLinear(twice.quantized, layer.bias)
     assert torch.equal(twice(x), zeros(x))
+
+
+@pytest.mark.parametrize(("address", "copied"), [(0, False), (16, False), (4, True), (8, True)])
+def test_kernels_read_16_bytes_at_once(address, copied):
+    class Part:
+        """A tensor on a GPU, at an address."""
+
+        is_meta, is_cuda = False, True
+
+        def storage_offset(self):
+            return 0
+
+        def element_size(self):
+            return 1
+
+        def data_ptr(self):
+            return 2**40 + address
+
+        def clone(self, memory_format):
+            return "a copy"
+
+        def contiguous(self):
+            return self
+
+    part = Part()
+    component = QuantLinear.from_linear(linear(), "nf4")._spec.components()[0]
+    assert usable(component, part) == ("a copy" if copied else part)
 
 
 def test_a_state_that_is_not_in_c_order():
