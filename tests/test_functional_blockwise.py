@@ -131,3 +131,34 @@ def test_nan_and_infinity_reach_the_values():
     x[70] = np.nan
     clean = F.dequantize_fp4(*F.quantize_fp4(x))
     assert np.isnan(clean[64:128]).all() and np.isfinite(np.delete(clean, range(64, 128))).all()
+
+
+# ---- scales that are not finite ---------------------------------------------------------------
+
+
+def test_an_infinite_absmax_decodes_to_infinities_and_nan():
+    """It gave the largest float: 0xF7 is 1 and 0, 0x08 is -1 and the level above 0."""
+    infinite = np.array([np.inf], F32)
+    found = F.dequantize_nf4(np.array([0xF7, 0x08], np.uint8), infinite)
+    np.testing.assert_array_equal(found, F32([np.inf, np.nan, -np.inf, np.inf]))
+    found = F.dequantize_fp4(np.array([0x10, 0x98], np.uint8), -infinite)
+    np.testing.assert_array_equal(found, F32([-np.inf, np.nan, np.inf, np.nan]))
+
+
+@pytest.mark.parametrize("part", ["nested_absmax", "offset", "nested_map"])
+def test_an_infinite_nested_absmax_decodes_to_nothing_finite(part):
+    nested = F.quantize_nf4(np.ones(64, F32), 64, 256)[1]
+    nested = {**nested, "absmax_q": np.array([200], np.uint8), "offset": F32(1)}
+    nested["nested_absmax"] = np.array([1], F32)
+    nested[part] = np.full_like(nested[part], np.inf)
+    assert not np.isfinite(F.dequantize_nf4(np.array([0xFF], np.uint8), nested)).any()
+
+
+def test_a_signalling_nan_makes_no_other_block_overflow():
+    q = cq.quantize(np.ones((1, 24), F32), "int8", block_size=8)
+    scale = q.arrays()["scale"]
+    scale[0] = [1e10, 0, 1e-30]
+    scale.view(np.uint32)[0, 1] = 0x7F800001
+    np.testing.assert_array_equal(q.dequantize(dtype="float16")[0, ::8], [65504, np.nan, 0])
+    scale[0, 0] = 3e38
+    assert q.dequantize()[0, 0] == np.finfo(F32).max

@@ -128,3 +128,9 @@ def test_compact_small_cases():
     assert len(levels) == 3 and index.tolist() == [2, 0, 1]
     levels, index = F.compact_codebook(np.zeros(256, np.float16))
     assert levels.tolist() == [0] and index.tolist() == [0]
+
+
+def test_an_infinite_scale_decodes_to_infinities():
+    words, infinite = np.array([0b11100100], np.uint32), np.array([np.inf], F32)
+    found = F.dequantize_kbit(words, infinite, 2, (4,), levels=[-1, -0.5, 0.5, 1])
+    assert found.tolist() == [-np.inf, -np.inf, np.inf, np.inf]

@@ -366,7 +366,7 @@ def test_axes_strides_and_seeds(to):
 
 def test_refusals_before_any_launch(to):
     with pytest.raises(TypeError, match="x must be float32"):
-        cq.quantize(to(A8))
+        cq.quantize(to(A8.astype(np.complex64)))
     with pytest.raises(ValueError, match="multiple of 32"):
         cq.quantize(to(X[:, :40]), "q4_0")
     with pytest.raises(TypeError, match="stream must be a CuPy or torch stream"):
