@@ -135,6 +135,15 @@ def test_hadamard_quantize_multiplies_by_sylvesters_matrix(dtype, group):
     assert found.dtype == dtype and arrays_equal(found, cq.quantize(y, "int8", block_size=32))
 
 
+def test_sums_beyond_float32_do_not_spoil_a_hadamard_transform():
+    x = normal(4, 64)
+    x /= np.abs(x).max()
+    wanted = F.hadamard_quantize(x, format="fp8_e4m3")
+    found = F.hadamard_quantize(x * F32(2.0**125), format="fp8_e4m3")
+    assert bits_equal(found.packed, wanted.packed)
+    assert bits_equal(found.scale, wanted.scale * F32(2.0**125))
+
+
 def test_hadamard_spreads_an_outlier():
     x = normal(4, 256) * F32(0.01)
     x[:, 7] = 10

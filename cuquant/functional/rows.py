@@ -233,7 +233,11 @@ def hadamard_quantize(
     host = _rows(x, "x")
     size = _group(group, host.shape[-1])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = _walsh_hadamard(host.astype(F32).reshape(-1, size)) * F32(1 / math.sqrt(size))
+        rows = host.astype(F32).reshape(-1, size)
+        # Where sums may be beyond float32 a row is taken in other units, of a power of two.
+        largest = np.abs(rows).max(axis=-1, keepdims=True, initial=0)
+        unit = np.where(largest > np.finfo(F32).max / size, F32(1 / size), F32(1))
+        values = _walsh_hadamard(rows * unit) * F32(1 / math.sqrt(size)) / unit
     return _quantize(values.reshape(host.shape), x, format, options)
 
 
