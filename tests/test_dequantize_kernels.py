@@ -114,6 +114,11 @@ def test_every_code_is_there():
         assert len(np.unique(q.codes())) == count
 
 
+def changed(q: cq.QuantArray, **parts: np.ndarray) -> cq.QuantArray:
+    """The array with other components."""
+    return cq.QuantArray(q.format, q.shape, q.dtype, {**q.arrays(), **parts}, q.axes)
+
+
 ONES = [name for name in OWN if FORMATS[name].scale and FORMATS[name].scale_is_plain]
 
 
