@@ -213,12 +213,12 @@ def from_numpy(x: np.ndarray, which: str) -> Any:
     if which == "numpy":
         return x
     torch = sys.modules["torch"]
+    if not x.flags.writeable:  # torch has no read-only tensors
+        x = aligned(x.copy())
     if x.dtype == _BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     if x.dtype.kind == "V" or x.dtype.name in _TORCH_FLOATS:  # fp8 and smaller: as bytes
         return torch.from_numpy(x.view(np.uint8))
-    if not x.flags.writeable:
-        x = aligned(x.copy())
     return torch.from_numpy(x)
 
 

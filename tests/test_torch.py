@@ -8,6 +8,7 @@ import pytest
 from oracle import bits_equal
 
 import cuquant as cq
+from cuquant import interop
 
 torch = pytest.importorskip("torch", reason="torch is optional")
 
@@ -262,3 +263,13 @@ def test_levels_that_change_are_read_again():
     second = cq.get_format("k3", levels=scalars)
     scalars[1].fill_(0.50002)
     assert cq.get_format("k3", levels=scalars) != second
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"])
+def test_read_only_arrays_are_copied_for_torch(dtype):
+    """torch warns of them, and then writes to them."""
+    x = np.ones((2, 8), np.float32).astype(interop.numpy_dtype(dtype))
+    x.flags.writeable = False
+    tensor = interop.from_numpy(x, "torch")
+    tensor.zero_()
+    assert bool((x == 1).all())

@@ -161,7 +161,7 @@ def load(
 
 
 def _placed(q: QuantArray | PackedWeight, library: str, device: str) -> QuantArray | PackedWeight:
-    parts = {n: interop.placed(part, library, device, True) for n, part in q.arrays().items()}
+    parts = {n: interop.placed(part, library, device, True) for n, part in q.components.items()}
     return q._with(components=parts)
 
 
