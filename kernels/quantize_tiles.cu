@@ -21,13 +21,14 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
     const i64 row = batch * tiles.rows + down * tiles.tall, column = across * tiles.wide;
     const T* corner = x + row * tiles.columns + column;
 
+    const auto load = [&](int u, Raw<T>& part) {
+        const int c = u * kThreads + threadIdx.x, r = tall == 1 ? 0 : c / along;
+        if (c < chunks) part.load(corner + r * tiles.columns + (c - r * along) * kChunk);
+        else part.zero();
+    };
     Raw<T> raw[kChunks];
 #pragma unroll
-    for (int u = 0; u < kChunks; ++u) {
-        const int c = u * kThreads + threadIdx.x, r = tall == 1 ? 0 : c / along;
-        if (c < chunks) raw[u].load(corner + r * tiles.columns + (c - r * along) * kChunk);
-        else raw[u].zero();
-    }
+    for (int u = 0; u < kChunks; ++u) load(u, raw[u]);
     if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
 
     auto found = Rule::none();
@@ -60,25 +61,30 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(
     }
     Numbers numbers = numbers_of<Format, kFlags>(found, static_cast<i64>(tall) * wide, given, block);
     if constexpr (Contest<Format, kFlags>::possible) {
-        __shared__ u64 sums[kThreads / 32];
-        settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
-            u64 sum = 0;
+        if (Contest<Format, kFlags>(numbers, given).open) {  // seldom, and for all threads alike
+            __shared__ u64 sums[kThreads / 32];
+            settle<Format>(numbers, found, given, tables, lookup, [&](const Loss<Format>& loss) {
+                u64 sum = 0;
+#pragma unroll 1
+                for (int u = 0; u * kThreads + static_cast<int>(threadIdx.x) < chunks; ++u) {
+                    Raw<T> part;
+                    load(u, part);
+                    float values[kChunk];
+                    part.values(values);
 #pragma unroll
-            for (int u = 0; u < kChunks; ++u) {
-                float values[kChunk];
-                raw[u].values(values);
+                    for (int i = 0; i < kChunk; ++i) sum += loss(kFlags & kClamp ? clamped<T>(values[i]) : values[i]);
+                }
+                sum = lanes_sum<32>(sum);
+                __syncthreads();  // the sums before have been read
+                if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+                __syncthreads();
+                sum = 0;
+                for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
+                return sum;
+            });
 #pragma unroll
-                for (int i = 0; i < kChunk; ++i)
-                    if (u * kThreads + static_cast<int>(threadIdx.x) < chunks) sum += loss(kFlags & kClamp ? clamped<T>(values[i]) : values[i]);
-            }
-            sum = lanes_sum<32>(sum);
-            __syncthreads();  // the sums before have been read
-            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-            __syncthreads();
-            sum = 0;
-            for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
-            return sum;
-        });
+            for (int u = 0; u < kChunks; ++u) load(u, raw[u]);  // anew: keeping them took registers
+        }
     }
     if (threadIdx.x == 0) store_scale<Format>(scales, block, numbers);
 
