@@ -172,3 +172,40 @@ def test_many_small_matrices_in_two_dimensional_blocks_are_not_slow():
     start = time.process_time()
     cq.quantize(x, "int8", block_size=(8, 8))
     assert x.nbytes / 1e6 / (time.process_time() - start) >= 50
+
+
+# ---- what was silent ----------------------------------------------------------------------------
+
+
+def test_a_scale_of_zero_or_with_a_wrong_sign_is_refused():
+    x = np.ones((2, 128), np.float32)
+    for scale in (0, 0.0, -0.0, np.zeros((2, 1), np.float32), np.float32(1e-46)):
+        with pytest.raises(ValueError, match="scale= is 0"):
+            cq.quantize(x, "int8", scale=scale)
+    for name in ("int8", "uint8", "fp8_e4m3", "nf4", "k4+normal", "int1"):
+        with pytest.raises(ValueError, match="no sign"):
+            cq.quantize(x, name, scale=-0.5)
+    for name in ("int4", "k4", "bof4s"):  # theirs carry the sign of the furthest element
+        assert cq.quantize(x, name, scale=-0.5).scale.reshape(-1)[0] == -0.5
+    partly = np.array([[0.1], [0]], np.float32)  # a row of zeros has the scale 0
+    assert cq.quantize(x, "int8", scale=partly).scale[1, 0] == 0
+
+
+def test_a_seed_without_stochastic_rounding_is_refused():
+    with pytest.raises(ValueError, match="stochastic=True"):
+        cq.quantize(np.ones((2, 64), np.float32), "nf4", seed=0)
+
+
+@pytest.mark.parametrize("name", ["int4", "k3", "uint8", "fp6_e2m3", "int1", "bof4s"])
+def test_scales_beyond_float16_warn(name, recwarn):
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    with pytest.warns(RuntimeWarning, match=r"scales of .* are beyond float16.*float32") as caught:
+        cq.quantize(x * 1e9, name)
+    assert caught[0].filename == __file__, "the line that called is named, and so warns once"
+    recwarn.clear()
+    cq.quantize(x, name)
+    cq.quantize(np.full((1, 64), 65489, np.float32), "int1")  # rounds to 65504, which is no loss
+    if name != "bof4s":
+        cq.quantize(x * 1e9, name, **({} if name == "nf4" else {"block_size": 64}), scale=1)
+    cq.quantize(x * 1e9, cq.get_format(name, scale_dtype="float32"))
+    assert not recwarn.list

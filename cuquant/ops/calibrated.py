@@ -25,8 +25,10 @@ def calibration(
     values = _broadcast(scale, rule.shape(stored), "scale").astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError("scale= must be finite")
-    if rule.dtype in ("e8m0", "e4m3") and (values < 0).any():
+    if rule.rule != "signed_max" and (values < 0).any():
         raise ValueError(f"the scales of {fmt} have no sign; scale= must not be negative")
+    if values.size and not values.any():
+        raise ValueError("scale= is 0, which leaves nothing of x; pass a positive number")
     if rule.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
         raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
     if zero_point is None:

@@ -33,6 +33,8 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
     found = interop.float_dtype(interop.dtype_of(out), "out")
     if dtype is not None and interop.float_dtype(dtype) != found:
         raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
+    if any(interop.shares_memory(out, source) for source in sources):
+        raise ValueError("out overlaps an input in memory")
     if not interop.is_writeable(out):
         raise ValueError("out is read-only")
     if interop.is_negated(out):
@@ -40,8 +42,6 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
     interop.refuse_gradient(out, "out")
     if interop.overlaps_itself(out):
         raise ValueError("out holds an element more than once; pass one that was not expanded")
-    if any(interop.shares_memory(out, source) for source in sources):
-        raise ValueError("out overlaps an input in memory")
     interop.mark_written(out)
     return found
 

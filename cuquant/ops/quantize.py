@@ -1,6 +1,7 @@
 """`quantize`: from values to a QuantArray."""
 
 import secrets
+import warnings
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,8 @@ def quantize(
         Blocks run along this axis and never leave it.
     scale
         Effective scales found beforehand (static quantization), broadcastable to the shape of the
-        scales. None: from the data (dynamic). Values on a GPU, like those of `zero_point` and
+        scales. None: from the data (dynamic). Not 0 everywhere; negative only where scales carry
+        a sign (int2..int7, k2..k8, bof4s). Values on a GPU, like those of `zero_point` and
         `global_scale`, are not checked, which would wait for them.
     zero_point
         With `scale`, for uint formats: the integer code of 0. None: 0, for data without negatives.
@@ -67,7 +69,7 @@ def quantize(
         Round to one of the two neighbouring codes, with probabilities whose mean is x.
     seed
         Of the stochastic rounding, 0 to 2^64 - 1: Philox4x32-10 with the seed as key and the flat
-        index in x as counter. None: a fresh one.
+        index in x as counter. None: a fresh one. Without `stochastic` it is an error.
     nonfinite
         "propagate": a block with NaN or infinity becomes NaN. "raise": ValueError, also where a
         scale overflows its dtype, or is so small that it makes zeros of all numbers of a block;
@@ -91,6 +93,8 @@ def quantize(
         For arguments that do not fit, before anything is written.
     BackendUnavailable, CompileError
         For an x on a GPU without CuPy or NVRTC, or where NVRTC rejects a kernel.
+    RuntimeWarning
+        For an x on the CPU with scales that float16 cannot hold: they saturate, and values do.
     RuntimeError
         For a kernel's first use while a CUDA graph is captured; `precompile` it.
 
@@ -111,6 +115,8 @@ def quantize(
         raise ValueError(
             f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding"
         )
+    if seed is not None and not stochastic:
+        raise ValueError("seed= is that of stochastic rounding; pass stochastic=True beside it")
     key = _seed(seed) if stochastic else 0
     x = interop.as_array(x)
     on_gpu = interop.is_on_gpu(x)
@@ -140,15 +146,21 @@ def quantize(
         return out
     interop.reject_stream(stream)
     given = calibration(fmt, stored, scale, zero_point, global_scale)
-    parts = reference.quantize(
-        source, fmt, axis, given, stochastic=bool(stochastic), seed=key, nonfinite=nonfinite
-    )
+    saturated: list[int] = []
+    how = {"stochastic": bool(stochastic), "seed": key, "nonfinite": nonfinite}
+    parts = reference.quantize(source, fmt, axis, given, **how, saturates=saturated.append)
+    if saturated:
+        text = f"{sum(saturated)} scales of {fmt} are beyond float16: values saturate; {_WIDER}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)  # behind `untraced`
     if out is not None:
         for name, part in out.numpy().components.items():
             part[...] = parts[name]
         return out
     which = interop.kind(x) or "numpy"
     return result(components={n: interop.from_numpy(p, which) for n, p in parts.items()})
+
+
+_WIDER = "rescale x, or pass a format with float32 scales, such as 'int4+float32'"
 
 
 def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:

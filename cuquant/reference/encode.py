@@ -79,10 +79,12 @@ def quantize(
     stochastic: bool = False,
     seed: int = 0,
     nonfinite: str = "propagate",
+    saturates: Callable[[int], object] | None = None,
 ) -> Components:
     """The components of `x` (float32, float16 or bfloat16, any shape) in format `fmt`.
 
-    Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`.
+    Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`. `saturates` is
+    called with the number of scales that were found and that float16 cannot hold.
 
     Raises
     ------
@@ -101,6 +103,7 @@ def quantize(
     if fmt.scale is not None and fmt.rule.rule == "search":
         return _search_blocks(source, fmt, stored, nonfinite)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
+    _report_saturation(fmt, given, scales, saturates)
     if fmt.is_blocks:
         return _interleave(source, fmt, tiles, scales, stored, nonfinite)
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
@@ -508,6 +511,19 @@ def refuse_value(value: object, index: int, size: int) -> None:
         f"x holds {value} at flat index {index} of {size}, and nonfinite='raise'; "
         "repair it, or pass nonfinite='clamp' or 'propagate'"
     )
+
+
+def _report_saturation(
+    fmt: Format, given: Calibration, scales: Scales, saturates: Callable[[int], object] | None
+) -> None:
+    if saturates is None or given.scale is not None or fmt.is_blocks or scales.exact is None:
+        return
+    if fmt.rule.dtype != "float16":
+        return
+    with np.errstate(over="ignore"):
+        count = int(_cast(scales.exact, fmt)[1].sum())
+    if count:
+        saturates(count)
 
 
 def _refuse_overflow(fmt: Format, over: np.ndarray) -> None:
