@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import fake_gpu
 import numpy as np
@@ -137,6 +138,23 @@ def test_rows_of_a_prepacked_weight_are_kept_once(to, plans):
     del p, other, rows, kept
     gc.collect()
     assert not unpacked._rows and not repeated._plans
+
+
+def test_a_component_in_steps_that_was_overwritten(to):
+    """It is copied for kernels, anew for each product, also beside rows that are kept."""
+    p, x = (
+        cq.prepack(to(cq.quantize(normal((16, 512)), "nf4", double_quant=True))),
+        normal((2, 512)),
+    )
+    name, there = "nested_scale", to(x)
+    scale = host(p.arrays()[name])
+    wide = to(np.repeat(scale, 2))
+    steps = replace(p, components={**p.arrays(), name: wide[::2]})
+    for size in (F32(1), F32(2), F32(4)):
+        wide[...] = to(np.repeat(scale * size, 2))
+        whole = replace(p, components={**p.arrays(), name: to(scale * size)})
+        for _ in range(2):
+            assert bits_equal(host(cq.linear(there, steps)), host(cq.linear(there, whole)))
 
 
 @pytest.fixture

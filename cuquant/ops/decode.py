@@ -1,6 +1,7 @@
 """Values, codes and scales of QuantArrays on a GPU."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,17 @@ def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
         Where they are not what the format says: kernels read as far as that.
     """
     q.check()
-    parts = q.arrays()
+    return contiguous(backend, q.components)
+
+
+def contiguous(backend: GpuBackend, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays in C order and on whole elements: themselves, or copies."""
+    found = dict(parts)
     for name, part in parts.items():
         view = backend.view(part)
-        if not view.is_contiguous or view.pointer % max(view.dtype.itemsize, 1):
-            parts[name] = backend.contiguous(part, -1) if part.ndim else part
-    return parts
+        if part.ndim and not (view.is_contiguous and view.pointer % view.dtype.itemsize == 0):
+            found[name] = backend.contiguous(part, -1)
+    return found
 
 
 def _check_out(q: QuantArray, dtype: object, out: Any) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 from cuquant import jit
 from cuquant.fragments import Fragments
+from cuquant.ops.decode import contiguous
 from cuquant.ops.gpu import backend_of
-from cuquant.ops.kernels.prepack import Prepack, contiguous, prepack_programs
+from cuquant.ops.kernels.prepack import Prepack, prepack_programs
 from cuquant.stored import OPERATIONS
 
 

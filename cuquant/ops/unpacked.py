@@ -12,9 +12,10 @@ import numpy as np
 from cuquant.fragments import Fragments
 from cuquant.jit import Launch
 from cuquant.ops.backend import Backend
+from cuquant.ops.decode import contiguous
 from cuquant.ops.gpu import GpuBackend
 from cuquant.ops.kernels.operands import Weight
-from cuquant.ops.kernels.prepack import Prepack, contiguous
+from cuquant.ops.kernels.prepack import Prepack
 from cuquant.packed import PackedWeight
 
 # By the identities of the weight's components, all of which live.
@@ -55,10 +56,11 @@ def rows_of(backend: GpuBackend, packed: PackedWeight) -> tuple[Weight, Filling,
     given, filling = packed.arrays(), Filling(backend)
     parts = contiguous(backend, given)
     ids = tuple(map(id, given.values()))
-    made = Prepack(Fragments(packed.format, packed.shape)).rows(filling, parts, _rows.get(ids))
+    layout = Fragments(packed.format, packed.shape)
+    made = Prepack(layout).rows(filling, parts, _rows.get(ids))
     if ids not in _rows:
-        own = {id(part) for part in given.values()}
-        _rows[ids] = {name: part for name, part in made.items() if id(part) not in own}
+        kept = {part.name for part in layout.kept}
+        _rows[ids] = {name: part for name, part in made.items() if name not in kept}
         for part in given.values():
             weakref.finalize(part, _rows.pop, ids, None)
     is_own = all(part is given[name] for name, part in parts.items())

@@ -32,16 +32,6 @@ class Maker(Protocol):
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None: ...
 
 
-def contiguous(backend: Any, parts: Mapping[str, Any]) -> Parts:
-    """The arrays in C order and on whole elements, which those that a user put in need not be."""
-    found = dict(parts)
-    for name, part in parts.items():
-        view = backend.view(part)
-        if part.ndim and not (view.is_contiguous and view.pointer % view.dtype.itemsize == 0):
-            found[name] = backend.contiguous(part, -1)
-    return found
-
-
 def _launch(program: Program, items: int) -> Launch:
     """A thread for each item."""
     return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
