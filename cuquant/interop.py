@@ -524,11 +524,6 @@ def mark_written(x: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(x)
 
 
-def version(x: Any) -> int:
-    """How often torch knows that a tensor was written to; 0 for what it does not count."""
-    return 0 if kind(x) != "torch" or x.is_inference() else x._version
-
-
 def span(x: Any) -> tuple[int, int]:
     """Addresses of an array's first byte and of the one behind its last."""
     torch_tensor = kind(x) == "torch"

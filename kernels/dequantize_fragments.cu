@@ -49,10 +49,11 @@ struct UnitDecoder {
 };
 
 // out: [rows, pitch] from row 16 first of the weight on; pitch is a multiple of 8. `fine`: groups in a unit, else 1;
-// `group_units`: units of a group, 0 where a row is one. There are less than 2^32 units.
+// `group_units`: units of a group, 0 where a row is one; `unit`: what values are
+// multiplied by before they are rounded, or null. There are less than 2^32 units.
 template <class Format, int kLie, int kWarps, int kEach>
 __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
-    const __grid_constant__ Prepacked weights, const __grid_constant__ Lookup lookup, void* __restrict__ out, int type, float unit, i64 first, i64 rows,
+    const __grid_constant__ Prepacked weights, const __grid_constant__ Lookup lookup, void* __restrict__ out, int type, const float* __restrict__ unit, i64 first, i64 rows,
     i64 depth, i64 pitch, int group_units, int fine) {
     using Decode = UnitDecoder<Format, kLie>;
     __shared__ typename Decode::Tables tables;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
         for (int i = 0; i < 4; ++i) {
             const i64 row = static_cast<i64>(strip) * kStrip + 4 * i + lane / 8, k = static_cast<i64>(column) * kUnit + lane % 8 * kChunk;
             const float* from = turned + (4 * i + lane / 8) * kTurnPitch + lane % 8 * kChunk;
-            if (row < rows && k < depth) store_rounded(out, type, row * pitch + k, from, unit);
+            if (row < rows && k < depth) store_rounded(out, type, row * pitch + k, from, unit ? *unit : 1.0f);
         }
         __syncwarp();
     }

@@ -6,10 +6,10 @@
 
 namespace cuquant {
 
-// out: [rows, pitch]; pitch is a multiple of 8. There are less than 2^32 chunks.
+// out: [rows, pitch]; pitch is a multiple of 8. `unit`: what values are multiplied by before they are rounded, or null. There are less than 2^32 chunks.
 template <class Operand, int kThreads, int kEach>
 __global__ void __launch_bounds__(kThreads) dequantize_rows(
-    const __grid_constant__ Operand weights, void* __restrict__ out, int type, float unit, i64 first, i64 rows, i64 depth, i64 pitch) {
+    const __grid_constant__ Operand weights, void* __restrict__ out, int type, const float* __restrict__ unit, i64 first, i64 rows, i64 depth, i64 pitch) {
     __shared__ typename Operand::Tables tables;
     weights.fill(tables, threadIdx.x, kThreads);
     __syncthreads();
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_rows(
 #pragma unroll
     for (int u = 0; u < kEach; ++u) {
         const u32 c = begin + u * kThreads, row = c / per_row;
-        if (c < chunks) store_rounded(out, type, row * pitch + static_cast<i64>(c - row * per_row) * kChunk, x[u], unit);
+        if (c < chunks) store_rounded(out, type, row * pitch + static_cast<i64>(c - row * per_row) * kChunk, x[u], unit ? *unit : 1.0f);
     }
 }
 

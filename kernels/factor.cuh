@@ -1,36 +1,46 @@
 // What scales do to the operands of a prepacked weight, 16-bit floats, where they cannot wait for the sums.
 #pragma once
 #include "prepacked.cuh"
+#include "unit.cuh"
 
 namespace cuquant {
 
 // What a group's operands are multiplied by, for rows g and g + 8, as pairs of T: scales that have no place in T are a sum
-// of two, so that their product with a weight is rounded once. Integers times float16 scales are in range, unless `kWide`,
-// where `unit` brings them there.
-template <class Format, class T, int kLie, bool kWide>
+// of two, so that their product with a weight is rounded once. `unit`, a power of two, brings weights into float16's range.
+template <class Format, class T, int kLie>
 struct Factor {
     using Own = Group<Format, kLie>;
-    static constexpr bool plain = Own::stored == Stored::Float16 && is_same<T, Half> && !Format::Codec::is_codebook && !Own::blocks && !kWide;
-    static constexpr bool exact = plain || (!Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || (Own::stored == Stored::Float16 && is_same<T, Half>)));
+    static constexpr bool exact = !Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || (Own::stored == Stored::Float16 && is_same<T, Half>));
     static constexpr bool minimums = Own::Parts::minimums;
+    // Whether weights stay in the range of T: bfloat16 has float32's, and e4m3 times a code is small.
+    static constexpr bool in_range = !is_same<T, Half> || (!Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::None));
     u32 high[2], low[2];
     float scale[2], minimum[2];  // of weights with minimums
 
-    __device__ void set(const Group<Format, kLie>& own, float unit) {
+    // The unit of a warp's strip, of its groups first .. last, which the four lanes of a row share out.
+    __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int t) {
+        if constexpr (in_range) return 1.0f;
+        float largest = 0.0f;
+#pragma unroll 4
+        for (int group = first + t; group <= last; group += 4) {
+            Own own;
+            own.load(lies, static_cast<u32>(group));
+#pragma unroll
+            for (int h = 0; h < 2; ++h) largest = fmaxf(largest, size_of(own.value(h), w.reach) + (minimums ? size_of(own.minimum_of(h), 1.0f) : 0.0f));
+        }
+        return unit_for(warp_max(largest), w.reach);
+    }
+    __device__ void set(const Own& own, float unit) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if constexpr (plain) {
-                high[h] = __byte_perm(own.scale[0], 0, h ? 0x3232 : 0x1010);
+            const float s = own.value(h) * unit;
+            if constexpr (minimums) {
+                scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
             } else {
-                const float s = own.value(h) * unit;
-                if constexpr (minimums) {
-                    scale[h] = s; minimum[h] = own.minimum_of(h) * unit;
-                } else {
-                    high[h] = pair_of<T>(s, s);
-                    if constexpr (!exact) {
-                        const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
-                        low[h] = pair_of<T>(rest, rest);  // split_scales would do it twice, and spill
-                    }
+                high[h] = pair_of<T>(s, s);
+                if constexpr (!exact) {
+                    const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
+                    low[h] = pair_of<T>(rest, rest);  // split_scales would do it twice, and spill
                 }
             }
         }

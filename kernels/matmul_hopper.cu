@@ -11,6 +11,8 @@
 
 namespace cuquant {
 
+constexpr int kMostWarps = 16;  // that multiply
+
 enum Kind { kOne = 0, kTwo = 1, kExperts = 2 };  // of weights: one, the two of a gated unit, or experts'
 
 // The rows of x that each expert has; null but for kExperts.
@@ -42,13 +44,13 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
-// unit, else 1; kLie: see Lie; kKind: see Kind; kWide: see Factor; kTable: see PairDecoder; kPaired: see next_tile;
+// unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kPaired: see next_tile;
 // kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both;
 // kHalved: of their last tiles, the last 64 rows of the one are the first of the other, and each has every other stage of these.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
 // are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has no more.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kWide, bool kTable, bool kPaired, bool kBeside, bool kSharedX, bool kHalved>
+          int kKind, bool kTable, bool kPaired, bool kBeside, bool kSharedX, bool kHalved>
 __global__ void CUQUANT_CLUSTER(kPaired || kSharedX || kHalved ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole) {
@@ -91,7 +93,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    u64* full = reinterpret_cast<u64*>(drain + (kAlone ? kGroups * Drained::floats : kApart ? kDepthGroups * kTokens * kPitch : 0));
+    float* strip_units = drain + (kAlone ? kGroups * Drained::floats : kApart ? kDepthGroups * kTokens * kPitch : 0);  // of each warp's strip: see Factor
+    u64* full = reinterpret_cast<u64*>(strip_units + kMostWarps);
     u64 *empty = full + kStages, *received = empty + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
@@ -265,7 +268,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         typename Own::Strip lies;
         lies.set(own_weights, strip, before, g);
         keep(lies.scale);
-        const float own_unit = own_weights.unit;
+        // Scales may have been overwritten since the last product: what brings them into range is found each time.
+        if constexpr (!kLate) {
+            const int last = min(static_cast<int>(group_of(first_unit + units - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
+            const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, t);
+            if (lane == 0) strip_units[warp] = found;
+            __syncwarp();
+        }
+        // In shared memory: with several groups in a unit and minimums there is no register for it.
+        const auto own_unit = [&] { return kLate ? 1.0f : *static_cast<volatile float*>(strip_units + warp); };
         Own groups[2][kFine];
         const bool halved = is_halved(tile, row_group);
         // `i`: of this warpgroup's; of halved ones those of every other stage.
@@ -307,10 +318,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (of_stage == 0) barrier_wait(full + stage, parity);
             words.load_shared(own_codes + stage * (kSpan * kCodeBytes) + of_stage * kUnitBytes, lane);
         };
-        Factor<Format, T, kLie, kWide> scaled;
+        Factor<Format, T, kLie> scaled;
         const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
             const Own& own = from[s * kFine / 4];
-            if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit);
+            if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit());
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
             if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
             if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
@@ -423,7 +434,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (!kHalved) done += lost ? 0 : (units + kSpan - 1) / kSpan;
         else row = row_of(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
         wgmma_wait<0>();
-        float factor = kLate ? 1.0f : 1.0f / own_weights.unit;
+        float factor = 1.0f / own_unit();
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
         if (factor != 1.0f) {
 #pragma unroll

@@ -25,7 +25,7 @@ struct Prepacked {  // null where the format has none
     i64 nested_first;           // added to the number of a scale that double quantization counts: see of_expert
     int strips, units;
     int tall;                   // rows that share a scale, where these are not laid out in strips
-    float unit;                 // a power of two that brings weights into the range of T
+    float reach;                // the largest magnitude that a code stands for before its scale
 };
 
 template <class Format, class = void> struct HasLayout { static constexpr bool value = false; };

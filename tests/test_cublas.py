@@ -29,9 +29,11 @@ def test_gemm_multiplies_rows_and_sets_what_it_needs():
     handle = cublas.Cublas(fake)
     x, w = normal((7, 24), "float16")[:, :20], normal((5, 20), "float16")
     out = np.full((7, 8), 7, F32)
-    handle.gemm(42, Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (1024, 99)))
-    assert np.allclose(out[:, :5], 0.5 * values(x) @ values(w).T, atol=1e-5)
-    assert (out[:, 5:] == 7).all()
+    factors = np.array([0.5, 0], F32)
+    for at, factor in ((0, 1), (factors.ctypes.data, 0.5), (0, 1)):
+        handle.gemm(42, Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), at, (1024, 99)))
+        assert np.allclose(out[:, :5], factor * values(x) @ values(w).T, atol=1e-5)
+        assert (out[:, 5:] == 7).all()
     assert (fake.stream, fake.workspace) == (42, (1024, 99))
     assert fake.math == cublas.NO_REDUCED_REDUCTION
 
@@ -42,8 +44,13 @@ STUB = """
 extern "C" {
 static void *set_stream, *workspace;
 static size_t room;
+static int device_pointers;
 int cublasCreate_v2(void** handle) { *handle = &room; return 0; }
 int cublasSetMathMode(void* handle, int mode) { return handle != &room || mode != 16; }
+int cublasSetPointerMode_v2(void* handle, int mode) {
+    device_pointers = mode;
+    return handle != &room;
+}
 int cublasSetStream_v2(void* handle, void* stream) { set_stream = stream; return handle != &room; }
 int cublasSetWorkspace_v2(void* handle, void* at, size_t nbytes) {
     workspace = at; room = nbytes;
@@ -53,7 +60,7 @@ int cublasGemmEx(void* handle, int a_order, int b_order, int m, int n, int k, co
                  const void* A, int a_type, int lda, const void* B, int b_type, int ldb,
                  const void* beta, void* C, int c_type, int ldc, int compute, int algorithm) {
     if (handle != &room || a_order != 1 || b_order != 0 || a_type || b_type || c_type) return 2;
-    if (*(const float*)beta || compute != 68 || algorithm != -1) return 3;
+    if (!device_pointers || *(const float*)beta || compute != 68 || algorithm != -1) return 3;
     if ((size_t)set_stream != 0x700000000042 || (size_t)workspace != 0x710000000000) return 4;
     if (room != (size_t)1 << 33) return 5;
     for (int i = 0; i < m; ++i)
@@ -79,7 +86,9 @@ def test_the_c_interface(tmp_path, monkeypatch):
     found = cublas.library.__wrapped__(77)
     assert found is not None
     x, w, out = normal((7, 24)), normal((5, 30)), np.full((7, 8), 7, F32)
-    gemm = Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), 0.5, (0x710000000000, 1 << 33))
+    factors = np.array([0.5, 0], F32)
+    at = factors.ctypes.data
+    gemm = Gemm((7, 5, 20), matrix(x), matrix(w), matrix(out), at, (0x710000000000, 1 << 33))
     cublas.Cublas(found).gemm(0x700000000042, gemm)
     assert np.allclose(out[:, :5], 0.5 * x[:, :20] @ w[:, :20].T, atol=1e-5)
     assert (out[:, 5:] == 7).all()
@@ -92,7 +101,7 @@ def test_what_cublas_refuses_is_an_error():
     handle = cublas.Cublas(Library())
     x, out = normal((4, 16), "float16"), np.zeros((4, 4), DTYPES["bfloat16"])
     with pytest.raises(cublas.CublasError, match="cublasGemmEx of cuBLAS returned status 15"):
-        handle.gemm(0, Gemm((4, 4, 16), matrix(x), matrix(x), matrix(out), 1.0, (0, 0)))
+        handle.gemm(0, Gemm((4, 4, 16), matrix(x), matrix(x), matrix(out), 0, (0, 0)))
     with pytest.raises(cublas.CublasError, match="cublasCreate_v2"):
         cublas.Cublas(Library(broken=True))
 

@@ -1,7 +1,10 @@
 """Products on a GPU that were made before: they find their plans, and cost the host little."""
 
 import gc
+import sys
 import time
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import fake_gpu
@@ -14,11 +17,11 @@ from oracle import DTYPES, bits_equal
 from products import normal, values, weight
 
 import cuquant as cq
-from cuquant import interop
 from cuquant.ops import gpu as backends
 from cuquant.ops import repeated, unpacked
 from cuquant.ops.cublas import Cublas
 from cuquant.ops.kernels import product
+from cuquant.ops.remember import Remembered
 
 
 @pytest.fixture(params=fake_gpu.KINDS)
@@ -29,7 +32,7 @@ def to(request, monkeypatch):
 @pytest.fixture
 def plans(monkeypatch):
     """The plans that a test makes, and whether the slow way was gone."""
-    monkeypatch.setattr(repeated, "_plans", {})
+    monkeypatch.setattr(repeated, "_plans", Remembered())
     slow = []
     prepare = cq.ops.multiply.linear
     monkeypatch.setattr(cq.ops.multiply, "linear", lambda *a: slow.append(1) or prepare(*a))
@@ -99,11 +102,11 @@ def test_a_weight_that_was_overwritten_or_replaced(to):
         check(cq.linear(there, q), x, q.numpy(), there)
 
 
-def _overwrite(p, other):
+def _overwrite(p, other, data=False):
     for name, part in p.arrays().items():
         new = other.arrays()[name]
         if hasattr(part, "copy_"):
-            part.copy_(new)
+            (part.data if data else part).copy_(new)
         else:
             part[...] = new
 
@@ -132,9 +135,9 @@ def test_rows_of_a_prepacked_weight_are_kept_once(to, plans):
     for rows in range(1, 9):
         cq.linear(there[:rows], p), cq.swiglu(there[:rows], p, other)
     assert not plans and len(unpacked._rows) == 2
-    kept = {id(part) for found in repeated._plans.values() for plan in found.values()
+    kept = {id(part) for found in repeated._plans._entries.values() for plan in found.values()
             for part in plan.kept if not isinstance(part, cq.formats.Format)}  # fmt: skip
-    assert kept == {id(part) for rows in unpacked._rows.values() for part in rows.values()}
+    assert kept == {id(part) for rows in unpacked._rows._entries.values() for part in rows.values()}
     del p, other, rows, kept
     gc.collect()
     assert not unpacked._rows and not repeated._plans
@@ -169,33 +172,75 @@ def decoded(monkeypatch, request):
     return 16, 64
 
 
+def _inference(wanted):
+    return sys.modules["torch"].inference_mode() if wanted else nullcontext()
+
+
 def _is_near(y, x, q, size) -> bool:
     wanted = Expected.of(x, q).sums
     assert np.abs(wanted).max() > 4 * size
     return bool((np.abs(host(y) - wanted) <= 2.0**-8 * size * x.shape[1] ** 0.5).all())
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp8_e4m3"])
-def test_weights_that_became_much_larger_or_smaller(name, to, decoded):
-    """Than float16 holds: the power of two that brings them there is found anew."""
-    x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)
-    q, there = to(cq.quantize(w, name)), to(x)
-    cq.linear(there, q, out_dtype="float32")
-    for size in (2.0**20, 2.0**-30, 2.0**3):
-        cq.quantize(to(w * F32(size)), name, out=q)
-        assert _is_near(cq.linear(there, q, out_dtype="float32"), x, q.numpy(), size)
+SCALED = (
+    *(("nf4", how) for how in ("out=", "in place", "data", "inference")),
+    *((name, "in place") for name in ("fp8_e4m3", "mxfp4", "int4", "q4_k")),
+)
+SIZES = {"q4_k": (2.0**10, 2.0**-5, 2.0**3), "int4": (2.0**14, 2.0**-8, 2.0**3)}  # float16 scales
 
 
-def test_prepacked_weights_of_torch_that_became_much_larger(to, decoded):
-    """torch counts what is written to a tensor."""
+@pytest.mark.parametrize("laid_out", [False, True], ids=["rows", "prepacked"])
+@pytest.mark.parametrize(("name", "how"), SCALED)
+def test_weights_that_became_much_larger_or_smaller(name, laid_out, how, to, decoded, plans):
+    """Than float16 holds, by means that no library counts: their scales are read each time."""
     x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)
-    p, there = cq.prepack(to(cq.quantize(w, "nf4"))), to(x)
-    if interop.kind(there) != "torch":
-        pytest.skip("no counts")
-    cq.linear(there, p, out_dtype="float32")
-    large = cq.quantize(w * F32(2.0**20), "nf4")
-    _overwrite(p, cq.prepack(to(large)))
-    assert _is_near(cq.linear(there, p, out_dtype="float32"), x, large, 2.0**20)
+    if name == "q4_k":  # whole blocks
+        w, x = np.repeat(w[:, :64], 4, 1), np.repeat(x[:, :64], 4, 1)
+    there = to(x)
+    is_torch = hasattr(there, "copy_")
+    if not is_torch and how not in ("out=", "in place"):
+        pytest.skip("of torch alone")
+    if how == "out=" and laid_out:
+        pytest.skip("a PackedWeight is not quantized to")
+
+    def laid(q):
+        return cq.prepack(q) if laid_out else q
+
+    with _inference(how == "inference"):
+        weights = laid(to(cq.quantize(w, name)))
+        there = to(x)
+        cq.linear(there, weights, out_dtype="float32")
+        for size in SIZES.get(name, (2.0**20, 2.0**-30, 2.0**3)):
+            other = cq.quantize(w * F32(size), name)
+            if how == "out=":
+                cq.quantize(to(w * F32(size)), name, out=weights)
+            else:
+                _overwrite(weights, laid(to(other)), data=how == "data")
+            del plans[:]
+            assert _is_near(cq.linear(there, weights, out_dtype="float32"), x, other, size)
+            assert not plans, "the plan is the same: it holds no numbers of the weight"
+
+
+def test_finalizers_do_not_grow_with_calls(to):
+    """With weights that are overwritten, or with new ones that share arrays with old ones."""
+    q, x, w = to(weight("int4", (16, 64))), to(normal((2, 64))), to(normal((16, 64)))
+
+    def round_of_calls():
+        cq.quantize(w, "int4", out=q)
+        cq.linear(x, q)
+        parts = {**q.arrays(), "scale": to(host(q.arrays()["scale"]))}
+        cq.linear(x, cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes))
+
+    def held():
+        gc.collect()
+        references = sum(weakref.getweakrefcount(part) for part in q.arrays().values())
+        return references, len(weakref.finalize._registry), len(repeated._plans)
+
+    round_of_calls()
+    before = held()
+    for _ in range(20):
+        round_of_calls()
+    assert held() == before
 
 
 def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
@@ -203,7 +248,7 @@ def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
     there = to(x)
     for rows in range(1, 150):
         cq.linear(there[:rows], q)
-    (kept,) = repeated._plans.values()
+    (kept,) = repeated._plans._entries.values()
     assert 0 < len(kept) <= repeated.MOST
     del q, kept
     gc.collect()

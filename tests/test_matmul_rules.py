@@ -1,7 +1,5 @@
 """How products with prepacked weights are divided: all of them once, by what a GPU has."""
 
-import gc
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,6 @@ from emulator import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arrays import LEVELS
-from products import normal, values, weight
 
 import cuquant as cq
 from cuquant.formats import Codebook, Minifloat
@@ -72,48 +69,6 @@ def test_levels_fit_16_bits_or_do_not():
     assert all(prepacked.fits(fmt) for fmt in LAID.values())
     known = {name: prepacked.fits(cq.get_format("k8", levels=LEVELS[name])) for name in LEVELS}
     assert [name for name, fits in known.items() if not fits] == ["huge", "tiny", "all sizes"]
-
-
-@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp8", "nf4 double", "fp8_e4m3"])
-@pytest.mark.parametrize("size", [1e-35, 1e-9, 1.0, 3e4, 1e30, 0.0])
-def test_the_unit_brings_the_largest_weight_near_1(name, size):
-    """And is a power of two, which no rounding knows of."""
-    options = {"double_quant": True} if name.endswith("double") else {}
-    q = weight(name.split()[0], (9, 128), **options)
-    q = cq.quantize(normal((9, 128)) * np.float32(size), q.format)
-    unit = prepacked.unit_of(Recorder(), q.format, q.arrays())
-    assert math.frexp(unit)[0] == 0.5
-    largest = float(np.abs(q.dequantize(dtype="float32").astype(np.float64)).max()) * unit
-    assert size == 0 or 2.0**-2 < largest < 4
-
-
-@pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e5m2", "fp8_e4m3", "mxfp8_e5m2", "q8_0"])
-@pytest.mark.parametrize("size", [1e-32, 1e-9, 1.0, 3e4, 1e30])
-def test_scales_that_meet_operands_are_neither_small_nor_large(name, size):
-    """So that float16 holds them, and the weights, of rows much smaller than others too."""
-    if name == "q8_0":
-        size = float(np.clip(size, 1e-3, 1e6))
-    q = cq.quantize(normal((9, 128)) * np.float32(size), name)
-    unit, wide = prepacked.scaling(Recorder(), q.format, cq.prepack(q).arrays(), "float16")
-    assert math.frexp(unit)[0] == 0.5 and not wide
-    codes = float(np.abs(q.format.codec.numbers).max())
-    scale, largest = (float(np.abs(values(part)).max()) * unit for part in (q.scale, q))
-    assert 2.0**-4 < scale < 4 and max(codes, 8) / 16 < largest < max(codes, 8)
-    assert prepacked.scaling(Recorder(), q.format, cq.prepack(q).arrays(), "bfloat16").unit == 1
-
-
-def test_units_see_through_numbers_that_are_not_finite_and_go_with_their_arrays():
-    q = weight("nf4", (9, 128))
-    scale = q.arrays()["scale"].copy()
-    wanted = prepacked.unit_of(Recorder(), q.format, {"scale": scale.copy()})
-    scale[0], scale[1] = np.nan, np.inf
-    smaller = scale[2:].max() / q.arrays()["scale"].max()
-    before = len(prepacked._units)
-    found = prepacked.unit_of(Recorder(), q.format, {"scale": scale})
-    assert wanted <= found <= wanted * 2 / smaller and len(prepacked._units) == before + 1
-    del scale
-    gc.collect()
-    assert len(prepacked._units) == before
 
 
 # ---- matmul_hopper.cu ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 the emulator, cuBLAS by functions on NumPy that take what its own take. Itself: test_cublas.py."""
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
 from emulator.cublas import Library
-from fragment_products import SMALLEST, Case, Expected
+from fragment_products import SMALLEST, Case, Expected, with_scale
 from kernel_arrays import LAYOUTS, WRITABLE
 from kernel_cases import NAMES
 from oracle import DTYPES, bits_equal
@@ -79,13 +80,26 @@ def small_slabs() -> Any:
     return mock.patch.multiple(vendor, DECODED=1, SUMS=1, divide=divide)
 
 
+def unit_of(q: cq.QuantArray | cq.PackedWeight, dtype: str = "float16") -> float:
+    """The power of two that weights are multiplied by, as the kernels find it."""
+    emulator = Emulator()
+    weight = Weight(q.format, q.arrays(), q.shape)
+    units = emulator.empty((vendor.UNIT_BYTES // 4,), np.dtype(F32))
+    found = vendor._unit_finder(emulator, weight, dtype)(emulator, units.ctypes.data)
+    if not found:
+        return 1.0
+    unit, inverse, zero = units[:3].tolist()
+    assert found == units.ctypes.data and unit * inverse == 1 and zero == 0
+    return unit
+
+
 def expect(x: np.ndarray, q: cq.QuantArray) -> Expected:
     """Each weight is rounded once to x's dtype, after a power of two has been multiplied."""
     dtype = np.dtype(x.dtype).name
     a, w = values(x), values(q)
     off: Any = 0.0
     if dtype != "float32":
-        unit = vendor.unit_of(Recorder(), Weight(q.format, q.arrays(), q.shape), dtype)
+        unit = unit_of(q, dtype)
         off = np.abs(a) @ (ULP[dtype] * np.abs(w) + SMALLEST[dtype] / unit).T
     return Expected(a @ w.T, np.abs(a) @ np.abs(w).T, off)
 
@@ -109,7 +123,7 @@ def built() -> None:
             run(cq.linear, normal((3, shape[1]), "float16"), q)
             run(cq.linear, normal((3, shape[1]), "float16"), cq.prepack(q))
     files = {program.file for program in recorder.programs}
-    assert files == {"dequantize_rows.cu", "dequantize_fragments.cu", "finish.cu"}
+    assert files == {"dequantize_rows.cu", "dequantize_fragments.cu", "finish.cu", "unit.cu"}
     Emulator().build(recorder.programs)
 
 
@@ -117,6 +131,56 @@ def built() -> None:
 def run(built) -> Iterator[Products]:
     with by_vendor():
         yield Products(Emulator(arch=80, vendor=True))
+
+
+# ---- the unit -----------------------------------------------------------------------------------
+
+UNITS = [
+    ("nf4", {}), ("nf4", {"double_quant": True}), ("int8", {}), ("mxfp8", {}), ("fp8_e5m2", {}),
+    ("nvfp4", {}), ("int4", {}), ("uint8", {}), ("fp6_e3m2", {}), ("k3", {}), ("q4_0", {}),
+    ("q4_1", {}), ("q4_k", {}), ("q6_k", {}), ("iq4_xs", {}),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("laid_out", [False, True], ids=["rows", "prepacked"])
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 3e4, 1e30, 0.0])
+@pytest.mark.parametrize(("name", "options"), UNITS, ids=str)
+def test_the_unit_brings_the_largest_weight_into_the_range_of_float16(
+    name, options, size, laid_out, built
+):
+    """And is a power of two, which no rounding knows of; of scales that float16 holds too."""
+    fmt = cq.get_format(name, **options)
+    if fmt.scale is not None and fmt.scale.dtype == "float16":
+        size = float(np.clip(size, 0 if size == 0 else 1e-2, 1e4))
+    q = cq.quantize(normal((9, 256)) * np.float32(size), fmt)
+    unit = unit_of(cq.prepack(q) if laid_out else q)
+    assert math.frexp(unit)[0] == 0.5
+    largest = float(np.abs(values(q)).max()) * unit
+    # Codes and the fields of K-quants need not reach their largest numbers.
+    room = 448 if name == "nvfp4" else 64 if fmt.is_blocks else 4
+    assert size == 0 or 2.0**13 / room <= largest < 2.0**14
+
+
+@needs_compiler
+def test_units_see_through_scales_that_are_not_finite(built):
+    q = weight("nf4", (9, 128))
+    scale = q.arrays()["scale"].copy()
+    scale[0], scale[1] = np.nan, np.inf
+    rest = cq.quantize(q.dequantize()[2:], "nf4")
+    assert unit_of(with_scale(q, scale)) == unit_of(rest)
+
+
+@needs_compiler
+def test_the_unit_of_more_scales_than_a_launch_has_threads(built):
+    """Wherever the largest one is."""
+    scale = np.full(70_001, 2.0**-20, F32)
+    q = cq.quantize(np.ones((70_001, 1), F32), "int8")
+    for place in (0, 511, 65_535, 65_536, 70_000):
+        own = scale.copy()
+        own[place] = 2.0**9
+        large = unit_of(with_scale(q, own.reshape(-1, 1)))
+        assert large * 2.0**29 == unit_of(with_scale(q, scale.reshape(-1, 1)))
 
 
 # ---- linear -------------------------------------------------------------------------------------
@@ -189,14 +253,15 @@ def test_what_is_not_finite_goes_through(run):
 
 
 @needs_compiler
-def test_weights_beyond_float16_are_its_largest(run):
-    """As `dequantize` has them: scales that are float16 themselves are not looked at."""
+def test_weights_beyond_float16_are_multiplied_as_they_are(run):
+    """Also where scales are float16 themselves."""
     q = cq.quantize(np.full((3, 128), 4e5, F32), "int4")
     assert values(q).min() > 3e5
     x = np.zeros((2, 128), np.float16)
     x[:, 5] = 1
     for w in (q, cq.prepack(q)):
-        assert (run(cq.linear, x, w, out_dtype="float32") == 65504).all()
+        y = run(cq.linear, x, w, out_dtype="float32")
+        assert (np.abs(y - values(q)[:, 5]) <= ULP["float16"] * values(q)[:, 5]).all()
 
 
 @needs_compiler
@@ -314,7 +379,9 @@ def test_without_the_library_another_kernel_multiplies(built):
             run = Products(Recorder(vendor=vendor_is_there))
             run(cq.linear, x, q)
             files = {program.file for program in run.backend.programs}
-            assert files == ({"dequantize_rows.cu"} if vendor_is_there else {"matmul_plain.cu"})
+            assert files == (
+                {"dequantize_rows.cu", "unit.cu"} if vendor_is_there else {"matmul_plain.cu"}
+            )
     assert asked == [True, True, False]
 
 

@@ -42,7 +42,8 @@ class Gemm(NamedTuple):
     x, weights, out
         x and the weights are of one dtype, and out is of the same or of float32.
     factor
-        Is multiplied with the float32 sums.
+        The address of a float32 number that the float32 sums are multiplied by, which 0.0 follows;
+        0: they are not.
     scratch
         Address and bytes of memory that the product may use.
     """
@@ -51,7 +52,7 @@ class Gemm(NamedTuple):
     x: Matrix
     weights: Matrix
     out: Matrix
-    factor: float
+    factor: int
     scratch: tuple[int, int]
 
 

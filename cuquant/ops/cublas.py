@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasCreate_v2": [_POINTER],
     "cublasSetMathMode": [_POINTER, ctypes.c_int],
     "cublasSetStream_v2": [_POINTER, _POINTER],
+    "cublasSetPointerMode_v2": [_POINTER, ctypes.c_int],
     "cublasSetWorkspace_v2": [_POINTER, _POINTER, ctypes.c_size_t],
     "cublasGemmEx": [
         _POINTER,
@@ -64,8 +65,11 @@ class Cublas:
     def gemm(self, stream: int, gemm: Gemm) -> None:
         """A product on the stream of this handle."""
         (rows, columns, depth), x, weights, out, *_ = gemm
-        factor, zero = ctypes.c_float(gemm.factor), ctypes.c_float(0.0)
+        one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+        on_device = bool(gemm.factor)
+        factors = (gemm.factor, gemm.factor + 4) if on_device else (one, zero)
         with self._lock:
+            self._call("cublasSetPointerMode_v2", self._handle, int(on_device))
             self._call("cublasSetStream_v2", self._handle, stream)
             self._call("cublasSetWorkspace_v2", self._handle, *gemm.scratch)
             # Its matrices run down columns, so these are transposed: out.T = weights @ x.T.
@@ -77,10 +81,10 @@ class Cublas:
                 columns,
                 rows,
                 depth,
-                ctypes.byref(factor),
+                factors[0],
                 *(weights.pointer, TYPES[weights.dtype], weights.stride),
                 *(x.pointer, TYPES[x.dtype], x.stride),
-                ctypes.byref(zero),
+                factors[1],
                 *(out.pointer, TYPES[out.dtype], out.stride),
                 COMPUTE_32F,
                 ALGORITHM,

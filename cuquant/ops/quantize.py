@@ -15,7 +15,6 @@ from cuquant.ops.encode import EncodeOnGpu
 from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
-from cuquant.ops.repeated import overwritten
 
 
 @interop.untraced
@@ -142,7 +141,8 @@ def quantize(
         parts = run(x, stored, scale, zero_point, global_scale, stream)
         if out is None:
             return result(components=parts)
-        overwritten(out.components.values())
+        for part in out.components.values():
+            interop.mark_written(part)
         return out
     interop.reject_stream(stream)
     given = calibration(fmt, stored, scale, zero_point, global_scale)

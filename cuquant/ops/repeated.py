@@ -5,7 +5,6 @@ weights live: a model's layers are called over and over with the same shapes, an
 cost less than its kernel. QuantArrays that are made anew of the same arrays share it, as `q.T`.
 """
 
-import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ from cuquant.array import QuantArray
 from cuquant.ops.gpu import GpuBackend, current_backend
 from cuquant.ops.kernels.epilogue import PACK
 from cuquant.ops.kernels.operands import Product
-from cuquant.ops.kernels.prepacked import forget_unit
 from cuquant.ops.kernels.product import Run
+from cuquant.ops.remember import Remembered
 from cuquant.packed import PackedWeight
 
 MOST = 64  # kinds of calls that are kept for a weight
@@ -33,8 +32,7 @@ class Plan:
     Attributes
     ----------
     places
-        Where the components of the weights lay, and torch's count of what was written to them; None
-        of a library whose arrays stay where they are.
+        Where the components of the weights lay; None of a library whose arrays stay where they are.
     kept
         What must live as long as the plan: what was unpacked for it, and the formats, which a
         key names by identity. Not the components: the plan goes when they do.
@@ -48,7 +46,7 @@ class Plan:
         The weights' memory, and one span around all of it.
     """
 
-    places: list[tuple[int, int]] | None
+    places: list[int] | None
     kept: list[Any]
     run: Run
     constants: tuple[int, ...]
@@ -61,8 +59,8 @@ class Plan:
     around: Span
 
 
-# By the identities of the weights' components, all of which live, then by _key.
-_plans: dict[tuple[int, ...], dict[Any, Plan]] = {}
+# By the weights' components, then by _key.
+_plans: Remembered[dict[Any, Plan]] = Remembered()
 
 
 # ---- arrays of a library ------------------------------------------------------------------------
@@ -74,10 +72,6 @@ def _cupy_address(x: Any) -> int:
 
 def _torch_address(x: Any) -> int:
     return x.data_ptr()
-
-
-def _torch_place(x: Any) -> tuple[int, int]:
-    return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
 def _cupy_signature(x: Any) -> tuple:
@@ -165,12 +159,12 @@ def again(call: Call) -> Any:
         if not isinstance(weight, (QuantArray, PackedWeight)):
             return None
     parts = _parts(call)
-    plans = _plans.get(tuple(map(id, parts)))
+    plans = _plans.get(parts)
     plan = None if plans is None else plans.get(_key(call))
     if plan is None:
         return None
     address = _ADDRESS[plan.kind]
-    if plan.places is not None and plan.places != list(map(_torch_place, parts)):
+    if plan.places is not None and plan.places != list(map(_torch_address, parts)):
         return None
     backend = current_backend(plan.kind, plan.device)
     if backend is None:
@@ -224,7 +218,7 @@ def keep(
     spans = tuple(map(interop.span, parts))
     arrays = call.x, call.bias, call.residual, call.out
     plan = Plan(
-        None if kind in _STAYS else list(map(_torch_place, parts)),
+        None if kind in _STAYS else list(map(_torch_address, parts)),
         [w.format for w in call.weights]
         + [part for part in used if not any(part is own for own in parts)],
         run,
@@ -237,25 +231,12 @@ def keep(
         spans,
         (min(first for first, _ in spans), max(end for _, end in spans)),
     )
-    ids = tuple(map(id, parts))
-    plans = _plans.get(ids)
+    plans = _plans.get(parts)
     if plans is None:
-        plans = _plans[ids] = {}
-        for part in parts:
-            weakref.finalize(part, _plans.pop, ids, None)
+        plans = _plans.put(parts, {})
     if len(plans) >= MOST:
         plans.clear()
     plans[key] = plan
-
-
-def overwritten(arrays: Collection[Any]) -> None:
-    """Forget what was found out about components that hold other numbers now."""
-    changed = set(map(id, arrays))
-    for ids in [ids for ids in _plans if not changed.isdisjoint(ids)]:
-        _plans.pop(ids, None)
-    for array in arrays:
-        interop.mark_written(array)
-        forget_unit(array)
 
 
 def _reach(array: Any, kind: str) -> Span:

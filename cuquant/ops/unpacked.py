@@ -4,7 +4,6 @@ A weight has memory for its rows as long as it lives, and each product fills it 
 weight holds may have been overwritten since. Products on several streams write the same bytes.
 """
 
-import weakref
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from cuquant.ops.decode import contiguous
 from cuquant.ops.gpu import GpuBackend
 from cuquant.ops.kernels.operands import Weight
 from cuquant.ops.kernels.prepack import Prepack
+from cuquant.ops.remember import Remembered
 from cuquant.packed import PackedWeight
 
-# By the identities of the weight's components, all of which live.
-_rows: dict[tuple[int, ...], dict[str, Any]] = {}
+_rows: Remembered[dict[str, Any]] = Remembered()  # by the weight's components
 
 
 class Filling:
@@ -55,13 +54,12 @@ def rows_of(backend: GpuBackend, packed: PackedWeight) -> tuple[Weight, Filling,
     """A weight [N, K] as rows, what fills them, and whether that reads the weight's own arrays."""
     given, filling = packed.arrays(), Filling(backend)
     parts = contiguous(backend, given)
-    ids = tuple(map(id, given.values()))
     layout = Fragments(packed.format, packed.shape)
-    made = Prepack(layout).rows(filling, parts, _rows.get(ids))
-    if ids not in _rows:
+    known = _rows.get(given.values())
+    made = Prepack(layout).rows(filling, parts, known)
+    if known is None:
         kept = {part.name for part in layout.kept}
-        _rows[ids] = {name: part for name, part in made.items() if name not in kept}
-        for part in given.values():
-            weakref.finalize(part, _rows.pop, ids, None)
+        rows = {name: part for name, part in made.items() if name not in kept}
+        _rows.put(given.values(), rows)
     is_own = all(part is given[name] for name, part in parts.items())
     return Weight(packed.format, made, packed.shape, 1), filling.done(), is_own

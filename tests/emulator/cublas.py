@@ -29,7 +29,7 @@ class Library:
         self.calls: list[str] = []
         self.stream: Any = None
         self.workspace: tuple[int, int] | None = None
-        self.math = 0
+        self.math = self.pointers = 0
 
     def cublasCreate_v2(self, handle: Any) -> int:
         handle._obj.value = HANDLE
@@ -37,6 +37,10 @@ class Library:
 
     def cublasSetMathMode(self, handle: Any, mode: int) -> int:
         self.math = mode
+        return self._known(handle)
+
+    def cublasSetPointerMode_v2(self, handle: Any, mode: int) -> int:
+        self.pointers = mode
         return self._known(handle)
 
     def cublasSetStream_v2(self, handle: Any, stream: int) -> int:
@@ -74,9 +78,13 @@ class Library:
         left = left.T if a_order == TRANSPOSE else left
         right = right.T if b_order == TRANSPOSE else right
         with np.errstate(all="ignore"):
-            made = alpha._obj.value * np.matmul(left, right)
+            made = self._factor(alpha) * np.matmul(left, right)
             _columns(c, dtypes[2], m, n, c_step)[...] = made.astype(np.float32)
-        return 0 if beta._obj.value == 0 else NOT_SUPPORTED
+        return 0 if self._factor(beta) == 0 else NOT_SUPPORTED
+
+    def _factor(self, given: Any) -> float:
+        """A number on the host, or at an address of the device."""
+        return ctypes.c_float.from_address(given).value if self.pointers else given._obj.value
 
     @staticmethod
     def _known(handle: Any) -> int:

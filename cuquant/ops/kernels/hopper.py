@@ -95,9 +95,8 @@ class Hopper:
         if shape.halved:  # a block's own
             row_tiles, tiles, _ = halves_of(shape, columns, backend.multiprocessors)
         whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
-        scalings = [prepacked.scaling(backend, fmt, weight.parts, dtype) for weight in weights]
         launch = _launch(
-            _program(fmt, dtype, shape, Groups.of(fmt, depth), any(s.wide for s in scalings)),
+            _program(fmt, dtype, shape, Groups.of(fmt, depth)),
             shape,
             tiles,
             shared_bytes(shape, fmt.bits, table := prepacked.table_bytes(fmt, shape.wide)),
@@ -105,8 +104,7 @@ class Hopper:
         )
         sends = shape.sends and table % BOX_ALIGNMENT == 0
         packed = [
-            prepacked.pack(backend, fmt, weight.parts, (columns, depth), scaling.unit)
-            for weight, scaling in zip(weights, scalings, strict=True)
+            prepacked.pack(backend, fmt, weight.parts, (columns, depth)) for weight in weights
         ]
         packed_pair = (packed[0], packed[-1])
         numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
@@ -153,7 +151,7 @@ def _launch(
 
 
 @lru_cache(maxsize=4096)
-def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) -> Program:
+def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (
         facts.type,
@@ -170,7 +168,6 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups, wide: bool) 
         groups.fine,
         prepacked.lie(fmt, FRAGMENTS_LAYOUT),
         shape.kind,
-        int(wide),
         int(shape.wide),
         int(shape.paired),
         int(shape.beside),

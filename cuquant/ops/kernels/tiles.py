@@ -15,6 +15,7 @@ from cuquant.ops.kernels.prepacked import Groups
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
 DRAIN_PITCH = 72  # floats that each of them has room for
+UNITS = 64  # bytes, of a power of two for each warp
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
 STAGES = 24  # in shared memory, at most
@@ -134,7 +135,7 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     elif shape.persistent:
         drain = shape.depth_groups * shape.tokens * (width + 4) * 4
     received = 16 if shape.split > 1 or shape.paired or shape.halved else 0
-    return shape.stages * stage + drain + table + received
+    return shape.stages * stage + drain + table + UNITS + received
 
 
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:

@@ -6,12 +6,15 @@ are float32. Where something happens to them (bias, activation, residual, a gate
 a GEMM does not take), slabs of them stay float32 until an Epilogue has been applied.
 """
 
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 from cuquant.formats import Format
+from cuquant.formats.blocks import Run
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.jit import Launch, Program
 from cuquant.ops.backend import Backend, Gemm, Matrix, aligned
@@ -19,6 +22,7 @@ from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK
 from cuquant.ops.kernels.geometry import CHUNK
+from cuquant.ops.kernels.nested import E4M3_PEAK
 from cuquant.ops.kernels.operands import MOST_STRIDE, Operand, Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups
 
@@ -140,8 +144,10 @@ def beats_hopper(p: Problem) -> bool:
 
 # ---- the product --------------------------------------------------------------------------------
 
-# Writes rows first .. first + count - 1 of a weight to an address.
-Decode = Callable[[Backend, int, int, int], None]
+# Writes rows first .. first + count - 1 of a weight to an address, times the number at another one.
+Decode = Callable[[Backend, int, int, int, int], None]
+# Finds that number, a power of two, in UNIT_BYTES at an address; and says where it is, or 0.
+FindUnit = Callable[[Backend, int], int]
 
 
 @dataclass(frozen=True)
@@ -156,11 +162,11 @@ class Vendor:
         dtype, count = product.x.dtype.name, len(product.weights)
         d = divide(rows, columns, depth, product.x.dtype.itemsize, count, backend.arch)
         decoders = [
-            (*_decoder(backend, weight, dtype, depth, d), i * d.decoded)
+            (*_decoder(backend, weight, dtype, depth, d), i * d.decoded, i * UNIT_BYTES)
             for i, weight in enumerate(product.weights)
         ]
-        all_decoded, all_sums = count * d.decoded, count * d.sums
-        sum_places = [all_decoded + i * d.sums for i in range(count)]
+        all_units, all_decoded, all_sums = count * UNIT_BYTES, count * d.decoded, count * d.sums
+        sum_places = [all_units + all_decoded + i * d.sums for i in range(count)]
         slabs, row_slabs = _slabs(columns, d.wide), _slabs(rows, d.tall)
         x_stride = max(product.x.row_stride, depth)  # of one row it may be anything
         row_bytes = x_stride * product.x.dtype.itemsize
@@ -168,19 +174,21 @@ class Vendor:
         def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
             end = Ending(*UNPACK(epilogue))
             straight = count == 1 and end.is_plain(dtype, rows, columns)
-            taken = all_decoded if straight else all_decoded + all_sums
-            with backend.workspace(taken + d.scratch) as at:
-                free = at + taken, d.scratch
-                sums = [at + place for place in sum_places]
+            taken = all_units + all_decoded + (0 if straight else all_sums)
+            with backend.workspace(taken + d.scratch) as start:
+                at, free = start + all_units, (start + taken, d.scratch)
+                sums = [start + place for place in sum_places]
+                units = [unit(backend, start + of_unit) for _, unit, _, of_unit in decoders]
                 for column, wide in slabs:
-                    for decode, _, place in decoders:
-                        decode(backend, at + place, column, wide)
+                    for (decode, _, place, _), unit in zip(decoders, units, strict=True):
+                        decode(backend, at + place, unit, column, wide)
                     out = end.matrix(column, columns) if straight else None
                     for row, tall in ((0, rows),) if straight else row_slabs:
                         x = Matrix(pointer + row * row_bytes, x_stride, dtype)
-                        for (_, factor, place), to in zip(decoders, sums, strict=True):
+                        for (*_, place, _), unit, to in zip(decoders, units, sums, strict=True):
                             y = out or Matrix(to, d.sums_pitch, "float32")
                             weights = Matrix(at + place, d.pitch, dtype)
+                            factor = unit and unit + INVERSE
                             backend.gemm(Gemm((tall, wide, depth), x, weights, y, factor, free))
                         if not straight:
                             end.finish(backend, sums, d.sums_pitch, (row, column), (tall, wide))
@@ -198,32 +206,101 @@ def _slabs(count: int, step: int) -> list[tuple[int, int]]:
 
 def _decoder(
     backend: Backend, weight: Operand, dtype: str, depth: int, d: Division
-) -> tuple[Decode, float]:
-    """What decodes rows of a weight, and what the sums of their products are multiplied by."""
+) -> tuple[Decode, FindUnit]:
+    """What decodes rows of a weight, and what finds the number that they are multiplied by."""
     assert isinstance(weight, Weight)
-    unit = unit_of(backend, weight, dtype)
     laid_out = weight.layout == FRAGMENTS_LAYOUT
     make = _fragments_decoder if laid_out else _rows_decoder
-    return make(backend, weight, TYPES[dtype], depth, d.pitch, unit), 1 / unit
+    decode = make(backend, weight, TYPES[dtype], depth, d.pitch)
+    return decode, _unit_finder(backend, weight, dtype)
 
 
-def unit_of(backend: Backend, weight: Weight, dtype: str) -> float:
-    """The power of two by which weights are multiplied before they are rounded to x's dtype.
+def _unit_finder(backend: Backend, weight: Weight, dtype: str) -> FindUnit:
+    """What brings the largest weight below 2^14 where x is float16.
 
-    It brings the largest near 1 where x is float16 and scales are wider. It is found once for a
-    weight, which waits for the device.
+    The scales are read on the device, in stream order: they may have been overwritten.
     """
-    fmt, parts = weight.fmt, weight.parts
-    if dtype != "float16":
-        return 1.0
-    if "global_scale" in parts:  # what it multiplies, up to 448, float16 has room for
-        return prepacked.unit_of(backend, fmt, {"scale": parts["global_scale"]})
-    return prepacked.unit_of(backend, fmt, parts) if prepacked.is_wide(fmt) else 1.0
+    scales = _scales(backend, weight) if dtype == "float16" else []
+    if not scales:
+        return lambda *_: 0
+    structs = [*scales, NO_SCALES][:2]
+    blocks = min(-(-max(s.many for s in scales) // SCALE_THREADS), MOST_SIZES)
+    sizes = Launch(_SIZES_OF, (blocks, 1, 1), SCALE_THREADS)
+    packed, reach = [s.pack() for s in structs], words.largest_value(weight.fmt)
+
+    def find(backend: Backend, at: int) -> int:
+        backend.launch(sizes, *packed, at + SIZES_AT)
+        backend.launch(_UNIT_OF_SIZES, at + SIZES_AT, blocks, reach, at)
+        return at
+
+    return find
 
 
-def _rows_decoder(
-    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int, unit: float
-) -> Decode:
+class _Scales(NamedTuple):
+    """unit.cu's Scales."""
+
+    pointer: int
+    many: int
+    step: int  # bytes
+    kind: int
+    reach: float
+
+    def pack(self) -> bytes:
+        return struct.pack("<Q2qif", *self)
+
+
+NO_SCALES = _Scales(0, 0, 0, 0, 0.0)
+FLOAT, HALF, EXPONENT = 0, 1, 2  # unit.cu's ScaleType
+SCALE_THREADS, MOST_SIZES = 512, 128  # of scale_sizes, and its blocks at most
+INVERSE, SIZES_AT = 4, 16  # bytes, from the unit on
+UNIT_BYTES = aligned(SIZES_AT + 4 * MOST_SIZES)
+_SIZES_OF = Program("unit.cu", "scale_sizes", (SCALE_THREADS,))
+_UNIT_OF_SIZES = Launch(Program("unit.cu", "unit_of_sizes", (32,)), (1, 1, 1), 32)
+
+
+def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
+    """What a weight's numbers are multiplied by at most: one array of scales, or the sum of two."""
+    fmt, parts, reach = weight.fmt, weight.parts, words.largest_value(weight.fmt)
+
+    def of(name: str, kind: int, reach: float) -> _Scales:
+        part = parts[name]
+        size = (4, 2, 1)[kind]
+        return _Scales(backend.pointer(part), math.prod(part.shape), size, kind, reach)
+
+    if fmt.is_blocks:
+        layout = fmt.layout
+        reach *= _largest_field(layout.sc_runs)
+        added = _largest_field(layout.m_runs)
+        if "blocks" in parts:
+            count = math.prod(parts["blocks"].shape) // layout.nbytes
+            at = backend.pointer(parts["blocks"])
+            kind = {"half": HALF, "e8m0": EXPONENT}[layout.scale_kind]
+            found = [_Scales(at + layout.scale_byte, count, layout.nbytes, kind, reach)]
+            if layout.minimum_byte is not None:
+                place = at + layout.minimum_byte
+                found.append(_Scales(place, count, layout.nbytes, HALF, added))
+            return found
+        found = [of("scale", HALF, reach)]
+        return [*found, of("minimum", HALF, added)] if "minimum" in parts else found
+    if fmt.scale is None:
+        return []
+    if "nested_scale" in parts:
+        return [of("nested_scale", FLOAT, reach), of("nested_offset", FLOAT, reach)]
+    if "global_scale" in parts:
+        return [of("global_scale", FLOAT, reach * E4M3_PEAK)]
+    kind = {"float32": FLOAT, "float16": HALF, "e8m0": EXPONENT}[fmt.scale.dtype]
+    return [of("scale", kind, reach)]
+
+
+def _largest_field(runs: tuple[Run, ...]) -> int:
+    """What the integers of ggml's sub-blocks are at most; 1 where there are none."""
+    bits = 0
+    for run in runs:
+        bits |= run.mask << run.shift
+    return bits or 1
+
+
+def _rows_decoder(backend: Backend, weight: Weight, kind: int, depth: int, pitch: int) -> Decode:
     program = _rows_program(weight.type, weight.facts)
     operand, chunks = weight.pack(backend), pitch // CHUNK
 
@@ -231,7 +308,7 @@ def _rows_decoder(
     def launch(count: int) -> Launch:
         return Launch(program, (-(-count * chunks // (THREADS * EACH)), 1, 1), THREADS)
 
-    def decode(backend: Backend, to: int, first: int, count: int) -> None:
+    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
         backend.launch(launch(count), operand, to, kind, unit, first, count, depth, pitch)
 
     return decode
@@ -243,7 +320,7 @@ def _rows_program(operand: str, facts: str) -> Program:
 
 
 def _fragments_decoder(
-    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int, unit: float
+    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int
 ) -> Decode:
     fmt, units, groups = weight.fmt, -(-depth // UNIT), Groups.of(weight.fmt, depth)
     program = _fragments_program(fmt)
@@ -255,7 +332,7 @@ def _fragments_decoder(
         blocks = -(-(-(-count // STRIP) * units) // (WARPS * UNITS))
         return Launch(program, (blocks, 1, 1), 32 * WARPS)
 
-    def decode(backend: Backend, to: int, first: int, count: int) -> None:
+    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
         numbers = first // STRIP, count, depth, pitch, groups.units, groups.fine
         backend.launch(launch(count), packed, lookup, to, kind, unit, *numbers)
 
