@@ -524,6 +524,16 @@ def mark_written(x: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(x)
 
 
+def refuse_misaligned(x: Any, name: str) -> None:
+    """ValueError for an array whose elements lie where a GPU cannot read them."""
+    (start, _), size = span(x), dtype_of(x).itemsize
+    if start % size:
+        raise ValueError(
+            f"{name} starts at address {start:#x}, and its elements of {size} bytes must start on "
+            f"{size}; copy it to memory of its own"
+        )
+
+
 def span(x: Any) -> tuple[int, int]:
     """Addresses of an array's first byte and of the one behind its last."""
     torch_tensor = kind(x) == "torch"

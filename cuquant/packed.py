@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def layout_for(fmt: Format, shape: tuple[int, ...]) -> str:
     return FRAGMENTS_LAYOUT if fits else ROWS_LAYOUT  # 2^60 rows without elements
 
 
+@lru_cache(maxsize=1024)
 def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:
     """The arrays that hold a weight in a layout: names, dtypes, shapes.
 

@@ -151,6 +151,18 @@ class Context:
         pass
 
 
+class Event:
+    """A CUDA event: the work of a GPU that is not there is always done."""
+
+    ptr, done = 0, True
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 def cupy_module(memory: Any) -> ModuleType:
     """The module cupy, with arrays in `memory`, an emulator."""
 
@@ -172,10 +184,16 @@ def cupy_module(memory: Any) -> ModuleType:
         setDevice=lambda index: None,
         getDeviceCount=lambda: 1,
         streamIsCapturing=lambda stream: False,
+        eventRecord=lambda event, stream: None,
+        streamWaitEvent=lambda stream, event, flags: None,
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
     )
     module.cuda = SimpleNamespace(
-        runtime=runtime, get_current_stream=Context, ExternalStream=Context, Device=Context
+        runtime=runtime,
+        get_current_stream=Context,
+        ExternalStream=Context,
+        Device=Context,
+        Event=Event,
     )
     return module
 

@@ -30,6 +30,11 @@ def to(request, monkeypatch):
 
 
 @pytest.fixture
+def fake(request) -> bool:
+    return request.node.callspec.params["to"].startswith("fake")
+
+
+@pytest.fixture
 def plans(monkeypatch):
     """The plans that a test makes, and whether the slow way was gone."""
     monkeypatch.setattr(repeated, "_plans", Remembered())
@@ -180,6 +185,62 @@ def _is_near(y, x, q, size) -> bool:
     wanted = Expected.of(x, q).sums
     assert np.abs(wanted).max() > 4 * size
     return bool((np.abs(host(y) - wanted) <= 2.0**-8 * size * x.shape[1] ** 0.5).all())
+
+
+def _shifted(part, to, by):
+    """The array, cut out of a buffer of bytes at a place `by` bytes from 256."""
+    values = host(part)
+    room = np.zeros(values.nbytes + 512, np.uint8)
+    if hasattr(part, "host"):  # the fake of CuPy's, which wraps NumPy's
+        at = -room.ctypes.data % 256 + by
+        view = room[at : at + values.nbytes].view(values.dtype).reshape(values.shape)
+        view[...] = values
+        return type(part)(view)
+    buffer = to(room)
+    address = buffer.data_ptr() if hasattr(buffer, "data_ptr") else buffer.data.ptr
+    at = -address % 256 + by
+    buffer[at : at + values.nbytes] = to(np.ascontiguousarray(values).view(np.uint8).ravel())
+    return buffer[at : at + values.nbytes].view(part.dtype).reshape(tuple(part.shape))
+
+
+SHIFTED = [
+    ("nf4", "codes", 4), ("nf4", "scale", 4), ("nf4", "codes", 8), ("uint4", "zero_point", 1),
+    ("q4_k", "minimum", 2), ("q4_k", "sub_scale", 1), ("int4", "scale", 2), ("mxfp4", "scale", 3),
+    ("nvfp4", "global_scale", 4), ("int3", "codes", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+@pytest.mark.parametrize(("name", "component", "by"), SHIFTED)
+def test_a_component_that_starts_anywhere(name, component, by, rows, to, fake, monkeypatch):
+    """As views of one flat buffer do: kernels read vectors of 16 bytes."""
+    if fake and rows > 1:
+        pytest.skip("the driver makes the tensor maps of these kernels")
+    if fake:
+        monkeypatch.setattr(backends, "_arch", lambda _: 90)
+    p = cq.prepack(to(cq.quantize(normal((48, 512)), name)))
+    there = to(normal((rows, 512), "float16"))
+    parts = p.arrays()
+    moved = replace(p, components={**parts, component: _shifted(parts[component], to, by)})
+    wanted = host(cq.linear(there, p))
+    for _ in range(2):
+        assert bits_equal(host(cq.linear(there, moved)), wanted)
+    back = cq.unpack(moved)
+    assert all(
+        (host(part) == host(cq.unpack(p).arrays()[key])).all()
+        for key, part in back.arrays().items()
+    )
+
+
+def test_elements_that_no_gpu_can_read_are_refused_by_name(to):
+    p, x = cq.prepack(to(weight("int4", (16, 64)))), to(normal((2, 64)))
+    if hasattr(x, "copy_"):
+        pytest.skip("torch makes no such views")
+    for name in ("x", "bias", "residual", "out"):
+        part = {"x": x, "bias": to(normal((16,)))}.get(name, to(normal((2, 16))))
+        given = {"x": x, name: _shifted(part, to, 2)}
+        with pytest.raises(ValueError, match=f"{name} starts at address"):
+            cq.linear(given.pop("x"), p, **given)
 
 
 SCALED = (

@@ -58,13 +58,17 @@ def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
     return contiguous(backend, q.components)
 
 
-def contiguous(backend: GpuBackend, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays in C order and on whole elements: themselves, or copies."""
+def contiguous(backend: GpuBackend, parts: Mapping[str, Any], alignment: int = 1) -> dict[str, Any]:
+    """Arrays in C order that start on whole elements and on `alignment` bytes, or copies."""
     found = dict(parts)
     for name, part in parts.items():
         view = backend.view(part)
-        if part.ndim and not (view.is_contiguous and view.pointer % view.dtype.itemsize == 0):
+        if view.is_contiguous and view.pointer % max(view.dtype.itemsize, alignment) == 0:
+            continue
+        if part.ndim:
             found[name] = backend.contiguous(part, -1)
+        elif view.pointer % view.dtype.itemsize:
+            found[name] = backend.broadcast(part, (), view.dtype)
     return found
 
 

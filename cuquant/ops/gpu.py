@@ -127,6 +127,17 @@ class Gpu:
     def workspace(self, nbytes: int) -> AbstractContextManager[int]:
         return workspace(self, nbytes)  # type: ignore[arg-type]
 
+    def mark(self, event: Any) -> Any:
+        """A CUDA event at the end of the stream's work until now: `event` itself, or a new one."""
+        cuda = sys.modules["cupy"].cuda
+        found = cuda.Event(disable_timing=True) if event is None else event
+        cuda.runtime.eventRecord(found.ptr, self.stream)
+        return found
+
+    def wait_for(self, event: Any) -> None:
+        """Let what the stream is given from now on wait for an event."""
+        sys.modules["cupy"].cuda.runtime.streamWaitEvent(self.stream, event.ptr, 0)
+
     def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
         kernel = jit.load(launch.program, self.device, self.stream)
         kernel.launch(launch.grid, launch.threads, launch.shared, arguments, self.stream)

@@ -15,7 +15,7 @@ import numpy as np
 from cuquant.array import QuantArray
 from cuquant.fragments import FRAGMENTS_LAYOUT
 from cuquant.ops.backend import Backend
-from cuquant.ops.decode import contiguous_parts
+from cuquant.ops.decode import contiguous, contiguous_parts
 from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.epilogue import Epilogue
@@ -32,6 +32,7 @@ from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
 F32 = np.dtype(np.float32)
 BLOCK_ALIGNMENT = 4  # bytes, of ggml's blocks: kernels read their fields as words
+PACKED_ALIGNMENT = 16  # of what `prepack` lays out: kernels read vectors, and the copy engine does
 
 
 # ---- operands -----------------------------------------------------------------------------------
@@ -78,7 +79,8 @@ def _weight(backend: GpuBackend, operand: Operand) -> tuple[Weight | Dense, int]
     """The weight [N, K] or [E, N, K], and the step from one expert's rows to the next."""
     packed = operand.source
     if isinstance(packed, PackedWeight) and packed.layout != ROWS_LAYOUT:
-        parts, (*_, rows, _) = packed.components, packed.shape
+        parts = contiguous(backend, packed.components, PACKED_ALIGNMENT)
+        *_, rows, _ = packed.shape
         return Weight(packed.format, parts, packed.shape, 1, packed.layout), rows
     return _row_weight(backend, operand)
 

@@ -10,17 +10,19 @@ from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels.prepack import Prepack, prepack_programs
 from cuquant.stored import OPERATIONS
 
+ALIGNMENT = 16  # bytes: kernels read whole words of arrays that may be of single bytes
+
 
 def lay_out(layout: Fragments, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a PackedWeight, of those of a QuantArray."""
     with backend_of(next(iter(parts.values()))) as backend:
-        return Prepack(layout).lay_out(backend, contiguous(backend, parts))
+        return Prepack(layout).lay_out(backend, contiguous(backend, parts, ALIGNMENT))
 
 
 def rows(layout: Fragments, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The components of a QuantArray, of those of a PackedWeight."""
     with backend_of(parts["codes"]) as backend:
-        return Prepack(layout).rows(backend, contiguous(backend, parts))
+        return Prepack(layout).rows(backend, contiguous(backend, parts, ALIGNMENT))
 
 
 OPERATIONS["lay_out"] = lay_out

@@ -54,10 +54,13 @@ def place_of(value: Any, name: str) -> Place:
     ------
     TypeError
         For anything that is no array.
+    ValueError
+        For one on a GPU whose elements do not start on their own size.
     BackendUnavailable
         For a device that is neither the CPU nor a CUDA one.
     """
     if interop.is_on_gpu(value):
+        interop.refuse_misaligned(value, name)
         return Place(str(interop.kind(value)), interop.device(value))
     interop.to_numpy(value, name)
     return Place(str(interop.kind(value)), "cpu")

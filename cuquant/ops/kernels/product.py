@@ -29,9 +29,10 @@ def choose(problem: Problem) -> str:
     if small and single and p.arch >= 80:
         assert p.format is not None
         if p.layout == FRAGMENTS_LAYOUT:
-            shape = stream.shape_of(p)
-            many = p.rows > FEW_ROWS or shape is None or shape.tokens < p.rows
-            if p.arch == 90 and p.aligned and (many or hopper.takes_few(p)):
+            by_hopper = p.arch == 90 and p.aligned
+            shape = None if by_hopper and p.rows > FEW_ROWS else stream.shape_of(p)
+            many = shape is None or shape.tokens < p.rows
+            if by_hopper and (many or hopper.takes_few(p)):
                 return "vendor" if gemm and vendor.beats_hopper(p) else "hopper"
             if shape is not None:
                 return "vendor" if gemm and vendor.beats_stream(p, shape.tokens) else "stream"

@@ -279,7 +279,8 @@ def division_of(problem: Problem) -> Division | None:
 
     def divided(memory: Memory, way: Way, most: int = 0) -> Division | None:
         rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, way.short
-        shape = divide(p.rows, p.columns, p.depth, groups, memory, *rest)
+        rows = min(p.rows, MOST_TILES * TILE)  # more are divided alike
+        shape = divide(rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
         return Division(shape, groups, memory.table > small.table, memory, way.span, way.meet)

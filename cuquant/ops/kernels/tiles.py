@@ -138,6 +138,7 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     return shape.stages * stage + drain + table + UNITS + received
 
 
+@lru_cache(maxsize=4096)
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:
     """The shape with as many stages as fit, each of which belongs to one depth group; or None.
 
@@ -282,10 +283,9 @@ def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
     return 2, 2 if decoding.looked_up and tokens <= 32 else 4
 
 
-def _shapes(rows: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
+def _shapes(rows: int, most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
     """All that the kernel can be, with as many stages as there may be."""
-    sizes = (rows,) if kind == EXPERTS else (n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
-    for tokens in sizes:
+    for tokens in (rows,) if kind == EXPERTS else (n for n in TOKENS if n <= most):
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
             if tokens == FEW_MORE and (depth_groups > 2 or rows > tokens):
@@ -304,7 +304,6 @@ def _shapes(rows: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                     )
 
 
-@lru_cache(maxsize=4096)
 def divide(
     rows: int, columns: int, depth: int, decoding: Decoding, multiprocessors: int, kind: int = ONE
 ) -> Shape:
@@ -313,10 +312,27 @@ def divide(
     The shape that takes the fewest cycles: what comes in from L2, decoding and multiplying overlap,
     and the slowest of them counts. Of EXPERTS `rows` are those of a segment, and so of a tile.
     """
+    # Tiles are whole TOKENS[0]: so many rows have as many tiles as the next multiple of it has.
+    most = max(n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
+    rows = -(-rows // TOKENS[0]) * TOKENS[0]
+    return _fastest(rows, most, columns, depth, decoding, multiprocessors, kind)
+
+
+@lru_cache(maxsize=4096)
+def _fastest(
+    rows: int,
+    most: int,
+    columns: int,
+    depth: int,
+    decoding: Decoding,
+    multiprocessors: int,
+    kind: int,
+) -> Shape:
+    """`divide`, of a multiple of TOKENS[0] rows, with at most so many in a tile."""
     units = -(-depth // UNIT)
     bits, heavy, tables, room = decoding
     best: tuple[float, Shape] | None = None
-    for shape in _shapes(rows, decoding, kind):
+    for shape in _shapes(rows, most, decoding, kind):
         token_tiles = -(-rows // shape.tokens)
         tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
         tiles = -(-columns // tile_rows) * token_tiles
