@@ -157,8 +157,8 @@ struct Group {
     }
     // A scale of double quantization.
     __device__ static float unnested(float level, float scale, float offset) {
-        const float inner = __fmul_rn(level, scale);
-        return __fadd_rn(fabsf(inner) > kFloatMax ? copysignf(kFloatMax, inner) : inner, offset);
+        const float inner = kept_finite(__fmul_rn(level, scale), level, scale);
+        return kept_finite(__fadd_rn(inner, offset), inner, offset);
     }
 
     // Group `ahead` of a cursor; it must exist. Of ggml's there is none: see ChunkGroups.

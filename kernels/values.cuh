@@ -14,17 +14,7 @@ struct ScaleArrays {
     const float* nested_map;     // [256], the values of its codes
 };
 
-// What is made of finite numbers never becomes infinite.
-__device__ inline float saturated(float x, float top) {
-    return fabsf(x) > top ? copysignf(top, x) : x;  // NaN stays
-}
-
-// The same of x, the sum or product of a and b.
-__device__ inline float kept_finite(float x, float a, float b) {
-    return is_finite(a) && is_finite(b) ? saturated(x, kFloatMax) : x;
-}
-
-// The same of an element; one whose scale is infinite stays so, and one whose code stands for infinity (e5m2 has two).
+// What is made of finite numbers never becomes infinite: of an element; one whose scale is infinite stays so, and one whose code stands for infinity (e5m2 has two).
 template <class Format, typename T>
 __device__ float saturated_value(float x, u32 code, float scale, float shift, const typename Format::Codec::DecodeTables& tables) {
     return is_finite(scale) && is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;

@@ -27,6 +27,16 @@ __device__ inline u32 bits_of(float x) { return __float_as_uint(x); }
 
 __device__ inline bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < 0x7F800000u; }
 
+// What is made of finite numbers never becomes infinite.
+__device__ inline float saturated(float x, float top) {
+    return fabsf(x) > top ? copysignf(top, x) : x;  // NaN stays
+}
+
+// The same of x, the sum or product of a and b.
+__device__ inline float kept_finite(float x, float a, float b) {
+    return is_finite(a) && is_finite(b) ? saturated(x, kFloatMax) : x;
+}
+
 #ifndef CUQUANT_EMULATOR
 
 // The float16 in the low 16 bits of `half`, exactly.
