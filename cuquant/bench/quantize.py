@@ -207,7 +207,7 @@ class Bench:
 
     def quantize(self) -> Measurement:
         for q in self.qs:
-            for part in q.arrays().values():
+            for part in q.components.values():
                 self.gpu.poison(part)
         calls = [
             lambda x=x, q=q: quantize(x, self.fmt, out=q, **self.given)

@@ -52,7 +52,7 @@ class EncodeOnGpu:
                 self._run(backend, x, known, parts)
             if self.out is None:
                 return parts
-            for name, part in self.out.arrays().items():
+            for name, part in self.out.components.items():
                 if part is not parts[name]:
                     backend.copy_into(part, parts[name])
             return self.out.arrays()
@@ -63,13 +63,13 @@ class EncodeOnGpu:
         parts = {c.name: backend.empty(c.shape, c.dtype) for c in self._missing(backend, stored)}
         if self.out is None:
             return parts
-        return {**self.out.arrays(), **parts}
+        return {**self.out.components, **parts}
 
     def _missing(self, backend: GpuBackend, stored: tuple[int, ...]) -> list:
         components = self.fmt.components(stored)
         if self.out is None or self.nonfinite == "raise":
             return list(components)
-        views = {name: backend.view(part) for name, part in self.out.arrays().items()}
+        views = {name: backend.view(part) for name, part in self.out.components.items()}
         return [
             c for c in components if views[c.name].pointer % 16 or not views[c.name].is_contiguous
         ]
