@@ -21,7 +21,7 @@ struct Factor {
     __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int t) {
         if constexpr (in_range) return 1.0f;
         float largest = 0.0f;
-#pragma unroll 4
+#pragma unroll 16  // loads on their way: nothing else hides their latency
         for (int group = first + t; group <= last; group += 4) {
             Own own;
             own.load(lies, static_cast<u32>(group));

@@ -244,8 +244,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         filling.store(tables, threadIdx.x);
         named_barrier(1 + kGroups, kThreads);
     }
-    if constexpr (!kRouted) wait_for_earlier();
-
     const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
     const u32 own_codes = shared_address(coded) + (row_group * 4 + warp % 4) * kSpan * kUnitBytes;
@@ -275,6 +273,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (lane == 0) strip_units[warp] = found;
             __syncwarp();
         }
+        if (!kRouted && tile == first_tile) wait_for_earlier();
         // In shared memory: with several groups in a unit and minimums there is no register for it.
         const auto own_unit = [&] { return kLate ? 1.0f : *static_cast<volatile float*>(strip_units + warp); };
         Own groups[2][kFine];
