@@ -10,6 +10,8 @@ decoded and multiplied on their GPU, by kernels that compile themselves.
 (128, 256)
 """
 
+from typing import TYPE_CHECKING
+
 from cuquant import functional
 from cuquant.ahead import precompile
 from cuquant.array import QuantArray, concatenate
@@ -54,3 +56,19 @@ __all__ = [
     "swiglu",
     "unpack",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for known
+
+    def __getattr__(name: str) -> object:
+        if name == "torch":
+            text = "cuquant.torch is imported by its own name: import cuquant.torch"
+        else:
+            text = f"module 'cuquant' has no attribute {name!r}"
+        import sys
+
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])

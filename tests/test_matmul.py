@@ -1,6 +1,7 @@
 """Products against float64, every shape, dtype and epilogue."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import products
@@ -9,6 +10,7 @@ from oracle import DTYPES, bits_equal
 from products import exact, is_close
 
 import cuquant as cq
+from cuquant.ops.matmul import Activation
 from cuquant.reference import ACTIVATIONS, erf
 
 NAMES = cq.list_formats()
@@ -244,3 +246,7 @@ def test_results_start_on_256_bytes(rows):
         cq.grouped_linear(x, experts, np.zeros(rows, int)),
     ):
         assert y.ctypes.data % 256 == 0
+
+
+def test_type_checkers_know_the_activations():
+    assert get_args(Activation) == tuple(name for name in ACTIVATIONS if name)

@@ -161,6 +161,29 @@ def test_import_takes_less_than_300_ms(tmp_path, monkeypatch):
     assert min(float(run(code)) for _ in range(3)) < 0.3
 
 
+def test_the_package_lists_its_public_names_alone():
+    assert dir(cq) == sorted([*cq.__all__, "__version__"])
+    for name in dir(cq):
+        getattr(cq, name)
+
+
+def test_a_name_that_is_not_there_says_what_to_type():
+    code = """
+import cuquant as cq
+for name in ("torch", "quantise"):
+    try:
+        getattr(cq, name)
+    except AttributeError as error:
+        print(error)
+assert not hasattr(cq, "torch")
+"""
+    torch, other = run(code).splitlines()
+    assert torch == "cuquant.torch is imported by its own name: import cuquant.torch"
+    assert other.startswith("module 'cuquant' has no attribute 'quantise'")
+    if _importable("cuquant.torch"):
+        assert run("from cuquant import torch; print(torch.__name__)") == "cuquant.torch"
+
+
 def _importable(name: str) -> bool:
     return not name.startswith("cuquant.torch") or importlib.util.find_spec("torch") is not None
 
@@ -333,6 +356,40 @@ def test_notebooks_run(notebook):
 
 
 # ---- the wheel ------------------------------------------------------------------------------
+
+
+def test_an_editable_install_exposes_nothing_but_cuquant(tmp_path):
+    """As pip does it; bitsandbytes and transformers take a package `kernels` for that library."""
+    pytest.importorskip("editables", reason="hatchling makes editable installs with editables")
+    code = "import sys; from hatchling.build import build_editable as b; print(b(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, capture_output=True
+    )
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / made.stdout.decode().split()[-1]) as wheel:
+        wheel.extractall(site)
+    use = f"""
+import importlib.util, site, sys
+sys.path[:] = [p for p in sys.path if p != {str(ROOT)!r}]
+sys.modules.pop("cuquant", None)
+site.addsitedir({str(site)!r})
+print([n for n in ("kernels", "tests", "examples") if importlib.util.find_spec(n)])
+import cuquant
+from cuquant.sources import kernel_folder
+print(cuquant.__file__, kernel_folder())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", use], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    exposed, where = done.stdout.splitlines()
+    assert exposed == "[]", exposed
+    assert where == f"{PACKAGE / '__init__.py'} {ROOT / 'kernels'}"
+
+
+def test_editable_installs_are_exact():
+    """What the test above needs of the settings, for those who have no editables."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "\ndev-mode-exact = true\n" in text and "dev-mode-dirs" not in text
 
 
 def test_the_wheel_works_outside_the_checkout(tmp_path):

@@ -1,6 +1,6 @@
 """Products with quantized operands, in float32 with one rounding at the end."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
 from cuquant.stored import OPERATIONS
 
+Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers
+
 
 @interop.untraced
 def matmul(
@@ -30,7 +32,7 @@ def matmul(
     b: Any,
     *,
     bias: Any = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out_dtype: object = None,
     out: Any = None,
     stream: object = None,
@@ -91,7 +93,7 @@ def linear(
     w: QuantArray | PackedWeight,
     bias: Any = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Any = None,
     out_dtype: object = None,
     out: Any = None,
