@@ -20,13 +20,17 @@ struct Factor {
     // The unit of a warp's strip, of its groups first .. last, which the four lanes of a row share out.
     __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int t) {
         if constexpr (in_range) return 1.0f;
+        constexpr int kBatch = 8;  // loads on their way: nothing else hides their latency
         float largest = 0.0f;
-#pragma unroll 16  // loads on their way: nothing else hides their latency
-        for (int group = first + t; group <= last; group += 4) {
-            Own own;
-            own.load(lies, static_cast<u32>(group));
+#pragma unroll 1
+        for (int begin = first + t; begin <= last; begin += 4 * kBatch) {
+            Own own[kBatch];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) largest = fmaxf(largest, size_of(own.value(h), w.reach) + (minimums ? size_of(own.minimum_of(h), 1.0f) : 0.0f));
+            for (int i = 0; i < kBatch; ++i) own[i].load(lies, static_cast<u32>(min(begin + 4 * i, last)));
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) largest = fmaxf(largest, size_of(own[i].value(h), w.reach) + (minimums ? size_of(own[i].minimum_of(h), 1.0f) : 0.0f));
         }
         return unit_for(warp_max(largest), w.reach);
     }

@@ -180,11 +180,12 @@ class Decoding(NamedTuple):
     tables: tuple[int, int]
     room: int = 2
 
-    @classmethod
-    def of(cls, fmt: Format, depth: int, dtype: str) -> "Decoding":
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(fmt: Format, depth: int, dtype: str) -> "Decoding":
         """That of a weight of so many columns, where x has this dtype."""
         tables = prepacked.table_bytes(fmt), prepacked.table_bytes(fmt, wide=True)
-        return cls(fmt.bits, is_heavy(fmt, depth), tables, room_of(fmt, depth, dtype))
+        return Decoding(fmt.bits, is_heavy(fmt, depth), tables, room_of(fmt, depth, dtype))
 
     @property
     def looked_up(self) -> bool:
@@ -226,6 +227,7 @@ PARTS, MEETING, GIVEN, SENT = 420, 280, 10, 9
 
 def _cost(
     shape: Shape,
+    ways: tuple[bool, bool],
     rows: int,
     tile_rows: int,
     tiles: int,
@@ -233,7 +235,11 @@ def _cost(
     decoding: Decoding,
     processors: int,
 ) -> float:
-    """Cycles that a product takes, but for what is the same for all shapes."""
+    """Cycles that a product takes, but for what is the same for all shapes.
+
+    `ways`: whether its tiles are paired, and halved.
+    """
+    paired, halved = ways
     s, width = shape, shape.row_groups * GROUP_ROWS
     latency, issue = HEAVY if decoding.heavy else LOOKED_UP if decoding.looked_up else COMPUTED
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (decoding.bits + 0.25) / 8
@@ -253,9 +259,9 @@ def _cost(
     rounds: float = -(-tiles * s.split // processors)
     if s.split > 1:
         end += together
-    if s.paired:
+    if paired:
         end, rounds = together / rounds, rounds - 0.5
-    if s.halved:
+    if halved:
         end = (PARTS + MEETING + sums / s.row_groups / SENT) / rounds
         rounds -= 0.5 / s.row_groups
     reading = 0.0  # all weights once; the last rounds have what others leave them
@@ -283,12 +289,12 @@ def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
     return 2, 2 if decoding.looked_up and tokens <= 32 else 4
 
 
-def _shapes(rows: int, most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
+def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
     """All that the kernel can be, with as many stages as there may be."""
-    for tokens in (rows,) if kind == EXPERTS else (n for n in TOKENS if n <= most):
+    for tokens in (most,) if kind == EXPERTS else (n for n in TOKENS if n <= most):
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
-            if tokens == FEW_MORE and (depth_groups > 2 or rows > tokens):
+            if tokens == FEW_MORE and depth_groups > 2:
                 continue
             if tokens == ALONE and depth_groups > 1:
                 continue
@@ -330,39 +336,57 @@ def _fastest(
 ) -> Shape:
     """`divide`, of a multiple of TOKENS[0] rows, with at most so many in a tile."""
     units = -(-depth // UNIT)
-    bits, heavy, tables, room = decoding
-    best: tuple[float, Shape] | None = None
-    for shape in _shapes(rows, most, decoding, kind):
+    bits, heavy, _, room = decoding
+    best: tuple[float, Shape, bool, bool, int, int] | None = None
+    for shape, staged_shapes in _candidates(rows if kind == EXPERTS else most, decoding, kind):
+        if shape.tokens == FEW_MORE and rows > FEW_MORE:
+            continue
         token_tiles = -(-rows // shape.tokens)
         tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
         tiles = -(-columns // tile_rows) * token_tiles
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
-        beside = _is_beside(shape, tiles, multiprocessors)
-        found = None
-        for wide in (True, False) if tables[1] > tables[0] else (False,):
-            found = staged(replace(shape, wide=wide, beside=beside), bits, tables[wide])
-            if found and (shape.tokens < TOKENS[-1] or found.stages >= LEAST_STAGES):
-                break
+        found = staged_shapes[_is_beside(shape, tiles, multiprocessors)]
         if found is None or not (found.persistent or has_place(found, bits)):
             continue
-        shape = found
-        if not heavy and has_place(shape, bits):
-            shape = replace(shape, paired=_is_paired(shape, tiles, units, multiprocessors))
-        common = halves_of(shape, columns, multiprocessors)
-        if room == 2 and is_halved(shape, common, tiles, token_tiles, multiprocessors):
-            shape = replace(shape, halved=True, paired=False)
-            tile_rows, tiles = common.rows, common.rounds * common.blocks
-        shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
-        cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
+        paired = not heavy and has_place(found, bits)
+        paired = paired and _is_paired(found, tiles, units, multiprocessors)
+        common = halves_of(found, columns, multiprocessors)
+        halved = room == 2 and is_halved(found, common, tiles, token_tiles, multiprocessors)
+        if halved:
+            paired, tile_rows, tiles = False, common.rows, common.rounds * common.blocks
+        ways = paired, halved
+        cost = _cost(found, ways, rows, tile_rows, tiles, units, decoding, multiprocessors)
         if best is None or cost < best[0]:
-            best = cost, shape
+            best = cost, found, paired, halved, token_tiles, tiles
     assert best is not None
-    shape = best[1]
+    _, shape, paired, halved, token_tiles, tiles = best
+    shape = replace(shape, paired=paired, halved=halved)
+    shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
     parts = shape.halved or shape.split > 1
     if decoding.looked_up and not heavy and shape.tokens in MANY and parts:
         shape = replace(shape, slices=2)  # a block's few products have less to hide decoding behind
     return shape
+
+
+@lru_cache(maxsize=1024)
+def _candidates(
+    most: int, decoding: Decoding, kind: int
+) -> tuple[tuple[Shape, tuple[Shape | None, Shape | None]], ...]:
+    """All shapes with at most so many rows of x in a tile, and what they are with their stages:
+    where sums take the place of x, and where they have one beside it."""
+    tables = decoding.tables
+
+    def found(shape: Shape, beside: bool) -> Shape | None:
+        for wide in (True, False) if tables[1] > tables[0] else (False,):
+            own = replace(shape, wide=wide, beside=beside)
+            made = staged(own, decoding.bits, tables[wide])
+            if made and (shape.tokens < TOKENS[-1] or made.stages >= LEAST_STAGES):
+                return made
+        return None
+
+    shapes = _shapes(most, decoding, kind)
+    return tuple((shape, (found(shape, False), found(shape, True))) for shape in shapes)
 
 
 def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
