@@ -88,7 +88,7 @@ constexpr int kFloatsFit = 4;
 #endif
 template <class Format, typename T, int kFlags>
 constexpr int fitting = !Contest<Format, kFlags>::possible ? 0
-    : Format::Codec::is_codebook ? (sizeof(T) == 4 ? 6 : 5)
+    : Format::Codec::is_codebook ? (sizeof(T) == 4 ? 6 : 4)
     : Format::integers ? (sizeof(T) == 4 ? 0 : 4) : kFloatsFit;
 
 // Units of kPer chunks; kLanes of them make a block.

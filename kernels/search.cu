@@ -351,10 +351,17 @@ __device__ bool load(SubBlock<Facts>& sub, const T* from, bool inside, bool clam
     return !lost;
 }
 
+// Blocks of a multiprocessor: with room for registers, or some spill; on sm_120 three are too many.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kSearches = 2;
+#else
+constexpr int kSearches = 3;
+#endif
+
 // x: [count, elements], on 16 bytes; pieces: [bytes, 8], see byte_of; blocks: [count, bytes];
 // overflow: null, or counts the effective scales that are not finite.
 template <class Facts, typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 3) search(  // 3: room for registers, or some spill
+__global__ void __launch_bounds__(kThreads, kSearches) search(
     const T* __restrict__ x, const u16* __restrict__ pieces, i64 count, bool saturate, bool clamp,
     u8* __restrict__ blocks, u32* __restrict__ overflow) {
     constexpr int kLanes = SubBlock<Facts>::lanes, kBlocks = 32 / kLanes, kWarps = kThreads / 32;
