@@ -143,7 +143,7 @@ def test_a_weight_of_several_slabs(to):
         y = host(cq.linear(to(x), to(large), out_dtype="float32"))
     wanted: Expected = expect(x, q)
     assert all(wanted.admits(y[:, i : i + 500], k, on_gpu=True) for i in range(0, n, 500))
-    (piece,) = workspace._kept.values()
+    ((piece,),) = workspace._kept.values()
     assert piece.nbytes < 450 << 20
 
 
