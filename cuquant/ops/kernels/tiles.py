@@ -204,7 +204,7 @@ def room_of(fmt: Format, depth: int, dtype: str) -> int:
     if fmt.is_blocks:
         return int(fmt.layout.elements <= UNIT)
     fine = Groups.of(fmt, depth).fine
-    many = fmt.bits > 4 or (fmt.bits == 3 and dtype == "bfloat16")
+    many = fmt.bits > 4 or (fmt.bits == 3 and (dtype == "bfloat16" or bool(fmt.offset)))
     taken = many + bool(fmt.offset) + (fine > 1)
     return 2 if taken <= 1 else int(fine <= 2 or not fmt.offset)
 
