@@ -13,11 +13,11 @@ from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.formats.format import Component
-from cuquant.stored import OPERATIONS, Stored, torch_call
+from cuquant.stored import OPERATIONS, ArrayT, Stored, torch_call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantArray(Stored):
+class QuantArray(Stored[ArrayT]):
     """An array in a quantization format: a few component arrays and what they mean.
 
     Made by `quantize`, `load` or `from_blocks`.
@@ -142,16 +142,16 @@ class QuantArray(Stored):
 
     # ---- what it becomes --------------------------------------------------------------------
 
-    def dequantize(self, dtype: object = None, *, out: Any = None, stream: object = None) -> Any:
+    def dequantize(self, dtype: object = None, *, out: Any = None, stream: object = None) -> ArrayT:
         """The values; the same as `cuquant.dequantize(q, ...)`."""
         return OPERATIONS["dequantize"](self, dtype=dtype, out=out, stream=stream)
 
     @property
-    def T(self) -> "QuantArray":
+    def T(self) -> "QuantArray[ArrayT]":
         """The transpose, on the same components: `x @ w.T` multiplies by quantized rows."""
         return self._with(shape=self.shape[::-1], axes=self.axes[::-1])
 
-    def transpose(self, *axes: Any) -> "QuantArray":
+    def transpose(self, *axes: Any) -> "QuantArray[ArrayT]":
         """The axes in another order, on the same components; reversed where none is given.
 
         >>> import numpy as np, cuquant as cq
@@ -168,7 +168,7 @@ class QuantArray(Stored):
         shape = tuple(self.shape[axis] for axis in order)
         return self._with(shape=shape, axes=tuple(self.axes[axis] for axis in order))
 
-    def reshape(self, *shape: Any) -> "QuantArray":
+    def reshape(self, *shape: Any) -> "QuantArray[ArrayT]":
         """The same elements in another shape, on the same memory; one extent may be -1.
 
         The quantized axis stays the last one and keeps its length, or both lengths are made of
@@ -185,7 +185,7 @@ class QuantArray(Stored):
         """
         return reshaped(self, _ints(shape))
 
-    def astype(self, dtype: object) -> "QuantArray":
+    def astype(self, dtype: object) -> "QuantArray[ArrayT]":
         """The same codes and scales, which `dequantize` makes this dtype of.
 
         >>> import numpy as np, cuquant as cq
@@ -237,11 +237,11 @@ class QuantArray(Stored):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Any,
+        blocks: ArrayT,
         format: str | Format,
         shape: Sequence[int] | int,
         dtype: object = "float32",
-    ) -> "QuantArray":
+    ) -> "QuantArray[ArrayT]":
         """An array from ggml's interleaved bytes, as `to_blocks` gives them.
 
         Parameters
@@ -296,7 +296,7 @@ class QuantArray(Stored):
 
     # ---- slices -----------------------------------------------------------------------------
 
-    def __getitem__(self, index: Any) -> "QuantArray":
+    def __getitem__(self, index: Any) -> "QuantArray[ArrayT]":
         """Rows by ints, slices or one array of ints; columns by slices on block boundaries.
 
         The result has memory of its own. Double-quantized scales, whose nested blocks a slice
@@ -323,15 +323,15 @@ class QuantArray(Stored):
         logical = tuple(shape[axis] for axis in axes)
         return self._with(format=fmt, shape=logical, components=parts, axes=axes)
 
-    def __iter__(self) -> Iterator["QuantArray"]:
+    def __iter__(self) -> Iterator["QuantArray[ArrayT]"]:
         return (self[i] for i in range(len(self)))
 
     # ---- products ---------------------------------------------------------------------------
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: Any) -> ArrayT:
         return OPERATIONS["matmul"](self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: Any) -> ArrayT:
         return OPERATIONS["matmul"](other, self)
 
     @classmethod
@@ -343,7 +343,7 @@ class QuantArray(Stored):
         return torch_call(func, args, kwargs)
 
 
-def reshaped(q: QuantArray, wanted: tuple[int, ...]) -> QuantArray:
+def reshaped(q: QuantArray[ArrayT], wanted: tuple[int, ...]) -> QuantArray[ArrayT]:
     """`q.reshape(wanted)`: its components as they lie, in the shapes of the new array."""
     shape = _whole_shape(q, wanted)
     if shape == q.shape:
@@ -479,7 +479,7 @@ def _from_layout(
     return {c.name: found[c.name].reshape(c.shape) for c in fmt.components(shape)}
 
 
-def concatenate(arrays: Sequence[QuantArray], axis: int = 0) -> QuantArray:
+def concatenate(arrays: Sequence[QuantArray[ArrayT]], axis: int = 0) -> QuantArray[ArrayT]:
     """QuantArrays of one format joined along an axis, without decoding them.
 
     Along the quantized axis every array but the last must end on a block boundary. Double-

@@ -13,7 +13,7 @@ from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.stored import OPERATIONS, Stored, torch_call
+from cuquant.stored import OPERATIONS, ArrayT, Stored, torch_call
 
 _LINEAR = "cuquant.linear(x, p) is x @ w.T of a prepacked weight"
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
@@ -46,7 +46,7 @@ def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight(Stored):
+class PackedWeight(Stored[ArrayT]):
     """A quantized weight [N, K] or [E, N, K], laid out once for matmul; made by `prepack`.
 
     Attributes
@@ -105,7 +105,7 @@ class PackedWeight(Stored):
         """There is none, and what to call in its place is said."""
         raise AttributeError(f"a PackedWeight has no transpose: {_LINEAR}")
 
-    def dequantize(self, dtype: object = None, *, out: Any = None) -> Any:
+    def dequantize(self, dtype: object = None, *, out: Any = None) -> ArrayT:
         """The values [N, K] or [E, N, K]: those of `unpack(p).dequantize(dtype, out=out)`."""
         return unpack(self).dequantize(dtype, out=out)
 
@@ -117,7 +117,7 @@ class PackedWeight(Stored):
 
 
 @interop.untraced
-def prepack(q: QuantArray) -> PackedWeight:
+def prepack(q: QuantArray[ArrayT]) -> PackedWeight[ArrayT]:
     """Lay a weight out for the matmul kernels; `unpack` gives it back bit for bit.
 
     Parameters
@@ -160,7 +160,7 @@ def prepack(q: QuantArray) -> PackedWeight:
 
 
 @interop.untraced
-def unpack(p: PackedWeight) -> QuantArray:
+def unpack(p: PackedWeight[ArrayT]) -> QuantArray[ArrayT]:
     """The QuantArray that was prepacked, bit for bit.
 
     Parameters

@@ -1,7 +1,7 @@
 """What a QuantArray and a PackedWeight share: a few component arrays that stand for one array."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -9,6 +9,12 @@ from cuquant import interop
 from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
+
+if TYPE_CHECKING:
+    import torch
+
+# For type checkers: an array comes out of the library that it came in from. CuPy has no types.
+ArrayT = TypeVar("ArrayT", np.ndarray, "torch.Tensor")
 
 # Methods that are shorthands for operations of the layers above; those register themselves here,
 # so that imports go one way.
@@ -38,7 +44,7 @@ def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None)
     return OPERATIONS[operation](*args, **given)
 
 
-def array_equal(a: "Stored", b: "Stored") -> bool:
+def array_equal(a: "Stored[Any]", b: "Stored[Any]") -> bool:
     """Whether two quantized arrays have the same format, shape and bytes; waits for a GPU.
 
     Parameters
@@ -93,7 +99,7 @@ class _Ufuncs:
         return _ufunc if instance is None else None
 
 
-def _ufunc(self: "Stored", ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+def _ufunc(self: "Stored[Any]", ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
     """np.matmul(a, b, out=, dtype=) as `matmul`; TypeError for the others."""
     if ufunc.__name__ != "matmul" or method != "__call__":
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
@@ -129,10 +135,10 @@ class _Parts(dict[str, Any]):
         return type(self), (dict(self),)
 
 
-S = TypeVar("S", bound="Stored")
+S = TypeVar("S", bound="Stored[Any]")
 
 
-class Stored:
+class Stored(Generic[ArrayT]):
     """Base of the frozen dataclasses that hold quantized data; they say which arrays they store."""
 
     format: Format
@@ -141,6 +147,18 @@ class Stored:
     components: Mapping[str, Any]
 
     __array_ufunc__ = _Ufuncs()
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """np.array_equal and array_equiv, which answer False where an array is refused, refuse.
+
+        All other functions of NumPy's do what they do with objects that are no arrays.
+        """
+        if func.__name__ in ("array_equal", "array_equiv"):
+            raise TypeError(
+                f"np.{func.__name__} does not take a {type(self).__name__}; cuquant.array_equal(a, "
+                "b) compares format and bytes, q.dequantize() gives values"
+            )
+        return func._implementation(*args, **kwargs)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", self._parts)

@@ -604,6 +604,11 @@ def test_numpys_matmul_is_ours_and_other_functions_are_refused_by_name():
     for call in (lambda: x @ cq.prepack(q), lambda: np.matmul(x, cq.prepack(q))):
         with pytest.raises(TypeError, match=r"cuquant\.linear\(x, p\)"):
             call()
+    for call in (np.array_equal, np.array_equiv):  # they answer False where an array is refused
+        for pair in ((q, q), (x, q), (cq.prepack(q), x)):
+            with pytest.raises(TypeError, match=rf"np\.{call.__name__} .*cuquant\.array_equal"):
+                call(*pair)
+    assert np.shape(q) == q.shape and np.transpose(q).shape == q.T.shape
     # CuPy asks the instance, and leaves `cupy_array @ q` to q where this is None.
     assert q.__array_ufunc__ is None
     torch = pytest.importorskip("torch")

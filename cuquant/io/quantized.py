@@ -100,7 +100,7 @@ def load(
     library: Literal["numpy", "cupy", "torch"] | None = None,
     names: Iterable[str] | None = None,
     max_header_bytes: int = 100_000_000,
-) -> dict[str, Any]:
+) -> dict[str, QuantArray[Any] | PackedWeight[Any] | Any]:
     """Read a safetensors file: QuantArrays as `save` wrote them, everything else as arrays.
 
     The state_dict of a model that `cuquant.torch.quantize_` made, saved by safetensors, gives the

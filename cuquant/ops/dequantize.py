@@ -9,13 +9,13 @@ from cuquant.array import QuantArray
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
 from cuquant.ops.outputs import writable_out
-from cuquant.stored import OPERATIONS, Stored
+from cuquant.stored import OPERATIONS, ArrayT, Stored
 
 
 @interop.untraced
 def dequantize(
-    q: QuantArray, dtype: object = None, *, out: Any = None, stream: object = None
-) -> Any:
+    q: QuantArray[ArrayT], dtype: object = None, *, out: Any = None, stream: object = None
+) -> ArrayT:
     """The values of a quantized array: decode(code) * scale + min in float32, rounded once.
 
     Parameters

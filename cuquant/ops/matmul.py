@@ -21,22 +21,22 @@ from cuquant.ops.product import (
 from cuquant.ops.repeated import Call, again
 from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
-from cuquant.stored import OPERATIONS
+from cuquant.stored import OPERATIONS, ArrayT
 
 Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers
 
 
 @interop.untraced
 def matmul(
-    a: Any,
-    b: Any,
+    a: ArrayT | QuantArray[ArrayT],
+    b: ArrayT | QuantArray[ArrayT],
     *,
     bias: Any = None,
     activation: Activation | None = None,
     out_dtype: object = None,
     out: Any = None,
     stream: object = None,
-) -> Any:
+) -> ArrayT:
     """activation(a @ b + bias) with a QuantArray on either or both sides.
 
     Parameters
@@ -89,8 +89,8 @@ def matmul(
 
 @interop.untraced
 def linear(
-    x: Any,
-    w: QuantArray | PackedWeight,
+    x: ArrayT | QuantArray[ArrayT],
+    w: QuantArray[Any] | PackedWeight[Any],
     bias: Any = None,
     *,
     activation: Activation | None = None,
@@ -98,7 +98,7 @@ def linear(
     out_dtype: object = None,
     out: Any = None,
     stream: object = None,
-) -> Any:
+) -> ArrayT:
     """activation(x @ w.T + bias) + residual, a linear layer with a quantized weight.
 
     Parameters
@@ -148,7 +148,14 @@ def linear(
 
 
 @interop.untraced
-def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None, stream: object = None) -> Any:
+def swiglu(
+    x: ArrayT | QuantArray[ArrayT],
+    w_gate: QuantArray[Any] | PackedWeight[Any],
+    w_up: QuantArray[Any] | PackedWeight[Any],
+    *,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
     """silu(x @ w_gate.T) * (x @ w_up.T): the gated half of a transformer's MLP (Shazeer, 2020).
 
     Parameters
@@ -199,7 +206,14 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, *, out: Any = None, stream: object = 
 
 
 @interop.untraced
-def grouped_linear(x: Any, w: Any, experts: Any, *, out: Any = None, stream: object = None) -> Any:
+def grouped_linear(
+    x: ArrayT | QuantArray[ArrayT],
+    w: QuantArray[Any] | PackedWeight[Any],
+    experts: Any,
+    *,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
     """Each row of x through its own expert's weight: y[i] = x[i] @ w[experts[i]].T.
 
     Parameters

@@ -2,6 +2,7 @@
 
 import secrets
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from cuquant.ops.encode import EncodeOnGpu
 from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
+from cuquant.stored import ArrayT
 
 
 @interop.untraced
 def quantize(
-    x: Any,
+    x: ArrayT | Sequence[Any],
     format: str | Format = "nf4",
     *,
     block_size: Any = None,
@@ -32,9 +34,9 @@ def quantize(
     stochastic: bool = False,
     seed: int | None = None,
     nonfinite: str = "propagate",
-    out: QuantArray | None = None,
+    out: QuantArray[ArrayT] | None = None,
     stream: object = None,
-) -> QuantArray:
+) -> QuantArray[ArrayT]:
     """Quantize an array.
 
     Parameters
@@ -117,15 +119,15 @@ def quantize(
     if seed is not None and not stochastic:
         raise ValueError("seed= is that of stochastic rounding; pass stochastic=True beside it")
     key = _seed(seed) if stochastic else 0
-    x = interop.as_array(x)
-    on_gpu = interop.is_on_gpu(x)
+    given: Any = interop.as_array(x)
+    on_gpu = interop.is_on_gpu(given)
     if not on_gpu:
-        source = interop.as_float(interop.to_numpy(x))
-    elif interop.dtype_of(x).name in interop.INPUT_DTYPES:
-        source = x
+        source = interop.as_float(interop.to_numpy(given))
+    elif interop.dtype_of(given).name in interop.INPUT_DTYPES:
+        source = given
     else:
-        with backend_of(x, stream):
-            x = source = interop.as_float(x)
+        with backend_of(given, stream):
+            given = source = interop.as_float(given)
     dtype = interop.dtype_of(source)
     axis = _axis(source, axis)
     order = geometry.axis_last(source.ndim, axis)
@@ -135,20 +137,20 @@ def quantize(
     axes = tuple(order.index(i) for i in range(len(order)))
     result = partial(QuantArray, fmt, shape, dtype, axes=axes)
     if out is not None:
-        _check_out(out, fmt, shape, dtype, axes, x)
+        _check_out(out, fmt, shape, dtype, axes, given)
     if on_gpu:
         run = EncodeOnGpu(fmt, axis, bool(stochastic), key, nonfinite, out)
-        parts = run(x, stored, scale, zero_point, global_scale, stream)
+        parts = run(given, stored, scale, zero_point, global_scale, stream)
         if out is None:
             return result(components=parts)
         for part in out.components.values():
             interop.mark_written(part)
         return out
     interop.reject_stream(stream)
-    given = calibration(fmt, stored, scale, zero_point, global_scale)
+    known = calibration(fmt, stored, scale, zero_point, global_scale)
     saturated: list[int] = []
     how = {"stochastic": bool(stochastic), "seed": key, "nonfinite": nonfinite}
-    parts = reference.quantize(source, fmt, axis, given, **how, saturates=saturated.append)
+    parts = reference.quantize(source, fmt, axis, known, **how, saturates=saturated.append)
     if saturated:
         text = f"{sum(saturated)} scales of {fmt} are beyond float16: values saturate; {_WIDER}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)  # behind `untraced`
@@ -156,7 +158,7 @@ def quantize(
         for name, part in out.numpy().components.items():
             part[...] = parts[name]
         return out
-    which = interop.kind(x) or "numpy"
+    which = interop.kind(given) or "numpy"
     return result(components={n: interop.from_numpy(p, which) for n, p in parts.items()})
 
 

@@ -1,0 +1,40 @@
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+"""What a type checker knows of the public functions; pyright reads this file, nothing runs it."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import cuquant as cq
+from cuquant.torch import quantize_
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+
+    numbers = np.ones((4, 64), np.float32)
+    tensor = torch.ones(4, 64)
+    q, t = cq.quantize(numbers, "nf4"), cq.quantize(tensor, "nf4:32+dq")
+
+    assert_type(q, cq.QuantArray[np.ndarray])
+    assert_type(q.dequantize("float16"), np.ndarray)
+    assert_type(cq.dequantize(q.T[:2]), np.ndarray)
+    assert_type(cq.unpack(cq.prepack(t)).dequantize(), torch.Tensor)
+
+    assert_type(cq.linear(numbers, q, activation="silu"), np.ndarray)
+    assert_type(cq.linear(tensor, cq.prepack(t)), torch.Tensor)
+    assert_type(cq.linear(t, t), torch.Tensor)
+    assert_type(cq.matmul(numbers, q.T), np.ndarray)
+    assert_type(cq.swiglu(tensor, t, t), torch.Tensor)
+    assert_type(quantize_(torch.nn.Linear(64, 64)), torch.nn.Linear)
+
+    found = cq.load("model.safetensors")["weight"]
+    if isinstance(found, cq.PackedWeight):
+        found = cq.unpack(found)
+    found.dequantize()
+
+    cq.quantize([[1.0] * 64], "int4").codes()
+    cq.linear(numbers, q, activation="swish")  # pyright: ignore[reportArgumentType]
+    cq.linear(numbers, numbers)  # pyright: ignore[reportArgumentType]
+    cq.load("model.safetensors", library="jax")  # pyright: ignore[reportArgumentType]
+    q.dequantise()  # pyright: ignore[reportAttributeAccessIssue]
