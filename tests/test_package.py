@@ -48,9 +48,13 @@ def owner(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Everything a file imports, also inside its functions, as dotted names."""
+    """Everything a file imports, also inside its functions, as dotted names; not for types alone."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
