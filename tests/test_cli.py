@@ -484,7 +484,7 @@ def start(code, *arguments, **options):
 def test_python_m_cuquant_is_the_command(model):
     done = subprocess.run(
         [sys.executable, "-m", "cuquant", "--version"], capture_output=True, text=True,
-        cwd=ROOT, timeout=60,
+        cwd=ROOT, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, f"cuquant {cq.__version__}\n")
 
@@ -492,14 +492,14 @@ def test_python_m_cuquant_is_the_command(model):
 def test_importing_cuquant_leaves_the_command_line_out():
     code = "import cuquant, sys; print([m for m in sys.argv[1:] if m in sys.modules])"
     process = start(code, "typer", "rich", "cupy", "torch", "cuquant.cli")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (out, err) == ("[]\n", "")
 
 
 def test_an_error_is_one_line_on_stderr(model):
     model.write_bytes(model.read_bytes()[:-1])
     process = start("from cuquant.cli import main; main()", "inspect", model)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (1, "")
     assert err.startswith(f"error: {model}: is truncated") and err.count("\n") == 1
 
@@ -549,7 +549,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path, monkeypatch):
     path = write(tmp_path / "in", {"é中": np.ones((2, 64), np.float32)})
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     process = start("from cuquant.cli import main; main()", "inspect", path)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert r"\xe9\u4e2d" in out
 
@@ -575,13 +575,13 @@ def signalled(tmp_path, name, hang_up="SIG_DFL", tensors=100):
     source, out = write(tmp_path / "in", arrays), tmp_path / "out"
     out.write_bytes(b"old")
     process = start(SLOW, source, out, hang_up)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(tmp_path.glob(".out.*.tmp")), process.poll()
     time.sleep(0.3)  # into the tensors
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert "Traceback" not in err
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
     return process, err

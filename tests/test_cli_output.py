@@ -381,6 +381,6 @@ def test_a_shell_completes_commands_and_formats(words, wanted):
         "COMP_CWORD": str(words.count(" ")),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.split() == wanted, done.stderr

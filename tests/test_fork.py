@@ -18,7 +18,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, fro
 def in_child(work):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(10)  # kills it
+        signal.alarm(120)  # kills it
         try:
             work()
         except BaseException as error:
@@ -43,7 +43,7 @@ def run(code: str) -> None:
     # OpenBLAS' own threads do not survive a fork.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
 
@@ -71,13 +71,13 @@ inside, go, parent = threading.Event(), threading.Event(), threading.get_ident()
 def waits(*args, **kwargs):
     if threading.get_ident() != parent and not inside.is_set():
         inside.set()
-        go.wait(60)
+        go.wait(600)
     return original(*args, **kwargs)
 
 setattr(owner, {name!r}, waits)
 thread = threading.Thread(target=lambda: {call})
 thread.start()
-assert inside.wait(60), "the thread was never there"
+assert inside.wait(300), "the thread was never there"
 in_child(work)
 go.set()
 thread.join()

@@ -53,7 +53,7 @@ def run_advice(message, folder):
     assert words[0] == "python"
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    subprocess.run([sys.executable, *words[1:]], cwd=elsewhere, check=True, timeout=120)
+    subprocess.run([sys.executable, *words[1:]], cwd=elsewhere, check=True, timeout=600)
     return cq.load(elsewhere / "OUT.safetensors")
 
 

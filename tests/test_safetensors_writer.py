@@ -401,7 +401,7 @@ def test_killed_process_leaves_the_target(target):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX resource limits")
 def test_real_write_error_leaves_the_target(target):
     with start_child(target, "limit") as child:
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=300)
     assert child.returncode == 1
     assert out == ""
     assert "File too large" in err
