@@ -4,8 +4,8 @@ A kernel that spills registers, or whose wgmma instructions the compiler seriali
 The test suite compiles all kernels for sm_90, those of which there are many of a sample of formats,
 and a sample for the other architectures; `python tests/test_compile.py --all` compiles everything
 but what compile_record.json says was compiled without a failure: a hash for each source and
-architecture, of its kernels' texts, options and compiler. `--record` adds to it, `--anew` does not
-look at it. What is unchanged is found in the cache (CUQUANT_CACHE_DIR) too.
+architecture, of its kernels' texts without comments, options and compiler. `--record` adds to it,
+`--anew` does not look at it. What is unchanged is found in the cache (CUQUANT_CACHE_DIR) too.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -289,11 +290,23 @@ def test_the_sass_is_read(planted, arch):
 
 Record = dict[str, dict[str, str]]  # of a source, of an architecture: `digest`
 
+_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
 
 def digest(programs: Sequence[Program], arch: int) -> str:
     """Of all that decides what the compiler makes of them."""
-    names = sorted(jit.cache_name(program, jit.source(program), arch) for program in programs)
+    names = sorted(jit.cache_name(program, bare(jit.source(program)), arch) for program in programs)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:40]
+
+
+@lru_cache(maxsize=64)  # the kernels of a format have one text, and follow each other
+def bare(text: str) -> str:
+    """A text without what compiles to nothing: comments, blank lines, names of files."""
+    lines = (line for line in text.splitlines() if not line.startswith("#line "))
+    kept = _STRING_OR_COMMENT.sub(
+        lambda found: found[0] if found[0][0] == '"' else " ", "\n".join(lines)
+    )
+    return "\n".join(line.rstrip() for line in kept.splitlines() if line.strip())
 
 
 def unproven(found: Sequence[Program], arch: int, record: Record) -> dict[str, list[Program]]:
@@ -332,7 +345,9 @@ def test_what_was_compiled_is_not_looked_at_again(planted, tmp_path):
     count, bad = check([*clean, spilled], 90, record)  # another kernel of that source
     assert count == 3 and [failure.name for failure in bad] == [spilled.name]
     assert json.dumps(record) == before
-    (tmp_path / "planted.cu").write_text(CLEAN + "// changed\n")
+    (tmp_path / "planted.cu").write_text(f"// a comment\n{CLEAN}/* and\nanother */\n")
+    assert check(clean, 90, record) == (0, [])
+    (tmp_path / "planted.cu").write_text(CLEAN.replace("v.x += k", "v.y += k"))
     assert check(clean, 90, record) == (2, [])
 
 
