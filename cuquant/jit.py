@@ -64,7 +64,7 @@ class Program:
     Attributes
     ----------
     file
-        Of the kernel folder, "quantize.cu".
+        Of the kernel folder, "quantize/quantize.cu".
     entry
         The `__global__` template in namespace cuquant, "quantize".
     arguments
@@ -77,7 +77,7 @@ class Program:
         Whether a * b + c may become one operation; never where bytes are a promise.
     overlaps
         Whether it may start while the kernels before it end, since it waits for them itself: see
-        overlap.cuh.
+        device/overlap.cuh.
     """
 
     file: str

@@ -1,9 +1,9 @@
 // Codecs, scale rules and packings: what a Format struct is made of. The same words, with the same
 // meaning, as cuquant/formats. A thread's unit is a chunk: 8 consecutive elements of a row.
 #pragma once
-#include "codecs.cuh"
-#include "packing.cuh"
-#include "rules.cuh"
+#include "format/codecs.cuh"
+#include "format/packing.cuh"
+#include "format/rules.cuh"
 
 namespace cuquant {
 
@@ -14,7 +14,7 @@ __device__ inline bool usable(float inverse) { return (bits_of(inverse) << 1) - 
 enum class Stored { None, Float32, Float16, E8M0, E4M3, Double };  // how a scale is held
 enum class Offset { None, ZeroPoint, Minimum };
 
-// Where the bits of ggml's blocks lie; defined in blocks.cuh.
+// Where the bits of ggml's blocks lie; defined in format/blocks.cuh.
 template <int kByte, int kBits, int kSpan, int kShift> struct Field;
 template <int kByte, int kCount, int kFirst, int kLow, int kBits, int kShift, int kStep> struct Run;
 template <class... Parts> struct Fields;

@@ -2,7 +2,7 @@
 
 The kernels decode weights to the dtype of x. Integers and small floats have a place there; levels
 of a codebook are rounded once, and what is expected is a product with the rounded levels. Where
-weights meet their scales before they are multiplied, in matmul_hopper.cu, they are rounded once
+weights meet their scales before they are multiplied, in matmul/hopper.cu, they are rounded once
 more.
 """
 
@@ -121,7 +121,7 @@ class Expected:
 
     @classmethod
     def routed(cls, x: np.ndarray, q: cq.QuantArray, experts: np.ndarray) -> "Expected":
-        """Row i of x times w[experts[i]] of [E, N, K], as matmul_hopper.cu does it."""
+        """Row i of x times w[experts[i]] of [E, N, K], as matmul/hopper.cu does it."""
         unit, shape = unit_of(x, q), (len(x), q.shape[1])
         sums, size, off = (np.zeros(shape) for _ in range(3))
         for expert in np.unique(experts).tolist():
@@ -151,7 +151,7 @@ class Expected:
 
 
 def unit_of(x: np.ndarray, q: cq.QuantArray) -> float:
-    """What matmul_hopper.cu multiplies weights by, at least, before it rounds them to x's dtype;
+    """What matmul/hopper.cu multiplies weights by, at least, before it rounds them to x's dtype;
     less by how many times half of float16's smallest number they may be off near zero.
 
     A product with a scale that float16 has is rounded once, as it is from 2^-4 to 2^14 and else

@@ -146,7 +146,7 @@ def built() -> None:
             with divided((2, 3, 5, 1)):
                 run(cq.swiglu, normal((3, 512), dtype), *gated(name))
     programs = [*recorder.programs, *boxes.programs]
-    assert {program.file for program in programs} == {"matmul_blocks.cu"}
+    assert {program.file for program in programs} == {"matmul/ggml.cu"}
     assert not any(program.arguments[-1] for program in recorder.programs)
     assert all(program.arguments[-1] for program in boxes.programs)
     run = Products(recorder)

@@ -1,4 +1,4 @@
-"""How matmul_blocks.cu divides a product, which weights come by boxes, and what goes there."""
+"""How matmul/ggml.cu divides a product, which weights come by boxes, and what goes there."""
 
 import pytest
 from emulator import Recorder
@@ -108,4 +108,4 @@ def test_the_choice(rows, dtype, step, arch, taken):
     recorder = Recorder(arch=arch)
     x = normal((rows, 512 * step), dtype)[:, ::step]
     Products(recorder)(cq.linear, x, of_bytes("q4_k", 16, 512))
-    assert ("matmul_blocks.cu" in {program.file for program in recorder.programs}) == taken
+    assert ("matmul/ggml.cu" in {program.file for program in recorder.programs}) == taken

@@ -39,7 +39,7 @@ MAIN_ARCH = 90
 SAMPLE = 12  # kernels for each of the other architectures
 # The kernels of which there are many for each format, and a format of each codec and kind of scale,
 # for which the test suite compiles them.
-MATRIX = ("matmul_stream.cu", "matmul_hopper.cu", "matmul_blocks.cu")
+MATRIX = ("matmul/stream.cu", "matmul/hopper.cu", "matmul/ggml.cu")
 MATRIX_FORMATS = ("nf4", "int4", "uint8", "nvfp4", "q4_k")
 
 # The kernels at the memory roof: what they read or write by 16 bytes.
@@ -223,8 +223,8 @@ def test_what_an_architecture_lacks_is_not_compiled_for_it():
     for arch in ARCHS:
         found = programs("matmul", "nf4", arch=arch)
         files = {program.file for program in found}
-        assert ("matmul_stream.cu" in files) == (arch >= 80)
-        assert ("matmul_hopper.cu" in files) == any(p.features for p in found) == (arch == 90)
+        assert ("matmul/stream.cu" in files) == (arch >= 80)
+        assert ("matmul/hopper.cu" in files) == any(p.features for p in found) == (arch == 90)
 
 
 # ---- the checks can fail ------------------------------------------------------------------------

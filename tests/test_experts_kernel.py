@@ -1,4 +1,4 @@
-"""Prepacked experts by matmul_hopper.cu, against float64, on the CPU under the emulator."""
+"""Prepacked experts by matmul/hopper.cu, against float64, on the CPU under the emulator."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ def built() -> None:
     for case in CASES:
         run_case(run, case)
     files = {program.file for program in recorder.programs}
-    assert files == {"route.cu", "gather.cu", "matmul_hopper.cu"}
+    assert files == {"matmul/route.cu", "matmul/gather.cu", "matmul/hopper.cu"}
     Emulator().build(recorder.programs)
 
 

@@ -14,8 +14,8 @@ from cuquant.reference.philox import uniform
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 WORDS = """
-#include "random.cuh"
-#include "scaling.cuh"
+#include "device/random.cuh"
+#include "format/scaling.cuh"
 
 namespace cuquant {
 

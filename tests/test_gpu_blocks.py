@@ -1,4 +1,4 @@
-"""Products with ggml's blocks as they lie on a GPU, by matmul_blocks.cu, against float64."""
+"""Products with ggml's blocks as they lie on a GPU, by matmul/ggml.cu, against float64."""
 
 from concurrent.futures import ThreadPoolExecutor
 

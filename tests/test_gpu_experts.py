@@ -1,4 +1,4 @@
-"""Prepacked experts on a GPU, against float64: matmul_hopper.cu on sm_90, else plain kernels."""
+"""Prepacked experts on a GPU, against float64: matmul/hopper.cu on sm_90, else plain kernels."""
 
 from typing import Any
 

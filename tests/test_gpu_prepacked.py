@@ -88,7 +88,7 @@ def test_every_format(name, dtype, gpu, device):
 @pytest.mark.parametrize("rows", [3, 24])
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_shapes_blocks_and_options(case, rows, gpu, device):
-    """Rows of x that are no whole vectors go to matmul_stream.cu, however many they are."""
+    """Rows of x that are no whole vectors go to matmul/stream.cu, however many they are."""
     q, depth = case.weight, case.shape[1]
     x = normal((rows, depth), case.dtype)
     y = cq.linear(gpu.asarray(x), there(cq.prepack(q)), out_dtype="float32").get()
@@ -105,7 +105,7 @@ def test_x_lies_anywhere(case, gpu):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows", [1, 9, 16])
 def test_weights_that_are_not_prepacked(rows, dtype, gpu):
-    """Those whose rows matmul_stream.cu reads as they lie."""
+    """Those whose rows matmul/stream.cu reads as they lie."""
     for name in RAW:
         q, x = Case(name, shape=SHAPE).weight, normal((rows, SHAPE[1]), dtype)
         y = cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()

@@ -188,7 +188,7 @@ def built() -> None:
         for dtype in TYPES:
             with divided(SHAPES[2]):
                 run(cq.linear, normal((40, 256), dtype), cq.prepack(uneven(name, 1.0)))
-    assert {program.file for program in recorder.programs} == {"matmul_hopper.cu"}
+    assert {program.file for program in recorder.programs} == {"matmul/hopper.cu"}
     Emulator().build(recorder.programs)
 
 

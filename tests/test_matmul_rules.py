@@ -71,7 +71,7 @@ def test_levels_fit_16_bits_or_do_not():
     assert [name for name, fits in known.items() if not fits] == ["huge", "tiny", "all sizes"]
 
 
-# ---- matmul_hopper.cu ---------------------------------------------------------------------------
+# ---- matmul/hopper.cu ---------------------------------------------------------------------------
 
 
 @given(

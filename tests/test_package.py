@@ -41,6 +41,10 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
+# The same of folders of kernels; format.cuh stands before every program.
+KERNEL_LAYERS = ["device", "format", "layout", "dequantize", "quantize", "matmul"]
+KERNELS = sorted(p for p in (ROOT / "kernels").rglob("*") if p.is_file())
+
 
 def owner(path: Path) -> str:
     """The layer's name that a file belongs to."""
@@ -72,6 +76,16 @@ def test_imports_go_one_way(path):
         part = name.split(".")[1]
         target = LEVEL.get(part, LEVEL["__init__"])
         assert target <= level, f"{path.name} imports {name}, from a layer above its own"
+
+
+def test_includes_of_kernels_go_one_way():
+    for path in KERNELS:
+        if path.name == "README.md":
+            continue
+        level = KERNEL_LAYERS.index(path.relative_to(ROOT / "kernels").parts[0].split(".")[0])
+        for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            target = KERNEL_LAYERS.index(Path(name).parts[0].split(".")[0])
+            assert target <= level, f"{path.name} includes {name}, from a layer above its own"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -414,7 +428,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    kernels = {f"cuquant/kernels/{p.name}" for p in (ROOT / "kernels").iterdir()}
+    kernels = {f"cuquant/{p.relative_to(ROOT).as_posix()}" for p in KERNELS}
     sources = {f"cuquant/{p.relative_to(PACKAGE).as_posix()}" for p in SOURCES}
     assert kernels <= names and sources <= names and "cuquant/py.typed" in names
     assert "cuquant/kernels/__init__.py" not in names

@@ -29,7 +29,7 @@ def built() -> None:
     for dtype in DTYPES.values():
         x = np.zeros((2, 3, 40), dtype)
         first_nonfinite(recorder, recorder.view(x))
-    Emulator().build(p for p in recorder.programs if p.file != "search.cu")
+    Emulator().build(p for p in recorder.programs if p.file != "quantize/search.cu")
     searches = [Search(FORMATS[name]) for name in sorted(SEARCHES)]  # as their own tests do
     Emulator().build(s.launch(dtype, 1).program for s in searches for dtype in DTYPES.values())
 

@@ -1,5 +1,5 @@
-"""Codes by rows with several groups in a unit, on sm_90: matmul_stream.cu with row_groups.cuh, on
-the CPU under the emulator."""
+"""Codes by rows with several groups in a unit, on sm_90: matmul/stream.cu with stream_meet.cuh,
+on the CPU under the emulator."""
 
 import numpy as np
 import pytest

@@ -196,7 +196,7 @@ def built() -> None:
     for names, numbers in GATED_UNEVEN:
         with divided(numbers):
             run(cq.swiglu, normal((13, 256), "float16"), *map(cq.prepack, gated(*names)))
-    assert {program.file for program in recorder.programs} == {"matmul_stream.cu"}
+    assert {program.file for program in recorder.programs} == {"matmul/stream.cu"}
     for pair in (two_codebooks(), *(gated(*names, {}) for names in UNLIKE)):
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
     for name in NO_PLACE:

@@ -1,4 +1,4 @@
-"""How matmul_stream.cu divides products: all of them once, by what a GPU has."""
+"""How matmul/stream.cu divides products: all of them once, by what a GPU has."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +26,7 @@ CHUNKS = [(0, 0), (4, 4), (8, 8), (8, 4)]
 
 
 def parts_of_k(shape: stream.Shape, groups: Groups, units: int, share: int) -> list[int]:
-    """Where the kernel's parts of K begin and end, in units: matmul_stream.cu's `border`."""
+    """Where the kernel's parts of K begin and end, in units: matmul/stream.cu's `border`."""
     group = groups.units or 1 << 20
     share = share or (shape.ahead if group >= shape.ahead else group)
     shares, parts = -(-units // share), shape.split * shape.depth

@@ -123,7 +123,12 @@ def built() -> None:
             run(cq.linear, normal((3, shape[1]), "float16"), q)
             run(cq.linear, normal((3, shape[1]), "float16"), cq.prepack(q))
     files = {program.file for program in recorder.programs}
-    assert files == {"dequantize_rows.cu", "dequantize_fragments.cu", "finish.cu", "unit.cu"}
+    assert files == {
+        "matmul/vendor_rows.cu",
+        "matmul/vendor_fragments.cu",
+        "matmul/vendor_finish.cu",
+        "matmul/float16_range.cu",
+    }
     Emulator().build(recorder.programs)
 
 
@@ -380,7 +385,9 @@ def test_without_the_library_another_kernel_multiplies(built):
             run(cq.linear, x, q)
             files = {program.file for program in run.backend.programs}
             assert files == (
-                {"dequantize_rows.cu", "unit.cu"} if vendor_is_there else {"matmul_plain.cu"}
+                {"matmul/vendor_rows.cu", "matmul/float16_range.cu"}
+                if vendor_is_there
+                else {"matmul/any.cu"}
             )
     assert asked == [True, True, False]
 

@@ -69,7 +69,7 @@ def nested_absmax(codes: Any, absmax: Any, levels: Any, offset: Any) -> Any:
         count = math.prod(codes.shape)
         if count:
             facts = decoder(fmt).facts
-            program = Program("dequantize.cu", "effective", (facts.type,), facts.text)
+            program = Program("dequantize/dequantize.cu", "effective", (facts.type,), facts.text)
             arrays = scale_arrays(backend, fmt, parts)
             arrays = arrays[:-8] + struct.pack("<Q", backend.pointer(table))
             launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
@@ -87,7 +87,7 @@ def scaled(q: Any, factor: Any) -> Any:
         factors = backend.broadcast(factor, shape, F32)
         out = backend.empty(shape, F32)
         if count:
-            program = Program("scaled.cu", "scaled", (THREADS,))
+            program = Program("dequantize/scaled.cu", "scaled", (THREADS,))
             pointers = [backend.pointer(array) for array in (values, factors, out)]
             launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
             backend.launch(launch, *pointers, count)
@@ -110,7 +110,7 @@ def quotients(x: Any, scale: Any, zero_point: Any) -> Any:
         out = backend.empty(tuple(x.shape), np.dtype(np.uint8))
         if count:
             element = words.ELEMENTS[interop.dtype_of(x).name]
-            program = Program("quotients.cu", "quotients", (element, THREADS))
+            program = Program("quantize/quotients.cu", "quotients", (element, THREADS))
             pointers = [backend.pointer(array) for array in (given, scale, zero_point, out)]
             launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
             backend.launch(launch, *pointers, count)

@@ -341,7 +341,7 @@ inline void store16(void* to, uint4 value) {
 
 }  // namespace cuquant
 
-// ---- what kernels/dot.cuh, mma.cuh and hopper.cuh write in asm ----------------------------------
+// ---- what device/dot.cuh, device/mma.cuh and device/wgmma.cuh write in asm ----------------------------------
 
 #include "dot.h"
 #include "mma.h"

@@ -51,7 +51,7 @@ class QuantizeBlocks(_Blocks):
         """Of quantize_blocks."""
         flags = CLAMP if clamp else 0
         element = ELEMENTS[dtype.name]
-        program = self._program("quantize_blocks.cu", "quantize_blocks", element, THREADS, flags)
+        program = self._program("quantize/ggml.cu", "quantize_blocks", element, THREADS, flags)
         return Launch(program, (-(-blocks // (THREADS // LANES)), 1, 1), THREADS)
 
     def __call__(
@@ -78,7 +78,7 @@ class QuantizeBlocks(_Blocks):
         tile = TILE[dtype.itemsize]
         down, across = -(-depth // tile[0]), -(-width // tile[1])
         arguments = (ELEMENTS[dtype.name], THREADS, *tile, CLAMP if clamp else 0)
-        program = self._program("quantize_blocks.cu", "quantize_blocks_axis", *arguments)
+        program = self._program("quantize/ggml.cu", "quantize_blocks_axis", *arguments)
         return Launch(program, (batch * down * across, 1, 1), THREADS), down, across
 
     def along_axis(
@@ -109,9 +109,7 @@ class DequantizeBlocks(_Blocks):
     def launch(self, element: str, blocks: int) -> Launch:
         """Of dequantize_blocks, to an element type, or to u8: the codes."""
         groups = groups_of(self.fmt.layout, 4)
-        program = self._program(
-            "dequantize_blocks.cu", "dequantize_blocks", element, THREADS, groups
-        )
+        program = self._program("dequantize/ggml.cu", "dequantize_blocks", element, THREADS, groups)
         return self._warps(program, blocks, groups)
 
     def values(self, backend: Backend, blocks: Any, out: int, element: str) -> None:
@@ -132,7 +130,7 @@ class DequantizeBlocks(_Blocks):
         """The effective float32 scales, and minimums where the type has them."""
         count = math.prod(blocks.shape[:-1])
         items = count * self.fmt.layout.sub_blocks
-        program = self._program("dequantize_blocks.cu", "block_scales")
+        program = self._program("dequantize/ggml.cu", "block_scales")
         launch = Launch(program, (-(-items // THREADS), 1, 1), THREADS)
         at = 0 if minimum is None else backend.pointer(minimum)
         backend.launch(launch, backend.pointer(blocks), backend.pointer(scale), at, count)

@@ -1,4 +1,4 @@
-"""Few rows of x in 16 bits times ggml's blocks as they lie: matmul_blocks.cu."""
+"""Few rows of x in 16 bits times ggml's blocks as they lie: matmul/ggml.cu."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ MOST_DEPTH = 1 << 30  # the bytes of a row are 32-bit numbers
 
 @dataclass(frozen=True)
 class FloatCodes:
-    """What matmul_blocks.cu is told about the weights of a ggml type.
+    """What matmul/ggml.cu is told about the weights of a ggml type.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ def float_codes(name: str) -> FloatCodes:
 
 @dataclass(frozen=True)
 class Shape:
-    """How matmul_blocks.cu divides a product.
+    """How matmul/ggml.cu divides a product.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ def divide(
 
 
 def takes(problem: Problem) -> bool:
-    """Whether matmul_blocks.cu multiplies; the rest of the rule is `choose`'s."""
+    """Whether matmul/ggml.cu multiplies; the rest of the rule is `choose`'s."""
     p = problem
     small = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
     return p.format is not None and p.format.is_blocks and p.direct and small
@@ -222,7 +222,7 @@ def in_boxes(
 
 @dataclass(frozen=True)
 class BlocksProduct:
-    """The orchestrator of matmul_blocks.cu."""
+    """The orchestrator of matmul/ggml.cu."""
 
     layouts = (Weight.layout,)
     height = 0
@@ -267,7 +267,7 @@ def _program(name: str, dtype: str, tiles: int, shape: Shape, gated: bool) -> Pr
     facts = float_codes(name).facts
     kinds = (int(gated), int(shape.wide), int(shape.boxes))
     arguments = (facts.type, words.ELEMENTS[dtype], tiles, shape.split, *kinds)
-    early = name != "q8_1"  # which quantize_q8_1.cu makes, and lets the next kernel start
+    early = name != "q8_1"  # which quantize/q8_1.cu makes, and lets the next kernel start
     return Program(
-        "matmul_blocks.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early
+        "matmul/ggml.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early
     )

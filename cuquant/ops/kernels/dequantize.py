@@ -64,7 +64,9 @@ class Dequantize:
         struct_ = geometry.tiles_of(self.fmt, stored)
         if self.is_values(packed, stored, target):
             arguments = (self.facts.type, element)
-            program = Program("dequantize.cu", "dequantize_values", arguments, self.facts.text)
+            program = Program(
+                "dequantize/dequantize.cu", "dequantize_values", arguments, self.facts.text
+            )
             whole = math.prod(stored) // CHUNK
             launch = Launch(program, (-(-whole // THREADS), 1, 1), THREADS)
             backend.launch(launch, packed, target.pointer, whole)
@@ -139,14 +141,16 @@ class Dequantize:
     def launch(self, dtype: np.dtype, chunks: int, flat: bool) -> Launch:
         """Of dequantize."""
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], THREADS, CHUNKS, int(flat))
-        program = Program("dequantize.cu", "dequantize", arguments, self.facts.text)
+        program = Program("dequantize/dequantize.cu", "dequantize", arguments, self.facts.text)
         return Launch(program, (-(-chunks // (THREADS * CHUNKS)), 1, 1), THREADS)
 
     def plain_launch(self, dtype: np.dtype, chunks: int) -> Launch:
         """Of dequantize_plain."""
         word = words.WORDS[self.fmt.row_packing.dtype.itemsize]
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], word)
-        program = Program("dequantize.cu", "dequantize_plain", arguments, self.facts.text)
+        program = Program(
+            "dequantize/dequantize.cu", "dequantize_plain", arguments, self.facts.text
+        )
         return Launch(program, (-(-chunks // THREADS), 1, 1), THREADS)
 
     def codes(
@@ -171,7 +175,9 @@ class Dequantize:
         if self.fmt.is_blocks:
             DequantizeBlocks(self.fmt).scales(backend, parts["blocks"], scale, minimum)
             return
-        program = Program("dequantize.cu", "effective", (self.facts.type,), self.facts.text)
+        program = Program(
+            "dequantize/dequantize.cu", "effective", (self.facts.type,), self.facts.text
+        )
         launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)
         arrays = scale_arrays(backend, self.fmt, dict(parts))
         backend.launch(launch, arrays, backend.pointer(scale), count)

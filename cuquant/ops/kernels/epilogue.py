@@ -7,7 +7,7 @@ from typing import Any
 from cuquant.lazy import lazy
 from cuquant.ops.backend import Backend
 
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # epilogue.cuh's Type
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # matmul/epilogue.cuh's Type
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # its Activation
 # Its Epilogue: the addresses of out, bias and residual, then an Epilogue's `constants`.
 _STRUCT = struct.Struct("<3Q3q4i")
@@ -17,7 +17,7 @@ GATED = 4  # its activation that multiplies by silu(residual)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """activation(sum + bias) + residual, stored to `out`: the Epilogue struct of epilogue.cuh.
+    """activation(sum + bias) + residual, stored to `out`: Epilogue of matmul/epilogue.cuh.
 
     Attributes
     ----------

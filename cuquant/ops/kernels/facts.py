@@ -114,7 +114,7 @@ def facts(fmt: Format, *, decoding: bool = False) -> Facts:
 
 
 def layout_struct(layout: BlockLayout) -> str:
-    """The struct of where the bits of ggml's blocks lie, for blocks.cuh."""
+    """The struct of where the bits of ggml's blocks lie, for format/blocks.cuh."""
     fields = ", ".join(
         f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields
     )

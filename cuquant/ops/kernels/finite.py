@@ -15,7 +15,7 @@ THREADS = 256
 
 def first_launch(dtype: np.dtype, items: int) -> Launch:
     """Of first_nonfinite, a thread a chunk."""
-    program = Program("finite.cu", "first_nonfinite", (ELEMENTS[dtype.name],))
+    program = Program("quantize/finite.cu", "first_nonfinite", (ELEMENTS[dtype.name],))
     return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
 
 

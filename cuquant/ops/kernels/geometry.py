@@ -10,7 +10,7 @@ import numpy as np
 from cuquant.formats import Format
 from cuquant.reference.tiles import Tiles
 
-MOST_DIMS = 6  # strided.cuh's Strided::most
+MOST_DIMS = 6  # format/strided.cuh's Strided::most
 CHUNK = 8  # elements that a thread works on
 
 

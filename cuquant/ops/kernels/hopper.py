@@ -1,4 +1,4 @@
-"""Many rows of x times a prepacked weight on Hopper's tensor cores: matmul_hopper.cu."""
+"""Many rows of x times a prepacked weight on Hopper's tensor cores: matmul/hopper.cu."""
 
 import struct
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from cuquant.ops.kernels.tiles import (
 )
 from cuquant.ops.tensor_map import MAP_BYTES
 
-NOT_ROUTED = bytes(24)  # matmul_hopper.cu's Routed
+NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
-FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul_stream.cu little to overlap
+FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul/stream.cu little to overlap
 
 
 def takes_few(p: Problem) -> bool:
-    """Whether it is faster than matmul_stream.cu for up to 16 rows of x.
+    """Whether it is faster than matmul/stream.cu for up to 16 rows of x.
 
     Above 8 it is where weights are looked up in the large table by whole units, or where what is
     not an integer has several groups in a unit and few strips for each multiprocessor; above 4
@@ -77,7 +77,7 @@ def segment_rows(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class Hopper:
-    """The orchestrator of matmul_hopper.cu."""
+    """The orchestrator of matmul/hopper.cu."""
 
     layouts = (FRAGMENTS_LAYOUT,)
     height = 0  # as segment_rows says
@@ -175,7 +175,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
         int(shape.halved),
     )
     return Program(
-        "matmul_hopper.cu",
+        "matmul/hopper.cu",
         "matmul_hopper",
         arguments,
         facts.text,

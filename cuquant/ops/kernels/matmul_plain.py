@@ -11,7 +11,7 @@ from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.operands import Operand, Product
 
 MOST_GRID = 2**31 - 1  # thread blocks along x
-MOST_DIMS = 6  # matmul_plain.cu's Batch::most
+MOST_DIMS = 6  # matmul/any.cu's Batch::most
 THREADS, WARP = 256, 32
 TILE, FEW = 64, 8  # rows of x that a block of matmul_tiles and of matmul_rows takes
 PAIR = 2  # rows of weights that a warp of matmul_rows takes
@@ -73,7 +73,7 @@ class Plain:
     def _problem(
         backend: Backend, product: Product, down: int, across: int, tiles: int, splits: int
     ) -> bytes:
-        """The Problem struct of matmul_plain.cu."""
+        """The Problem struct of matmul/any.cu."""
         routing, batch = product.routing, product.batch
         pointers = (routing.order, routing.segments, routing.count) if routing else (0, 0, 0)
         padded = [*batch, *[(1, 0, 0, 0)] * (MOST_DIMS - len(batch))]
@@ -107,5 +107,5 @@ class Plain:
 
 @lru_cache(maxsize=1024)
 def _plain_launch(entry: str, types: tuple[str, ...], facts: str, grid: int) -> Launch:
-    program = Program("matmul_plain.cu", entry, types, facts)
+    program = Program("matmul/any.cu", entry, types, facts)
     return Launch(program, (grid, 1, 1), THREADS)

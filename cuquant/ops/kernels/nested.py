@@ -21,8 +21,8 @@ E4M3_PEAK = 448.0
 
 
 def elementwise(entry: str, count: int) -> Launch:
-    """Of a kernel of nested.cu, a thread an element."""
-    program = Program("nested.cu", entry, (THREADS,))
+    """Of a kernel of quantize/nested.cu, a thread an element."""
+    program = Program("quantize/nested.cu", entry, (THREADS,))
     return Launch(program, (-(-count // THREADS), 1, 1), THREADS)
 
 
@@ -39,7 +39,7 @@ def nest(
     found, source = backend.pointer(parts_of_sum), backend.pointer(scales)
     mean = backend.pointer(parts["nested_offset"])
     backend.launch(elementwise("offset_parts", WARP * sums), source, found, count, sums)
-    program = Program("nested.cu", "offset", (WARP,))
+    program = Program("quantize/nested.cu", "offset", (WARP,))
     backend.launch(Launch(program, (1, 1, 1), WARP), source, found, mean, count, sums)
     shifted = backend.empty((count,), F32)
     backend.launch(elementwise("shift", count), source, mean, backend.pointer(shifted), count)
@@ -65,7 +65,7 @@ def set_global_scale(backend: Backend, fmt: Format, task: Task) -> None:
         backend.copy_into(component, backend.broadcast(given, (), F32))
         return
     if given is not None:
-        program = Program("finite.cu", "set", (1,))
+        program = Program("quantize/finite.cu", "set", (1,))
         backend.launch(Launch(program, (1, 1, 1), 1), at, given)
         return
     top = backend.zeros((1,), np.dtype(np.uint32))
@@ -74,10 +74,10 @@ def set_global_scale(backend: Backend, fmt: Format, task: Task) -> None:
     items = math.prod(rows) * -(-columns // CHUNK)
     grid = min(-(-items // THREADS), 16 * backend.multiprocessors)
     arguments = (words.ELEMENTS[task.view.dtype.name], task.flags & CLAMP)
-    program = Program("finite.cu", "largest_finite", arguments)
+    program = Program("quantize/finite.cu", "largest_finite", arguments)
     counts = (math.prod(rows), columns, grid * THREADS)
     launch = Launch(program, (grid, 1, 1), THREADS)
     backend.launch(launch, task.view.pointer, backend.pointer(top), source, *counts)
     peak = float(np.float32(fmt.rule.peak * E4M3_PEAK))
-    program = Program("finite.cu", "global_scale_of", (1,))
+    program = Program("quantize/finite.cu", "global_scale_of", (1,))
     backend.launch(Launch(program, (1, 1, 1), 1), backend.pointer(top), at, peak)

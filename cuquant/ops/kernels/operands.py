@@ -28,7 +28,7 @@ LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 def shared_evenly(strips: int, most: int, multiprocessors: int) -> tuple[int, int, int]:
     """Clusters, as many as there are multiprocessors, or 0: as few as strips need where each has
     `most`; strips of one at most, and the number of the first one that has one less: what
-    cluster.cuh's Taken is told."""
+    matmul/cluster.cuh's Taken is told."""
     clusters = multiprocessors or -(-strips // most)
     most = -(-strips // clusters)
     return clusters, most, strips - clusters * (most - 1)
@@ -148,7 +148,7 @@ class Weight:
 
     @property
     def type(self) -> str:
-        """The operand of weights.cuh that reads these rows."""
+        """The operand of matmul/operands.cuh that reads these rows."""
         name = _facts(self.fmt).type
         if self.fmt.is_blocks:
             return f"Blocks<{name}>"
@@ -196,7 +196,7 @@ def _facts(fmt: Format) -> words.Facts:
 
 
 class _StoredRows(NamedTuple):
-    """What weights.cuh is told about the rows of an array, wherever it lies."""
+    """What matmul/operands.cuh is told about the rows of an array, wherever it lies."""
 
     nbytes: int
     words: int
@@ -237,7 +237,7 @@ Operand = Dense | Weight
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows of x sorted by expert, as route.cu does it.
+    """Rows of x sorted by expert, as matmul/route.cu does it.
 
     Attributes
     ----------

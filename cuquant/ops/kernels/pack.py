@@ -15,7 +15,7 @@ def pack_launch(packing: Packing, entry: str, items: int) -> Launch:
     """Of pack (a thread a word) or unpack (a thread a code)."""
     code = "u16" if packing.bits == 16 else "u8"
     word = WORDS[packing.dtype.itemsize]
-    program = Program("pack.cu", entry, (packing_type(packing), code, word))
+    program = Program("layout/pack.cu", entry, (packing_type(packing), code, word))
     return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
 
 

@@ -22,7 +22,7 @@ STATE_BYTES = {"AbsMax": 4, "PowerOfTwo": 4, "SignedMax": 8, "Range": 8, "MeanAb
 
 @dataclass(frozen=True)
 class Plain:
-    """The three steps of plain.cu for one format, whose scales are not nested."""
+    """The three steps of quantize/plain.cu for one format, whose scales are not nested."""
 
     fmt: Format
 
@@ -67,7 +67,9 @@ class Plain:
         return -(-chunks // per_split), per_split
 
     def _warps(self, entry: str, element: str, flags: int, warps: int) -> Launch:
-        program = Program("plain.cu", entry, (self.facts.type, element, flags), self.facts.text)
+        program = Program(
+            "quantize/plain.cu", entry, (self.facts.type, element, flags), self.facts.text
+        )
         return Launch(program, (-(-warps * WARP // THREADS), 1, 1), THREADS)
 
     def encode(self, backend: Backend, task: Task, encoding: Any) -> None:
@@ -80,7 +82,7 @@ class Plain:
         word = {16: 16, 8: 8, 4: 4}.get(packing.bits, 1)  # bytes that a whole chunk is stored by
         aligned = packed % 16 == 0 and row_bytes % word == 0
         arguments = (self.facts.type, words.ELEMENTS[task.view.dtype.name], task.flags & ~GIVEN)
-        program = Program("plain.cu", "encode", arguments, self.facts.text)
+        program = Program("quantize/plain.cu", "encode", arguments, self.facts.text)
         backend.launch(
             Launch(program, (-(-rows * per_row // THREADS), 1, 1), THREADS),
             task.view.pointer,

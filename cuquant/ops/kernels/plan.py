@@ -30,7 +30,7 @@ ARCH = 90
 DTYPES = ("float32", "float16", "bfloat16")
 # Rows of weights and activations; blocks along the first axis; what the fast kernels do not take.
 SHAPES = (((256, 4096), -1), ((256, 14336), -1), ((4096, 256), 0), ((37, 131), -1))
-# Rows of x and weights [N, K] that matmul_stream.cu and matmul_hopper.cu divide in different ways.
+# Rows of x and weights [N, K] that matmul/stream.cu and matmul/hopper.cu divide in different ways.
 PRODUCTS = (
     (1, (4096, 4096)),
     (16, (4096, 4096)),
@@ -42,7 +42,7 @@ PRODUCTS = (
 )
 # Integers of few bits are divided in another way where there are many rows of the weight.
 FEW_BITS, FEW_BITS_PRODUCTS = 3, ((1, (28672, 8192)), (16, (28672, 8192)))
-# And those that matmul_blocks.cu divides in still other ways.
+# And those that matmul/ggml.cu divides in still other ways.
 BLOCK_PRODUCTS = ((1, (14336, 2048)), (8, (4096, 14336)), (16, (14336, 2048)))
 
 

@@ -1,4 +1,4 @@
-"""Weights to the layout "fragments/1" and back, by the kernels of prepack.cu."""
+"""Weights to the layout "fragments/1" and back, by the kernels of layout/prepack.cu."""
 
 import math
 import struct
@@ -118,7 +118,7 @@ class Prepack:
             items = math.prod(target[part.name].shape)
             if not items:
                 continue
-            program = Program("prepack.cu", entry, (WORDS[part.dtype.itemsize],))
+            program = Program("layout/prepack.cu", entry, (WORDS[part.dtype.itemsize],))
             backend.launch(
                 _launch(program, items),
                 backend.pointer(source[part.name]),
@@ -131,10 +131,10 @@ class Prepack:
         fmt = self.layout.fmt
         if fmt.is_blocks:
             facts = words.facts(fmt)
-            return Program("prepack.cu", entry, (facts.type,), facts.text)
+            return Program("layout/prepack.cu", entry, (facts.type,), facts.text)
         packing = self.layout.packing
         arguments = (packing_type(packing), WORDS[packing.dtype.itemsize], int(self.layout.joined))
-        return Program("prepack.cu", entry, arguments)
+        return Program("layout/prepack.cu", entry, arguments)
 
     def _laid(self) -> bytes:
         """The Laid struct."""

@@ -54,7 +54,7 @@ def _columns(fmt: Format) -> int | None:
     return block if isinstance(block, int) else None
 
 
-IN_STRIPS, IN_BLOCKS, IN_ROWS = 0, 1, 2  # prepacked.cuh's Lie
+IN_STRIPS, IN_BLOCKS, IN_ROWS = 0, 1, 2  # layout/packed_weight.cuh's Lie
 
 
 def lie(fmt: Format, layout: str) -> int:
@@ -68,9 +68,9 @@ def lie(fmt: Format, layout: str) -> int:
 
 
 def takes_rows(fmt: Format, depth: int) -> bool:
-    """Whether matmul_stream.cu reads a QuantArray of so many columns as it is: see rows.cuh.
+    """Whether matmul/stream.cu reads a QuantArray of so many columns as it is.
 
-    Rows are whole units, and groups are too, or 16 or 32 columns.
+    matmul/stream_rows.cuh says how. Rows are whole units, and groups are too, or 16 or 32 columns.
     """
     packing = fmt.row_packing
     if fmt.is_blocks or fmt.scale is None or packing.order not in ("low", "high", "dense"):
@@ -84,8 +84,8 @@ def takes_rows(fmt: Format, depth: int) -> bool:
 
 
 def table_bytes(fmt: Format, wide: bool = False) -> int:
-    """Shared memory of fragment.cuh's Decoder; `wide`: with a copy for each lane, and 256 bytes for
-    what a byte finds."""
+    """Shared memory of layout/fragments.cuh's Decoder; `wide`: with a copy for each lane, and 256
+    bytes for what a byte finds."""
     bits = fmt.bits
     if not isinstance(fmt.codec, Codebook) and not (bits == 4 and isinstance(fmt.codec, Minifloat)):
         return 0

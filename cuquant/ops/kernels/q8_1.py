@@ -34,7 +34,7 @@ Q8_1 = get_format("q8_1")
 
 @dataclass(frozen=True)
 class Operand:
-    """What matmul_q8_1.cu is told about the weights of a ggml type.
+    """What matmul/q8_1.cu is told about the weights of a ggml type.
 
     Integer codes become signed bytes without a subtraction: a code of b bits without a minimum
     moves to the top of its byte, where flipping the top bit takes off 2^(b - 1); `unit` undoes the
@@ -157,7 +157,13 @@ class Operand:
         return Launch(program, (grid, 1, 1), WARP * turns * share, self.shared(kind, turns, share))
 
     def _program(self, entry: str, arguments: tuple[str | int, ...]) -> Program:
-        return Program(f"{entry}.cu", entry, arguments, self.facts.text, overlaps=True)
+        return Program(
+            f"matmul/{entry.removeprefix('matmul_')}.cu",
+            entry,
+            arguments,
+            self.facts.text,
+            overlaps=True,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +196,7 @@ def values_launch(dtype: np.dtype, blocks: int) -> Launch:
     """Of quantize_q8_1."""
     made = words.facts(Q8_1)
     arguments = (made.type, ELEMENTS[dtype.name], QUANTIZE_THREADS)
-    program = Program("quantize_q8_1.cu", "quantize_q8_1", arguments, made.text, overlaps=True)
+    program = Program("quantize/q8_1.cu", "quantize_q8_1", arguments, made.text, overlaps=True)
     return Launch(program, (-(-blocks * WARP // QUANTIZE_THREADS), 1, 1), QUANTIZE_THREADS)
 
 

@@ -198,7 +198,7 @@ class Quantize:
         threads, each = FLAT[dtype.itemsize]
         element = words.ELEMENTS[dtype.name]
         arguments = (self.facts.type, element, *unit, threads, each, flags)
-        program = Program("quantize.cu", "quantize", arguments, self.facts.text)
+        program = Program("quantize/quantize.cu", "quantize", arguments, self.facts.text)
         return Launch(program, (-(-units // (threads * each)), 1, 1), threads)
 
     def axis_launch(
@@ -215,7 +215,7 @@ class Quantize:
         down, across = -(-depth // tile[0]), -(-width // tile[1])
         element = words.ELEMENTS[dtype.name]
         arguments = (self.facts.type, element, *unit, threads, *tile, flags)
-        program = Program("quantize.cu", "quantize_axis", arguments, self.facts.text)
+        program = Program("quantize/quantize.cu", "quantize_axis", arguments, self.facts.text)
         return Launch(program, (batch * down * across, 1, 1), threads), down, across
 
     def tiles_launch(self, dtype: np.dtype, tiles: Tiles, flags: int) -> Launch | None:
@@ -230,7 +230,7 @@ class Quantize:
         if each > most:
             return None
         arguments = (self.facts.type, words.ELEMENTS[dtype.name], threads, each, flags)
-        program = Program("quantize_tiles.cu", "quantize_tiles", arguments, self.facts.text)
+        program = Program("quantize/tiles.cu", "quantize_tiles", arguments, self.facts.text)
         return Launch(program, (math.prod(tiles.grid), 1, 1), threads)
 
 

@@ -1,4 +1,4 @@
-"""Rows of x sorted by expert: route.cu and gather.cu, in memory that a call has meanwhile."""
+"""Rows of x sorted by expert, in memory that a call has meanwhile: matmul/route.cu, gather.cu."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -53,7 +53,7 @@ def route(
     places, order, count, segments, end = (at + n for n in _places(rows, known, height))
     size = experts.dtype.itemsize * (1 if experts.dtype.kind == "u" else -1)
     backend.launch(
-        Launch(Program("route.cu", "route", (threads,)), (1, 1, 1), threads),
+        Launch(Program("matmul/route.cu", "route", (threads,)), (1, 1, 1), threads),
         experts.pointer,
         size,
         experts.strides[0],
@@ -86,7 +86,7 @@ def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]
     """What copies rows of x as they are sorted to the memory behind a Routing, `pitch` apart."""
     rows, depth, x = product.rows, product.depth, product.x
     vectors = x.is_aligned() and depth % VECTOR == 0
-    program = Program("gather.cu", "gather", (GATHER_THREADS, int(vectors)))
+    program = Program("matmul/gather.cu", "gather", (GATHER_THREADS, int(vectors)))
     launch = Launch(program, (gathered(rows, routing.height), 1, 1), GATHER_THREADS)
     steps = (x.row_stride, x.column_stride)
     numbers = (*steps, routing.order, rows, depth, pitch(depth), routing.end)

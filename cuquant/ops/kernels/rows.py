@@ -1,5 +1,6 @@
-"""Codes by rows, as a QuantArray has them, in matmul_stream.cu: how they come to a warp, how many
-units of them it multiplies together, and what their scales meet (rows.cuh, row_groups.cuh)."""
+"""Codes by rows, as a QuantArray has them, in matmul/stream.cu: how they come to a warp, how many
+units of them it multiplies together, and what their scales meet (matmul/stream_rows.cuh and
+stream_meet.cuh)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +14,7 @@ TILE = 8  # rows of x that one product of a warp takes
 X_BYTES = 128  # of a unit of x in shared memory
 CHUNK, LONG_CHUNK = 4, 8  # units that go through shared memory together
 RING_CHUNKS = 2  # of a warp
-AT_SUMS, AT_OPERANDS = 0, -1  # row_groups.cuh's Meet
+AT_SUMS, AT_OPERANDS = 0, -1  # matmul/stream_meet.cuh's Meet
 # Bits of codes that take long to decode, with few rows of x or more of them.
 FEW_ROWS, SLOW_BITS, MORE_SLOW_BITS = 4, (3, 5), (2, 3, 5)
 # Bytes of codes, of a multiprocessor, in a product that is over before memory has been busy for
@@ -85,7 +86,7 @@ def _has_ring(bits: int, groups: Groups, units: int, paired: bool) -> bool:
 
 
 def _row_bytes(bits: int, chunk: int, span: int) -> int:
-    """What a row of a chunk of codes takes in shared memory: rows.cuh's row_bytes."""
+    """What a row of a chunk of codes takes in shared memory: matmul/stream_rows.cuh's row_bytes."""
     return chunk * UNIT * bits // 8 + (16 if bits <= 3 or (bits == 5 and span == 2) else 0)
 
 

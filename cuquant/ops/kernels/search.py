@@ -53,7 +53,7 @@ def search_facts(fmt: Format) -> tuple[str, str]:
 
 @lru_cache(maxsize=16)
 def pieces(layout: BlockLayout) -> np.ndarray:
-    """uint16 [nbytes, 8]: which bits of which fields make a byte; see byte_of in search.cu.
+    """uint16 [nbytes, 8]: which bits of which fields make a byte; byte_of in quantize/search.cu.
 
     Fields are bytes: the codes, the integer scales, the integer minimums, and float16's two bytes
     of the scale and of the minimum.
@@ -85,7 +85,10 @@ class Search:
         """Of search: a lane a sub-block."""
         name, text = search_facts(self.fmt)
         program = Program(
-            "search.cu", "search", (f"formats::{name}", ELEMENTS[dtype.name], THREADS), text
+            "quantize/search.cu",
+            "search",
+            (f"formats::{name}", ELEMENTS[dtype.name], THREADS),
+            text,
         )
         lanes = blocks * self.fmt.layout.sub_blocks
         return Launch(program, (min(-(-lanes // THREADS), MOST_GRID), 1, 1), THREADS)

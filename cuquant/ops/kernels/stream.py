@@ -1,4 +1,4 @@
-"""Few rows of x times a prepacked weight, read at memory speed: matmul_stream.cu."""
+"""Few rows of x times a prepacked weight, read at memory speed: matmul/stream.cu."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from cuquant.ops.kernels.rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way
 
 PAD_BYTES = 64  # between rows of x in shared memory, at most
 BARRIER_BYTES, ENDING_BYTES = 32, 32
-BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul_stream.cu's Copies
+BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul/stream.cu's Copies
 MANY_WARPS, FEW_WARPS = 16, 8  # of a block, at most
 # Shared memory that leaves no room for a second block, where codes by rows or groups go through it:
 # registers may have room. The next product's blocks would meet on the multiprocessors that are free
@@ -42,7 +42,7 @@ ROWS_SHARED = 150_000
 
 @dataclass(frozen=True)
 class Shape:
-    """How matmul_stream.cu divides a product.
+    """How matmul/stream.cu divides a product.
 
     Attributes
     ----------
@@ -265,7 +265,7 @@ class Division(NamedTuple):
 
 
 def division_of(problem: Problem) -> Division | None:
-    """How to divide a Problem; None where matmul_stream.cu does not take it."""
+    """How to divide a Problem; None where matmul/stream.cu does not take it."""
     p, fmt = problem, problem.format
     assert fmt is not None
     groups = Groups.of(fmt, p.depth)
@@ -314,8 +314,8 @@ def _copies_groups(fmt: Format, groups: Groups) -> bool:
 
 
 def _chunk_groups(fmt: Format, groups: Groups) -> int:
-    """Bytes of a warp for groups of chunks, as they are stored and made ready: chunk_scales.cuh's
-    ChunkGroups."""
+    """Bytes of a warp for groups of chunks, as they are stored and made ready: ChunkGroups of
+    matmul/stream_scales.cuh."""
     if not _copies_groups(fmt, groups):
         return 0
     count, numbers = CHUNK * groups.fine, 1
@@ -345,7 +345,7 @@ def shape_of(problem: Problem) -> Shape | None:
 
 @dataclass(frozen=True)
 class Stream:
-    """The orchestrator of matmul_stream.cu."""
+    """The orchestrator of matmul/stream.cu."""
 
     layouts = (FRAGMENTS_LAYOUT, Weight.layout)
     height = 0
@@ -408,5 +408,5 @@ def _program(fmt: Format, dtype: str, division: Division, layout: str, gated: bo
         division.meet,
     )
     return Program(
-        "matmul_stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
+        "matmul/stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
     )

@@ -81,7 +81,7 @@ class Task:
 
 
 def scale_arrays(backend: Backend, fmt: Format, parts: Parts) -> bytes:
-    """The ScaleArrays struct of dequantize.cu."""
+    """The ScaleArrays struct of dequantize/dequantize.cu."""
     names = ("scale", "zero_point", "global_scale", "nested_scale", "nested_offset")
     pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
     nested = fmt.scale is not None and fmt.scale.nested == "double"

@@ -1,4 +1,4 @@
-"""How matmul_hopper.cu divides a product: tiles of x and of the weight, and who takes them."""
+"""How matmul/hopper.cu divides a product: tiles of x and of the weight, and who takes them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 ALONE = 224  # rows of x, of which two warpgroups along K are slower than one
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
-ONE, GATED, EXPERTS = 0, 1, 2  # matmul_hopper.cu's Kind
+ONE, GATED, EXPERTS = 0, 1, 2  # matmul/hopper.cu's Kind
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How matmul_hopper.cu divides a product.
+    """How matmul/hopper.cu divides a product.
 
     Attributes
     ----------

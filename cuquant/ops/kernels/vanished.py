@@ -27,7 +27,9 @@ def vanished(backend: Backend, fmt: Format, x: Any, view: View, axis: int, parts
     counter = backend.zeros((1,), np.dtype(np.uint32))
     count = backend.pointer(counter)
     if fmt.is_blocks:
-        program = Program("vanished.cu", "vanished_blocks", (facts.type, element), facts.text)
+        program = Program(
+            "quantize/vanished.cu", "vanished_blocks", (facts.type, element), facts.text
+        )
         launch = Launch(program, (-(-view.size // fmt.layout.elements // THREADS), 1, 1), THREADS)
         rows = backend.contiguous(x, axis)
         blocks = backend.pointer(parts["blocks"])
@@ -37,7 +39,7 @@ def vanished(backend: Backend, fmt: Format, x: Any, view: View, axis: int, parts
     tiles = Tiles.of(fmt, tuple(view.shape[a] for a in order))
     packing, blocks = fmt.row_packing, math.prod(tiles.grid)
     arguments = (facts.type, element, words.WORDS[packing.dtype.itemsize])
-    program = Program("vanished.cu", "vanished", arguments, facts.text)
+    program = Program("quantize/vanished.cu", "vanished", arguments, facts.text)
     launch = Launch(program, (-(-blocks * WARP // THREADS), 1, 1), THREADS)
     backend.launch(
         launch,

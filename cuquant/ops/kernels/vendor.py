@@ -82,12 +82,12 @@ def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arc
 # ---- where it wins ------------------------------------------------------------------------------
 
 # Operations in the time in which a GPU moves a byte of its memory: of cuBLAS with tensor cores (150
-# on an A100, 130 on an RTX 4090, 230 on an H100) and with float32, and of matmul_plain.cu.
+# on an A100, 130 on an RTX 4090, 230 on an H100) and with float32, and of matmul/any.cu.
 TENSOR, FLOAT32, PLAIN = 160, 14, 10
 TENSOR_90 = 230
 LEAST_ROWS = 17
 LAUNCHES = 8e6  # bytes in the time that two more launches take
-# By how much of the GEMM's time matmul_hopper.cu is slower for ggml's blocks, of up to 4 bits and
+# By how much of the GEMM's time matmul/hopper.cu is slower for ggml's blocks, of up to 4 bits and
 # of more. Else it is faster: at 4096 x 4096 x 14336 on an H100 nf4 took 624 us, where decoding and
 # cuBLAS took 674, q4_k 670 and 659, q6_k 731 and 669.
 SLOWER_BY_4, SLOWER_BY_8 = 1 / 8, 1 / 5
@@ -115,12 +115,12 @@ def _fixed(p: Problem) -> float:
 
 
 def beats_plain(p: Problem) -> bool:
-    """Whether it is faster than matmul_plain.cu."""
+    """Whether it is faster than matmul/any.cu."""
     return _cost(p) < 2 * p.rows / PLAIN
 
 
 def beats_stream(p: Problem, tokens: int) -> bool:
-    """Whether it is faster than matmul_stream.cu, which decodes anew for each `tokens` rows of x.
+    """Whether it is faster than matmul/stream.cu, which decodes anew for each `tokens` rows of x.
 
     A pass of 32 rows takes as long as it takes to read about 1.2 bytes a weight, one of 8 rows
     0.7: that was measured on an H100.
@@ -130,7 +130,7 @@ def beats_stream(p: Problem, tokens: int) -> bool:
 
 
 def beats_hopper(p: Problem) -> bool:
-    """Whether what matmul_hopper.cu takes longer than a GEMM is well above the time to decode.
+    """Whether what matmul/hopper.cu takes longer than a GEMM is well above the time to decode.
 
     That is half as much again, for the memory that it takes.
     """
@@ -250,12 +250,12 @@ class _Scales(NamedTuple):
 
 
 NO_SCALES = _Scales(0, 0, 0, 0, 0.0)
-FLOAT, HALF, EXPONENT = 0, 1, 2  # unit.cu's ScaleType
+FLOAT, HALF, EXPONENT = 0, 1, 2  # matmul/float16_range.cu's ScaleType
 SCALE_THREADS, MOST_SIZES = 512, 128  # of scale_sizes, and its blocks at most
 INVERSE, SIZES_AT = 4, 16  # bytes, from the unit on
 UNIT_BYTES = aligned(SIZES_AT + 4 * MOST_SIZES)
-_SIZES_OF = Program("unit.cu", "scale_sizes", (SCALE_THREADS,))
-_UNIT_OF_SIZES = Launch(Program("unit.cu", "unit_of_sizes", (32,)), (1, 1, 1), 32)
+_SIZES_OF = Program("matmul/float16_range.cu", "scale_sizes", (SCALE_THREADS,))
+_UNIT_OF_SIZES = Launch(Program("matmul/float16_range.cu", "unit_of_sizes", (32,)), (1, 1, 1), 32)
 
 
 def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
@@ -316,7 +316,7 @@ def _rows_decoder(backend: Backend, weight: Weight, kind: int, depth: int, pitch
 
 @lru_cache(maxsize=1024)
 def _rows_program(operand: str, facts: str) -> Program:
-    return Program("dequantize_rows.cu", "dequantize_rows", (operand, THREADS, EACH), facts)
+    return Program("matmul/vendor_rows.cu", "dequantize_rows", (operand, THREADS, EACH), facts)
 
 
 def _fragments_decoder(
@@ -343,12 +343,12 @@ def _fragments_decoder(
 def _fragments_program(fmt: Format) -> Program:
     facts = words.facts(fmt, decoding=not fmt.is_blocks)
     arguments = (facts.type, prepacked.lie(fmt, FRAGMENTS_LAYOUT), WARPS, UNITS)
-    return Program("dequantize_fragments.cu", "dequantize_fragments", arguments, facts.text)
+    return Program("matmul/vendor_fragments.cu", "dequantize_fragments", arguments, facts.text)
 
 
 # ---- what happens to the sums -------------------------------------------------------------------
 
-_FINISH = Program("finish.cu", "finish_sums", contract=True)
+_FINISH = Program("matmul/vendor_finish.cu", "finish_sums", contract=True)
 
 
 class Ending(NamedTuple):
@@ -361,7 +361,7 @@ class Ending(NamedTuple):
     out_stride, out_column, residual_stride
         In elements.
     out_type, bias_type, residual_type, activation
-        Numbers of epilogue.cuh.
+        Numbers of matmul/epilogue.cuh.
     """
 
     out: int

@@ -1,6 +1,6 @@
 // Products of a warp, of a warpgroup and sums of a cluster, with one bug at a time. Bug::None is right.
-#include "hopper.cuh"
-#include "mma.cuh"
+#include "device/wgmma.cuh"
+#include "device/mma.cuh"
 
 namespace cuquant {
 

@@ -1,5 +1,5 @@
 // Sums of 64 numbers a block, times a factor, with one bug at a time. Bug::None is right.
-#include "vector.cuh"
+#include "device/vector.cuh"
 #include <cub/block/block_reduce.cuh>
 
 namespace cuquant {

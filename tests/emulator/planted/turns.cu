@@ -1,5 +1,5 @@
 // Which four results a thread stores, by cuquant's Turn.
-#include "cluster.cuh"
+#include "matmul/cluster.cuh"
 
 namespace cuquant {
 

@@ -1,6 +1,6 @@
 // Every intrinsic that has a subtle meaning, one result a thread: the emulator's words against
 // results that are known.
-#include "vector.cuh"
+#include "device/vector.cuh"
 
 namespace cuquant {
 

@@ -1,0 +1,107 @@
+// Whole sums of a block's tile, which its warpgroups have in registers, on their way to the output: some rows of x at a time, through
+// shared memory, and by the copy engine where whole boxes of results may be stored.
+#pragma once
+#include "matmul/hopper_exchange.cuh"
+#include "layout/fragments.cuh"
+#include "matmul/hopper_results.cuh"
+
+namespace cuquant {
+
+// Where a warpgroup puts sums before they are stored: floats of each token, and those that it has room for, so that 16-bit
+// results of twice as many tokens fit.
+constexpr int kDrainPitch = 68, kDrainRoom = 72;
+
+// A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
+template <int kTokens>
+__device__ void put(const float* sum, float* to, int pitch, int t) {
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) put_8(sum + 4 * j, to + 8 * j * pitch, pitch, t);
+}
+
+// Which tokens a tile has, from `token` on, those below `rows`; and which of the N columns of the output, those below row_end.
+struct Tile {
+    int token, row;
+    i64 rows, row_end, N;
+    int tokens, box_tokens;  // box_tokens: of which there are whole ones in a tile, or no other tile behind it
+};
+
+// kGroups: warpgroups of a block. kSlight: little shared memory is left.
+template <class T, int kTokens, int kGroups, bool kSlight>
+struct Drain {
+    static constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kTokens == 160 || kTokens == 224 ? kTokens / 4 : kGroups == 4 || kTokens == 192 || kSlight ? 32 : 64;
+    static constexpr int kDrain = kTokens < kMost ? kTokens : kMost, kParts = kTokens / kDrain;  // tokens that are stored at a time
+    static constexpr int kBox = kDrain % 16 ? 8 : 16;                                            // and by the copy engine, where a tile has no whole kDrain
+    static constexpr int kWhole = kTokens > 128 ? 256 : 1;                                       // floats of 1024 bytes, on which boxes begin
+    static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;          // of a warpgroup
+    using Whole = Results<T, 64>;
+    static constexpr int kPartBytes = kDrain * Whole::kPitch;
+    static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
+    static_assert(kParts == 1 || kParts % 2 == 0, "and the first of a tile another one than the last of the tile before");
+
+    // A gated unit's, of which two warpgroups have the two sums of the same rows.
+    __device__ static void store_gated(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const Tile& tile, int row_group, int warp, int lane) {
+        constexpr int kPitch = 2 * 64 + 4;
+        float* const own = sums + row_group * 64 + warp * kStrip + lane / 4;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            put<kDrain>(sum + part * kDrain / 2, own, kPitch, lane % 4);
+            named_barrier(1, 256);
+            store_sums<1, 1, true>(epilogue, sums, kPitch, 0, kDrain, 64, tile.token + part * kDrain, tile.row, tile.rows, tile.N, Turn(64, threadIdx.x, 256), 0);
+            named_barrier(1, 256);
+        }
+    }
+
+    // A warpgroup's. `y` is the map of the output where kSends; `stores` says which parts there are, and `place` where rows go.
+    template <bool kSends, class Stores, class Place>
+    __device__ static void store(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const TensorMap& y, const Tile& tile, int row_group, int warp, int lane,
+                                 const Stores& stores, Place place) {
+        static_assert(!kSends || kWhole > 1, "boxes have a place");
+        const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64, barrier = 1 + row_group;
+        const bool quick = Whole::possible(epilogue, tile.N);
+        const typename Whole::Bias bias(epilogue, first_row + warp * kStrip, quick ? tile.N : 0, lane);
+        if (kSends && quick && (first_row + 64 <= tile.row_end || tile.row_end == tile.N)) {  // a box has no rows of another tile
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if (!stores(part, kParts)) continue;
+                u8* const box = reinterpret_cast<u8*>(sums) + part % 2 * kDrain * 128;
+#pragma unroll
+                for (int j = 0; j < kDrain / 8; ++j)
+                    Whole::put_swizzled(sum + part * kDrain / 2 + 4 * j, bias, shared_address(box) + j * 1024, warp, lane);
+                show_copies();
+                if (thread == 0) wait_sent();  // the box before, whose place is the next one's
+                named_barrier(barrier, 128);
+                if (thread == 0)
+                    for (int first = 0; first < min(kDrain, tile.tokens - part * kDrain); first += tile.box_tokens)
+                        send_box(&y, box + first * 128, first_row, tile.token + part * kDrain + first);
+            }
+        } else if (quick) {
+            if constexpr (kSends) {  // the tile before may still be read
+                if (thread == 0) wait_sent();
+                named_barrier(barrier, 128);
+            }
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if (!stores(part, kParts)) continue;
+                u8* const results = reinterpret_cast<u8*>(sums) + part % 2 * kPartBytes;
+#pragma unroll
+                for (int j = 0; j < kDrain / 8; ++j)
+                    Whole::put_8(sum + part * kDrain / 2 + 4 * j, bias, shared_address(results) + j * 8 * Whole::kPitch + warp * kStrip * 2, lane);
+                named_barrier(barrier, 128);
+                Whole::template store<kDrain, 128>(epilogue, results, tile.token + part * kDrain, first_row, tile.rows, tile.row_end, thread, place);
+                if (kParts == 1) named_barrier(barrier, 128);  // else nobody reads these any more when all have the next ones
+            }
+        } else {
+            float* const own = sums + warp * kStrip + lane / 4;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if (!stores(part, kParts)) continue;
+                put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, lane % 4);
+                named_barrier(barrier, 128);
+                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain, first_row, tile.rows, tile.row_end, Turn(64, thread, 128), 0, place);
+                named_barrier(barrier, 128);
+            }
+        }
+    }
+};
+
+}  // namespace cuquant

@@ -1,0 +1,10 @@
+// Rows of x that go through the same expert, as matmul/route.cu sorts them.
+#pragma once
+#include "format.cuh"
+
+namespace cuquant {
+
+// `count` rows from order[first] on; expert -1 does not exist.
+struct Segment { i64 expert, first, count; };
+
+}  // namespace cuquant

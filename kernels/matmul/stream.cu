@@ -1,0 +1,601 @@
+// x [M, K], M of a tile up to 8 kTiles, times a prepacked weight [N, K]: memory-bound. Each warp streams
+// strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
+// the block holds in shared memory. Scales meet the float32 sums of their group, or what kMeet says (matmul/stream_meet.cuh). The warps of
+// a block and the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
+#include "matmul/cluster.cuh"
+#include "matmul/stream_follow.cuh"
+#include "matmul/stream_lines.cuh"
+#include "device/barrier.cuh"
+#include "matmul/stream_x.cuh"
+
+namespace cuquant {
+
+// The four pairs of a step that the compiler knows, of fragments or of two rows, with their offsets.
+template <class Decode, class Rows, bool kZeros, bool kRows, int kStep = 0>
+__device__ void decode_step(int step, const u32* first, const u32* second, const u8* tables, u32 table, const u32 (&offset)[4], u32 (&a)[4]) {
+    if (step == kStep) {
+        if constexpr (kRows) Decode::template decode_rows<typename Rows::Pairs, kStep, kZeros>(first, second, tables, table, offset, a);
+        else Decode::template decode<kStep, kZeros>(first, tables, table, {offset[0], offset[1]}, a);
+    } else if constexpr (kStep + 1 < 4 * Rows::span) {
+        decode_step<Decode, Rows, kZeros, kRows, kStep + 1>(step, first, second, tables, table, offset, a);
+    }
+}
+
+// kGroupUnits: units of a scale group, 0 where a row is one group; kInUnit: groups in a unit, else 1;
+// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
+// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows; kMeet: see Meet. A block's warps are
+// kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
+// `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
+template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan, int kMeet>
+__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
+matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
+              const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
+    constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
+    constexpr bool kScaled = kMeet == kAtOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;
+    constexpr int kProducts = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;  // groups that are multiplied together
+    constexpr int kFine = kBeside ? 1 : kInUnit;                             // sums of a unit
+    constexpr int kGroup = kGroupUnits && !kBeside ? kGroupUnits : 1 << 20;  // units
+    constexpr bool kLong = kGroup >= kAhead;                                 // groups are not shorter than what is loaded ahead
+    constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
+    static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
+    using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
+    using Own = Group<Format, kLie>;
+    constexpr bool kRows = kLie == kInRows;
+    // Weights on their way leave few registers: nothing is done early.
+    constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
+    // Columns of x that a pair of codes meets become neighbours once for all warps; but not of two groups.
+    constexpr bool kPairs = kColumns ? kCount < 8 || kBits % 2 == 0 : kBits <= 2 && kSpan == 2;
+    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan, kPairs>;
+    static_assert(!kRing || (kRows && (kAhead == 4 || kSpan == 2)), "chunks of rows");
+    static_assert(!kBeside || (kRing && (!kColumns || kTiles == 1)), "scales that come beside codes");
+    constexpr int kChunkBytes = kStrip * Rows::row_bytes;
+    using Beside = RowGroups<Own, kBeside ? kInUnit : 1, kAhead>;
+    using Factors = Choice<kColumns, ColumnFactors<Own, T, kColumns ? kCount : 2>, PairFactors<Own, T, kScaled ? kCount : 1>>;
+    constexpr bool kShrinks = Factors::shrinks;
+    constexpr int kZeroBytes = kColumns ? (kAhead + 1) * 128 : 0;  // x of lanes that have none
+    constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
+    using Scales = ChunkScales<Own, kChunkScales>;
+    constexpr bool kFour = kRing && !kLong && Scales::fits;  // scales of four chunks are loaded at once
+    constexpr bool kGroupRing = kLie == kInStrips && kFine > 1 && Own::stored != Stored::Double;  // groups go through shared memory
+    using Copied = ChunkGroups<Own, kFine, kAhead>;
+    static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
+    constexpr int kRingBytes = kRing ? kChunkBytes + Beside::bytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
+    constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
+    using Loaded = Choice<kRows, Rows, Words<kBits>>;
+    constexpr bool kMinimum = Own::Parts::minimums;
+    let_next_start();
+    if constexpr (kSplit > 1) cluster_arrive();
+    extern __shared__ __align__(128) u8 shared[];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;  // the compiler sees that all lanes have one warp
+    const int rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    // K is shared in whole groups, or in as many units as are loaded ahead.
+    constexpr int kShare = kRing ? kRing : kLong ? kAhead : kGroup;
+    const int shares = (weights.units + kShare - 1) / kShare;
+    const auto border = [&](int part) { return min(static_cast<int>(static_cast<i64>(shares) * part / (kSplit * kDepth)) * kShare, weights.units); };
+    const int block_first = border(rank * kDepth), block_units = border((rank + 1) * kDepth) - block_first;
+    const int depth = warp / kStrips, first = border(rank * kDepth + depth), count = border(rank * kDepth + depth + 1) - first;
+    const int rows = taken * kStrip, pitch = rows * (kGated + 1) + 4;
+    const i64 token = static_cast<i64>(blockIdx.y) * tokens;
+    const int M_here = min(static_cast<int>(M) - static_cast<int>(blockIdx.y) * tokens, tokens);
+    u8* tables = shared;
+    u8* zeros = tables + Decode::table_bytes;
+    u8* ring = zeros + kZeroBytes;
+    u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
+    Ending& ending = *reinterpret_cast<Ending*>(arrived + kXParts);
+    float* sums = reinterpret_cast<float*>(&ending + 1);  // what the end needs is at places that are known
+    u8* xs = reinterpret_cast<u8*>(sums + kDepth * kTokens * pitch);
+    constexpr int kPad = kRows ? Rows::x_pad : 16;  // bytes between tokens of x: lanes that read together meet no bank twice
+    const int x_pitch = (shares + 2 * kSplit - 1) / kSplit * kShare * 128 + kPad;
+    // The warp's strips, each of two weights if gated: every kStrips-th, of which `turns` are left.
+    const auto own_strips = [&](int most) { return Taken(static_cast<int>(blockIdx.x) / kSplit, most, fewer); };
+    const int first_strip = own_strips(taken).first + warp % kStrips, all_strips = own_strips(taken).count - warp % kStrips;
+    struct Chunk { int turns, at; bool other; } now = {max((all_strips + kStrips - 1) / kStrips, 0), 0, false};  // `other`: of the second weight
+    const int behind_last = first_strip + now.turns * kStrips;
+    const auto strip_of = [&](const Chunk& chunk) { return behind_last - chunk.turns * kStrips; };
+    const auto step = [&](Chunk& chunk) {
+        chunk.at += kAhead;
+        if (chunk.at < count) return;
+        chunk.at = 0;
+        if (!kGated || chunk.other) --chunk.turns;
+        if (kGated) chunk.other = !chunk.other;
+    };
+
+    const int x_column = block_first * kUnit;  // x lies in shared memory: K is small
+    const Staged<T> staged{xs, x_pitch, block_units, max((block_units + kXParts - 1) / kXParts, 1), arrived, x + token * x_stride, x_stride, x_column, copies, M_here,
+                           max(min(static_cast<int>(K) - x_column, block_units * kUnit), 0)};
+    // Where a warp needs much of x it multiplies what there is before all is, and of many tokens asks for late parts only then.
+    constexpr bool kPairsX = kRows && Rows::pairs_x, kByParts = kDepth <= 2 && (kTiles > 1 || kSplit > 1) && !kPairsX;
+    Arrival<T, kTokens, kThreads / 32, (kByParts && kTiles > 1)> arrival{staged, warp, lane, static_cast<int>(blockIdx.x) / 2};
+    constexpr bool kOneWarp = arrival.one_warp;
+    if constexpr (!kOneWarp) arrival.begin();
+    // The next units to load: where they are, and how many.
+    typename Loaded::Place next_codes;
+    typename Own::Cursor next_group;
+    int next_count, next_unit, last_group = 0;
+    Chunk next = now;
+    const i64 row_bytes = weights.units * static_cast<i64>(8 * kBits);
+    const auto count_next = [&] {
+        next_unit = first + next.at;
+        next_count = next.turns > 0 ? count - next.at : 0;
+        if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
+    };
+    const auto locate = [&] {
+        const Prepacked& own = kGated && next.other ? second : weights;
+        count_next();
+        if constexpr (kRows) {
+            const i64 at = next_unit * 8 * kBits + Rows::byte_of(t), row = strip_of(next) * static_cast<i64>(kStrip) + g;
+            next_codes.first = reinterpret_cast<const u8*>(own.codes) + min(row, weights.rows - 1) * row_bytes + at;
+            next_codes.second = reinterpret_cast<const u8*>(own.codes) + min(row + 8, weights.rows - 1) * row_bytes + at;
+        } else {
+            next_codes.set(own.codes + (strip_of(next) * static_cast<i64>(weights.units) + next_unit) * Words<kBits>::unit_words(), lane);
+        }
+        if constexpr (!kFour) next_group.set(own, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+    };
+    // What comes behind: in the strip of `now`, or where the warp's next one begins.
+    constexpr bool kAnew = kGroupRing && Decode::table_bytes > 0;  // slower by 5 %, which no other kind is
+    constexpr bool kJumps = kLie == kInStrips && !kGated && Own::stored != Stored::Double;
+    const auto before = [&](int at) { return kLong ? (first + at) / kGroup - first / kGroup : at * kFine / kGroup; };  // groups in the warp's part
+    // From its last chunk to the first one of the next strip: units and groups. They are known before the loop where registers are.
+    constexpr bool kKnown = kTiles == 1 && kFine == 1 && !Own::zeros && kBits < 8;
+    const int last_chunk = max(count - 1, 0) / kAhead * kAhead;
+    const auto unit_jump = [&](int from) { return kStrips * weights.units - from; };
+    const auto group_jump = [&](int from) { return kStrips * static_cast<int>(weights.groups) - before(from); };
+    const int units_to_strip = unit_jump(last_chunk), groups_to_strip = group_jump(last_chunk);
+    const auto follow = [&] {
+        if (kAnew || (!kJumps && next.at == 0)) return locate();
+        count_next();
+        next_codes.move(next.at == 0 ? (kKnown ? units_to_strip : unit_jump(now.at)) : kAhead);
+        if constexpr (!kFour) {
+            const int inside = !kLong ? kGroups : kGroupUnits ? before(next.at) - before(now.at) : 0;
+            next_group.move(next.at == 0 ? (kKnown ? groups_to_strip : group_jump(now.at)) : inside);
+        }
+    };
+    Loaded words[kAhead];
+    // By rows, groups of the units ahead are few bytes that follow each other: lane t loads those of kOwn units.
+    constexpr int kOwn = kAhead / 4;
+    constexpr bool kShared = kRows && kAhead % 4 == 0 && (kFine > 1 ? kOwn == 1 : !kLong && kGroup % kOwn == 0) && !kFour;
+    Own groups[kFour || kGroupRing ? 1 : kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
+    Scales four, coming_four;
+    const auto load_group = [&](Own& to, int ahead) {
+        if constexpr (!kGroupRing) to.load(kGated && next.other ? second : weights, next_group, ahead, g);
+    };
+    // What comes to the ring: where there is one, a chunk of codes or of groups' numbers.
+    u8* own_ring = ring + warp * kWarpBytes;
+    u8* own_ready = own_ring + kRingChunks * kRingBytes;
+    const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
+    const Choice<kRing != 0, ChunkCopies<Rows, kAhead>, Nothing> copies_of_rows(row_bytes, lane);
+    const auto copy_first = [&](int to, const Chunk& chunk) {
+        if (chunk.turns > 0) {
+            const Prepacked& own = kGated && chunk.other ? second : weights;
+            const int unit = first + chunk.at;
+            if constexpr (kGroupRing) Copied::copy(own_ring + to, own, strip_of(chunk), unit, lane);
+            else if constexpr (kRing)
+                copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + strip_of(chunk) * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - strip_of(chunk) * kStrip, count - chunk.at, lane);
+        }
+    };
+    // Groups of rows, which the kernel before may write.
+    const auto copy_rest = [&](int to, const Chunk& chunk) {
+        if constexpr (kBeside) {
+            if (chunk.turns > 0) Beside::copy(own_ring + to + kChunkBytes, kGated && chunk.other ? second : weights, strip_of(chunk), first + chunk.at, count - chunk.at, lane);
+        }
+    };
+    const auto copy = [&](int to, const Chunk& chunk) {
+        copy_first(to, chunk);
+        copy_rest(to, chunk);
+        close_copies();
+    };
+    const auto load_codes = [&](int d, bool whole) {
+        if constexpr (kRing) return;
+        if (whole || d < next_count) {
+            if constexpr (kRows) words[d].load(next_codes, d, t);
+            else words[d].load(next_codes, d);
+        }
+    };
+    const auto load_groups = [&](int d, bool whole) {
+        if (whole || d < next_count) {
+            if constexpr (kFour || kGroupRing) {
+                return;
+            } else if constexpr (kFine > 1 && kRows && !kShared) {
+                Own::template load_fine<kFine>(groups + d * kFine, kGated && next.other ? second : weights, next_group, d, g);
+            } else if constexpr (kFine > 1 && !kShared) {
+#pragma unroll
+                for (int f = 0; f < kFine; ++f)
+                    load_group(groups[d * kFine + f], whole ? d * kFine + f : min(d * kFine + f, last_group));  // beyond the last one x is 0
+            }
+        }
+        if constexpr (kFine == 1 && !kLong && !kShared) {
+            if ((d + kSpan) % kGroup == 0 && (whole || d + kSpan - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
+        }
+    };
+    // One load for all the units ahead.
+    const auto load_coming = [&](Own* to) {
+        if constexpr (kShared) {
+            if (t * kOwn < next_count) {
+                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, kGated && next.other ? second : weights, next_group, t, g);
+                else load_group(to[0], t * kOwn / kGroup);
+            }
+        } else if constexpr (kFine == 1 && kLong && !kBeside) {
+            if (next_count > 0) load_group(to[0], 0);
+        }
+    };
+    // Of the next 4 chunks of a strip.
+    const bool aligned = [&] {
+        if constexpr (kFour) return Scales::aligned(weights) && Scales::aligned(second);
+        else return true;
+    }();
+    constexpr int kInChunks = kFour ? kChunkScales * kShare / kAhead : 1;  // scales that begin on as many bytes as they have
+    const auto locate_four = [&] { next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g); };
+    const auto zeros_of_four = [&](Scales& to) {
+        if constexpr (Own::zeros) to.template load_zeros<kInChunks>(next_group, weights.groups - next_group.group, aligned, t);
+    };
+    const auto scales_of_four = [&](Scales& to) { to.template load_scales<kInChunks, kFine>(next_group, weights.groups - next_group.group, aligned, t); };
+    const auto load_first_groups = [&] {
+        if constexpr (kGroupRing) return;
+        if constexpr (kFour) { if (next_count > 0) scales_of_four(four); return; }
+#pragma unroll
+        for (int d = 0; d < kAhead; d += kSpan) load_groups(d, false);
+        load_coming(groups);
+    };
+    // What follows the first units comes to L2, where a warp has many.
+    using Next = Follow<kBits, kAhead, kRows, kRing != 0, kMinimum, (kGroupRing || Decode::table_bytes > 0)>;
+    const auto prefetch_more = [&] {
+        if (count <= Next::few || now.turns <= 0) return;
+        // Anew, since where the first units are would take registers until here.
+        Next::prefetch(weights, anew(first_strip), first, count, lane);
+    };
+    const auto copy_second = [&] {
+        Chunk after = now;
+        step(after);
+        copy(kRingBytes, after);
+    };
+    // Whether a warp's weights come before x, which would wait behind those of all of many warps. Where codes have more bits memory
+    // takes longest, and half of the warps ask for theirs behind it only where these are few.
+    const bool early = !kRing || kThreads <= 32 * kFewWarps || warp % 2 == 0 || (kBits > 3 && count * now.turns > kRingChunks * kAhead);
+    locate();
+    // Weights are on their way while the kernels before this one end, to registers, and where each warp has many, what
+    // comes next to L2; but scales of rows may be what those kernels write. The compiler would move loads behind the
+    // wait that no branch is around.
+    if (next_count > 0) {
+#pragma unroll
+        for (int d = 0; d < kAhead; d += kSpan) load_codes(d, false);
+        if constexpr (kRingBytes) {
+            static_assert(kRingChunks == 2, "what is at hand and what comes next");
+            if (early) copy_first(0, now);
+            if (early && !kBeside) close_copies();
+            if constexpr (!kRing) copy_second();
+        }
+        if constexpr (Next::in_front) prefetch_more();
+        if constexpr (kFour) {
+            locate_four();
+            zeros_of_four(four);  // which no kernel writes that lets the next one start
+        }
+    }
+    if constexpr (!kRows) load_first_groups();
+    typename Decode::template Filling<kThreads> filling;
+    // The warp that copies x has its entries last, of small tables none: the others need not wait for what it waits for.
+    constexpr bool kEarly = kOneWarp && kThreads > 32 && !kTight && Decode::table_bytes > 0;
+    const int filler = kEarly ? (threadIdx.x + kThreads - 32) % kThreads : threadIdx.x;
+    const auto load_levels = [&] { filling.load(weights.values, filler, kRows && Format::Packing::order == Order::High); };
+    if constexpr (!kTight) load_levels();  // no kernel writes them
+    if constexpr (kOneWarp) arrival.begin();
+    if (threadIdx.x == kThreads - 1) ending.set(epilogue, token, static_cast<i64>(own_strips(taken).first) * kStrip, M, N, tokens, own_strips(taken).count * kStrip);
+    if constexpr (kEarly) { if (warp != 0) filling.store(tables, filler); }
+    wait_for_earlier();
+    arrival.ask_first();
+    if constexpr (kRows) load_first_groups();
+    if (kRing && next_count > 0) {
+        if (!early) copy(0, now);
+        else if constexpr (kBeside) {
+            copy_rest(0, now);
+            close_copies();
+        }
+    }
+    if (Next::beside(tokens)) prefetch_more();
+    staged.copy(threadIdx.x, kThreads);
+    if constexpr (kTight) load_levels();
+    if (!kEarly || warp == 0) filling.store(tables, filler);
+    for (int i = threadIdx.x * 16; i < kZeroBytes; i += kThreads * 16) *reinterpret_cast<uint4*>(zeros + i) = make_uint4(0, 0, 0, 0);
+    if (copies == kVectors) copies_wait();  // else only weights are on their way so
+    __syncthreads();
+    if constexpr (kRing) { if (count > 0) copy_second(); }  // before these the copies of x have begun
+    if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
+    if (Next::behind(tokens)) prefetch_more();
+    if constexpr (!kByParts) {
+        staged.wait(first - block_first, first - block_first + count);
+    } else if constexpr (kOneWarp) {
+        arrival.skip(first - block_first);
+    } else {
+        if (now.turns <= 0) arrival.wait_until(block_units);  // others need what it asks for
+    }
+
+    // Without a table it is 0, but the compiler does not know: factors of pairs, to which it is added, stay in registers,
+    // but for kinds that need these themselves.
+    constexpr bool kKeep = Decode::table_bytes == 0 && (kSpan == 2 || (kFine == 1 && (kBits > 2 || kTiles == 1)));
+    const u32 table = kKeep ? __shfl_sync(~0u, static_cast<u32>(copies) >> 8, 0) : Decode::lane_table(lane);
+    const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
+    const typename Rows::Sides sides(t);
+    int reading = 0;
+    const Choice<kRows, RowsOfX<Rows, Factors, kProducts, kColumns ? kCount : 1>, LinesOfX<kProducts>>
+        lines(shared_address(xs) + (first - block_first) * 128, x_pitch, M_here, shared_address(zeros) + 32, lane, sides);
+    if constexpr (kPairsX) {  // for all warps that have this part of K
+        u8* const own_x = xs + (first - block_first) * 128 + Rows::x_place(t);
+        for (int i = warp % kStrips * 8 + g; i < M_here * (count / kSpan); i += kStrips * 8) {
+            const int m = i % M_here;
+            u8* const line = own_x + m * x_pitch + i / M_here * (kSpan * 128);
+            Rows::pair_x(line, shared_address(line), sides);
+        }
+        if constexpr (kStrips > 1) named_barrier(1 + depth, 32 * kStrips);
+        else __syncwarp();
+    }
+    float total[kProducts][4], sum[kProducts][4], x_sum[kProducts][4];
+    const auto no_sums = [&] {
+#pragma unroll
+        for (int q = 0; q < kProducts; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[q][e] = x_sum[q][e] = 0.0f;
+    };
+    const auto no_total = [&] {
+#pragma unroll
+        for (int q = 0; q < kProducts; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
+    };
+    no_sums();
+    no_total();
+    using Number = Choice<kGroupRing, typename Copied::Number, Own>;
+    const auto scaled = [&](int q, const Number& own) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            total[q][e] = __fmaf_rn(own.value(e / 2), sum[q][e], total[q][e]);
+            sum[q][e] = 0.0f;
+            if constexpr (kMinimum) {
+                total[q][e] = __fmaf_rn(own.minimum_of(e / 2), x_sum[q][e], total[q][e]);
+                x_sum[q][e] = 0.0f;
+            }
+        }
+    };
+    const auto all_scaled = [&](const Number& own) {
+#pragma unroll
+        for (int q = 0; q < kProducts; ++q) scaled(q, own);
+    };
+    constexpr u32 one = constant_pair<T>(1);
+    const u32 ones[4] = {one, one, one, one};
+    int four_lane = 0;    // that holds the scales of this chunk
+    constexpr bool kFourZeros = kFour && kFine == 1 && Own::zeros;  // operands need the group before its sums do
+    Own of_four;
+    u32 near[3];
+    if constexpr (kFour) four.make_ready();
+    const u32 ring_groups = shared_address(own_ring) + kChunkBytes;
+    const typename Factors::Order order(t);
+    u32 largest_scales = 0;  // of a chunk
+    // `shrunk`: products with scales, where they may be too large.
+    const auto multiply = [&](int d, int at, bool shrunk) {  // unit `at` + d
+        u32 a[4 * kSpan][4];
+        u32 rows_of[2][Rows::words];
+        if constexpr (kRing) words[d].load_shared(ring_lane + reading, d, t, sides);
+        if constexpr (kRows) {
+            words[d].template row<0>(t, rows_of[0]);
+            words[d].template row<1>(t, rows_of[1]);
+        }
+        Number here[kFine];
+        if constexpr (kFour && kFine > 1) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) here[f] = four.get(d * kFine + f, four_lane, near);
+        }
+        if constexpr (kGroupRing) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f)
+                here[f] = Copied::read(ready_lane, ring_lane + reading + Copied::zero_at, d * kFine + f);
+        }
+        if constexpr (kShared && (kFine > 1 || Own::zeros)) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d / kOwn);
+        }
+        const auto group_of = [&](int s) -> const Number& {
+            if constexpr (kFourZeros) return of_four;
+            else if constexpr (kShared || kFour || kGroupRing) return here[kFine > 1 ? s * kFine / 4 : 0];  // of what meets the sums later the operands need nothing
+            else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
+        };
+        const auto group_at = [](int pair, int e) { return Rows::column(pair, e) / 16; };  // of the lane's two
+        Factors factors;
+        if constexpr (kBeside) factors.template load<Beside>(ring_groups + reading, d * kInUnit, g, t, order);
+        if constexpr (kShrinks) {
+            factors.add_to(largest_scales);
+            if (shrunk) {
+                factors.shrink(lane);
+                factors.resize(sum, Factors::kShrunk);
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < 4 * kSpan; ++s) {
+            u32 offset[4];  // of pairs of rows g and g + 8, in turn
+            if constexpr (kBeside) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) offset[i] = factors.offset(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
+            } else {
+                const Number& own = group_of(s);
+                offset[0] = offset[2] = own.template offset<T>(0);
+                offset[1] = offset[3] = own.template offset<T>(1);
+            }
+            decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table, offset, a[s]);
+            if constexpr (kScaled) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[s][i] = factors.times(a[s][i], i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
+            }
+        }
+        const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
+            mma<T>(sum[q], a[s], low, high);
+            if constexpr (kMinimum) mma<T>(x_sum[q], ones, low, high);
+            if constexpr (kFine > 1) { if ((s + 1) * kFine % 4 == 0) scaled(q, group_of(s)); }
+        };
+        if constexpr (kRows) {
+#pragma unroll
+            for (int q = 0; q < kProducts; ++q) {
+                u32 b[8 * kSpan];
+                lines.read(q, at, d, b);
+#pragma unroll
+                for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
+                if constexpr (kColumns) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        total[q][e] = __fmaf_rn(factors.value(e), sum[q][e], total[q][e]);
+                        sum[q][e] = 0.0f;
+                    }
+                }
+            }
+        } else {
+#pragma unroll
+            for (int s = 0; s < 4; s += 2) {
+#pragma unroll
+                for (int q = 0; q < kProducts; ++q) {
+                    const uint4 b = load_matrices(lines.first[q] + (at + d) * 128 + s * 32);
+                    multiply_step(q, s, b.x, b.y);
+                    multiply_step(q, s + 1, b.z, b.w);
+                }
+            }
+        }
+        if constexpr (kShrinks) {
+            if (shrunk) factors.resize(sum, Factors::kBack);
+        }
+    };
+    // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
+    static_assert(kSplit <= 2, "a lane has sums of an even and an odd token");
+    // Whether 16 warps have too few registers for what the compiler makes of several units.
+    constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
+    constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
+                                         : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked);
+    constexpr bool kOneByOne = kThreads > 384 && (kScarce || kMeet == 4 || (kMeet == 2 && kLooked));
+    constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
+    int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
+#pragma unroll 1
+    while (now.turns > 0) {
+        const int here = count - now.at, begin = first + now.at;
+        step(next);
+        const bool ends = next.at == 0;
+        follow();
+        if constexpr (kByParts) arrival.wait_until(!kOneWarp && ends ? block_units : min(begin + kAhead, first + count) - block_first);
+        load_coming(coming);
+        const bool four_ends = static_cast<u32>(next.at) / kAhead % 4 == 0;
+        if constexpr (kFour) {
+            four_lane = lane - t + static_cast<u32>(now.at) / kAhead % 4;
+            if (four_ends && next_count > 0) {
+                locate_four();
+                scales_of_four(coming_four);
+                zeros_of_four(coming_four);
+            }
+        }
+        if constexpr (kRingBytes) {
+            wait_copies<kRingChunks - 1>();
+            __syncwarp();  // all lanes' copies are there
+            if constexpr (kGroupRing) {
+                Copied::make_ready(own_ready, shared_address(own_ring) + reading, begin * kFine % Copied::per_block, lane);
+                __syncwarp();
+            }
+        }
+        const auto chunk = [&](bool whole, bool more) {  // more: units to load
+            if constexpr (kFine > 1 || !kLong || kColumns) no_sums();  // as they are, but the compiler does not know
+#pragma unroll
+            for (int d = 0; d < kAhead; d += kSpan) {
+                if (kOneByOne && whole && d > 0 && anew(here) <= d) break;  // never
+                if (whole || d < here) {
+                    if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
+                    multiply(d, now.at, !whole);
+                    if constexpr (kFine == 1 && !kLong) {
+                        if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
+                            if constexpr (kFourZeros) all_scaled(of_four);
+                            else if constexpr (kFour) all_scaled(four.get(d / kGroup, four_lane, near));
+                            else if constexpr (kShared) all_scaled(groups[0].of_lane(lane - t + d / kOwn));
+                            else all_scaled(groups[d / kGroup]);
+                        }
+                    }
+                }
+                if (more) {
+                    load_codes(d, whole);
+                    load_groups(d, whole);
+                }
+            }
+        };
+        // Without conditions the compiler mixes neighbouring units.
+        constexpr bool kLoads = !kRing;  // units come one by one
+        const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
+        if constexpr (kShrinks) {
+            float before[kTiles][4];
+            const auto copy_sums = [](const float (&from)[kTiles][4], float (&to)[kTiles][4]) {
+#pragma unroll
+                for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) to[q][e] = from[q][e];
+            };
+            bool wanted = here > 0;
+            if (here >= kAhead) {
+                copy_sums(sum, before);
+                largest_scales = 0;
+                chunk(true, false);
+                wanted = Factors::maybe_large(largest_scales);
+                if (wanted) copy_sums(before, sum);
+            }
+            if (wanted) chunk(false, false);
+        }
+        else if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
+        else if (kLoads && here >= kAhead && next_count <= 0) chunk(true, false);
+        else chunk(false, kLoads);
+        if constexpr (kRingBytes) {
+            __syncwarp();  // nobody reads this chunk any more
+            Chunk after = next;
+            step(after);
+            copy(reading, after);
+            reading = kRingBytes - reading;
+        }
+        if constexpr (kFine == 1 && kLong && !kBeside) {
+            if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
+            groups[0] = coming[0];
+        }
+        if constexpr (kShared) {
+#pragma unroll
+            for (int f = 0; f < kFine; ++f) groups[f] = coming[f];
+        }
+        if constexpr (kFour) {
+            if (four_ends) {
+                four = coming_four;
+                four.make_ready();
+            }
+        }
+        if (ends) {
+            const int rows = kStrip * anew(taken), pitch = rows * (kGated + 1) + 4;
+            float own_tokens[4];
+            if constexpr (kColumns) Factors::template tokens<kMeet>(total, lane, own_tokens);
+            const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
+                const Choice<(kSplit > 1), InBlock, InThis> to(r, sums + own_sums + (kSplit > 1 ? 0 : r * pitch));
+#pragma unroll
+                for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        float& own = kColumns ? own_tokens[2 * half + r] : kScaled ? sum[q][2 * half + r] : total[q][2 * half + r];
+                        to.store(8 / kSplit * q * pitch + half * 8, own * factor);
+                        own = 0.0f;
+                    }
+            }
+            if constexpr (kColumns) no_total();
+            own_sums += !kGated ? kStrips * kStrip : now.other ? kStrips * kStrip - rows : rows;
+        }
+        now = next;
+    }
+
+    if constexpr (kSplit > 1) cluster_sync();
+    else __syncthreads();
+    // What the beginning knew would take registers in the loop.
+    const int late_rows = kStrip * anew(taken), late_pitch = late_rows * (kGated + 1) + 4, own_rank = kSplit > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const Ending end = ending;
+    const Taken own = own_strips(anew(taken));
+    const Turn turn(own.count * kStrip, threadIdx.x, kThreads, end.reciprocal);
+    if (__builtin_expect(end.type >= 0, 1)) {
+        store_whole<kSplit, kParts, kGated>(end, sums, late_pitch, kLines * late_pitch, late_rows, turn, own_rank);
+    } else {
+        store_sums<kSplit, kParts, kGated>(epilogue, sums, late_pitch, kLines * late_pitch, end.lines, late_rows, static_cast<i64>(blockIdx.y) * anew(tokens),
+                                           static_cast<i64>(own.first) * kStrip, M, N, turn, own_rank);
+    }
+}
+
+}  // namespace cuquant
