@@ -88,6 +88,13 @@ def test_includes_of_kernels_go_one_way():
             assert target <= level, f"{path.name} includes {name}, from a layer above its own"
 
 
+def test_asm_is_in_kernels_device_alone():
+    texts = {path: path.read_text(encoding="utf-8") for path in KERNELS}
+    assert {p.parent.name for p, text in texts.items() if re.search(r"\basm\b.*\(", text)} == {
+        "device"
+    }
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_file_imports_torch_or_what_executes_data(path):
     roots = {name.split(".")[0] for name in imported(path)}

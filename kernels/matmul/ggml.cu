@@ -6,8 +6,9 @@
 // chunk of K at a time. The sums of warps, chunks and of the blocks of a cluster, which share K, are added up always in
 // the same order.
 #include "matmul/ggml_copies.cuh"
-#include "matmul/cluster.cuh"
+#include "device/cluster.cuh"
 #include "matmul/ggml_minimums.cuh"
+#include "matmul/sums.cuh"
 
 namespace cuquant {
 

@@ -4,6 +4,7 @@
 #include "matmul/hopper_exchange.cuh"
 #include "layout/fragments.cuh"
 #include "matmul/hopper_results.cuh"
+#include "matmul/sums.cuh"
 
 namespace cuquant {
 

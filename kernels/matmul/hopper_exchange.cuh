@@ -2,8 +2,7 @@
 // kSplit blocks of a cluster that do, have a part each, in the registers of wgmma: each of them gets the
 // whole sums of some columns.
 #pragma once
-#include "device/tma.cuh"
-#include "matmul/cluster.cuh"
+#include "device/cluster.cuh"
 #include "device/wgmma.cuh"
 
 namespace cuquant {

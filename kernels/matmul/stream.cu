@@ -2,11 +2,12 @@
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
 // the block holds in shared memory. Scales meet the float32 sums of their group, or what kMeet says (matmul/stream_meet.cuh). The warps of
 // a block and the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
-#include "matmul/cluster.cuh"
+#include "device/cluster.cuh"
 #include "matmul/stream_follow.cuh"
 #include "matmul/stream_lines.cuh"
 #include "device/barrier.cuh"
 #include "matmul/stream_x.cuh"
+#include "matmul/sums.cuh"
 
 namespace cuquant {
 

@@ -9,7 +9,6 @@
 // the 32 columns of two units from 32 t on, which are whole words; lanes 2 and 3 the second 16 of them first, since lanes
 // that read x together would meet banks twice.
 #pragma once
-#include "matmul/cluster.cuh"
 #include "device/dot.cuh"
 #include "matmul/stream_scales.cuh"
 

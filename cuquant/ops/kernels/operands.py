@@ -28,7 +28,7 @@ LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 def shared_evenly(strips: int, most: int, multiprocessors: int) -> tuple[int, int, int]:
     """Clusters, as many as there are multiprocessors, or 0: as few as strips need where each has
     `most`; strips of one at most, and the number of the first one that has one less: what
-    matmul/cluster.cuh's Taken is told."""
+    matmul/sums.cuh's Taken is told."""
     clusters = multiprocessors or -(-strips // most)
     most = -(-strips // clusters)
     return clusters, most, strips - clusters * (most - 1)

@@ -1,5 +1,5 @@
 // Which four results a thread stores, by cuquant's Turn.
-#include "matmul/cluster.cuh"
+#include "matmul/sums.cuh"
 
 namespace cuquant {
 
