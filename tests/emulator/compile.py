@@ -30,6 +30,7 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",
     "-fsanitize=bounds,shift-exponent,alignment",
 )
+HEAD = '#include "cuda.h"\n#include "launch.h"\n#include "format.cuh"\n'  # of every C++ file
 MOST = 32  # programs in one C++ file
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _STRUCT = re.compile(r"^(?=struct )", re.MULTILINE)
@@ -81,8 +82,7 @@ def source_of(programs: Sequence[Program]) -> str:
     structs = (part for program in programs for part in _STRUCT.split(program.facts))
     facts = dict.fromkeys(part.rstrip() for part in structs if part)
     files = dict.fromkeys(program.file for program in programs)
-    lines = ['#include "cuda.h"', '#include "launch.h"', '#include "format.cuh"']
-    lines += ["namespace cuquant { namespace formats {", *facts, "} }"]
+    lines = [HEAD, "namespace cuquant { namespace formats {", *facts, "} }"]
     lines += [f'#include "{file}"' for file in files]
     lines.append("namespace cuquant {")
     for index, program in enumerate(programs):
@@ -97,25 +97,38 @@ def source_of(programs: Sequence[Program]) -> str:
 
 
 def _library(programs: list[Program], places: Sequence[Path]) -> Path:
-    source = source_of(programs)
-    folder = _cache_folder()
-    name = _digest(source, [HERE, *places])
-    library = folder / f"{name}.so"
-    with open(folder / f"{name}.lock", "w") as lock:  # one process compiles, the others wait
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _compile(source, library, places)
-    return library
+    source, folders = source_of(programs), [HERE, *places]
+    include = [f"-I{folder}" for folder in folders]
 
-
-def _compile(source: str, library: Path, places: Sequence[Path]) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        text, built = Path(work) / "programs.cpp", Path(work) / "programs.o"
+    def compiled(work: Path) -> Path:
+        header = _kept(_digest(HEAD, folders), ".h.gch", precompiled).with_suffix("")
+        text, built = work / "programs.cpp", work / "programs.o"
         text.write_text(source, encoding="utf-8")
-        include = [f"-I{folder}" for folder in (HERE, *places)]
-        _run("g++", *FLAGS, *include, "-c", str(text), "-o", str(built))
+        # g++ takes the header's precompiled form, which lies beside it, or the header.
+        _run("g++", *FLAGS, *include, "-include", str(header), "-c", str(text), "-o", str(built))
         _run("g++", "-shared", str(built), "-o", str(built.with_suffix(".so")))
-        os.replace(built.with_suffix(".so"), library)
+        return built.with_suffix(".so")
+
+    def precompiled(work: Path) -> Path:
+        text, built = work / "head.h", work / "head.h.gch"
+        text.write_text(HEAD, encoding="utf-8")
+        _run("g++", *FLAGS, *include, "-x", "c++-header", str(text), "-o", str(built))
+        os.replace(text, _cache_folder() / f"{_digest(HEAD, folders)}.h")
+        return built
+
+    return _kept(_digest(source, folders), ".so", compiled)
+
+
+def _kept(name: str, suffix: str, make: Callable[[Path], Path]) -> Path:
+    """A file of the cache, made where it is not there by one process, for which others wait."""
+    folder = _cache_folder()
+    kept = folder / f"{name}{suffix}"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                os.replace(make(Path(work)), kept)
+    return kept
 
 
 def _run(*command: str) -> None:
