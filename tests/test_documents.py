@@ -1,0 +1,226 @@
+"""README, the guides and the notebooks: what they show happens, and what they name exists."""
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import re
+import shlex
+from operator import attrgetter
+from pathlib import Path
+
+import documents
+import numpy as np
+import pytest
+from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
+
+import cuquant as cq
+from cuquant.devices import gpu_available
+
+TORCH = importlib.util.find_spec("torch") is not None
+MOST_LINES = 170  # of README
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+
+
+def check_outputs(found):
+    """What was printed is what the document shows; `...` stands for anything."""
+    checker = doctest.OutputChecker()
+    for block, text in found:
+        printed = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        if not checker.check_output(block.output, printed, doctest.ELLIPSIS):
+            assert printed == block.output, f"the block at line {block.line}"
+
+
+@each_document
+def test_blocks_print_what_the_document_shows(document, tmp_path):
+    check_outputs(documents.run(document, tmp_path, frozenset(["torch"] if TORCH else [])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if any("gpu" in block.needs for block in blocks(path))],
+    ids=lambda path: path.stem,
+)
+def test_blocks_for_a_gpu_print_what_the_document_shows(document, tmp_path):
+    torch = pytest.importorskip("torch")
+    if not (gpu_available() and torch.cuda.is_available()):
+        pytest.skip("no GPU that CuPy and torch can use")
+    check_outputs(documents.run(document, tmp_path, frozenset(documents.NEEDS)))
+
+
+@each_document
+def test_python_blocks_name_what_exists(document):
+    """Also those that need what is not here: they parse, and cuquant has what they take from it."""
+    for block in blocks(document):
+        if block.language != "python":
+            continue
+        for node in ast.walk(ast.parse(block.text)):
+            if not isinstance(node, ast.Attribute):
+                continue
+            module, _, name = ast.unparse(node).rpartition("torch.")
+            if found := re.fullmatch(r"cq((\.\w+)+)", ast.unparse(node)):
+                attrgetter(found[1][1:])(cq)
+            elif module == "cuquant." and name.isidentifier() and TORCH:
+                getattr(importlib.import_module("cuquant.torch"), name)
+
+
+# ---- shell commands -----------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[list[str]]:
+    """The simple commands of a shell text, as words."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words: list[str] = []
+        for word in [*shlex.split(line, comments=True), "&&"]:
+            if word in ("&&", "|", "||"):
+                if words:
+                    found.append(words)
+                words = []
+            elif words or not re.match(r"\w+=", word):  # variables in front of a command
+                words.append(word)
+    return found
+
+
+def complaint(words: list[str]) -> str | None:
+    """Why a command cannot be typed; None where it can."""
+    from typer.main import get_command
+
+    from cuquant.cli import app
+
+    if words[0] == "cuquant":
+        command, rest = get_command(app), words[1:]
+        while rest and getattr(command, "commands", None) and not rest[0].startswith("-"):
+            command = command.commands.get(rest.pop(0))  # type: ignore[attr-defined]
+            if command is None:
+                return "no such command"
+        known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {
+            "-h", "--help", "--install-completion", "--show-completion",
+        }  # fmt: skip
+        unknown = [word for word in rest if word.startswith("-") and word not in known]
+        return f"no option {unknown}" if unknown else None
+    if words[:3] == ["python", "-m", "pip"]:
+        extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        asked = re.findall(r"^\.\[(.*)\]$", "\n".join(words), re.MULTILINE)
+        missing = [e for names in asked for e in names.split(",") if f"\n{e} = [" not in extras]
+        return f"no extra {missing}" if missing else None
+    if words[:2] == ["python", "-m"]:
+        return None if importlib.util.find_spec(words[2]) else "no such module"
+    if words[0] == "python" and words[1].startswith("tests/"):
+        return None if (ROOT / words[1]).is_file() else "no such file"
+    plain = words[0] in ("cd", "export", "g++", "ls") or words[0].startswith("./")
+    return None if plain else "unknown"
+
+
+@each_document
+def test_shell_commands_exist(document):
+    text = document.read_text(encoding="utf-8")
+    inline = [t for t in re.findall(r"`([^`\n]+)`", text) if re.match(r"cuquant [a-z]", t)]
+    shell = [block.text for block in blocks(document) if block.language == "sh"]
+    wrong = {
+        shlex.join(words): why
+        for part in (*inline, *shell)
+        for words in commands(part)
+        if (why := complaint(words))
+    }
+    assert not wrong
+
+
+def test_the_set_up_commands_are_marked():
+    """.ci/run takes them from README, as one line each."""
+    text = README.read_text(encoding="utf-8")
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for name, end in (("demo", " && cuquant demo"), ("test", " && python -m pytest -n auto")):
+        lines = between(text, name).splitlines()
+        assert (lines[0], lines[2:]) == ("```sh", ["```"]) and lines[1].endswith(end)
+        assert f"between {name})" in ci
+
+
+# ---- links and paths ----------------------------------------------------------------------------
+
+
+def anchors(document: Path) -> set[str]:
+    """What #... in a link may name: headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if ":" in path:
+            continue
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@each_document
+def test_files_of_the_checkout_that_are_named_exist(document):
+    text = document.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:tests|kernels|cuquant|examples)/[\w./]+)`", text))
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_every_guide_is_linked_from_the_readme():
+    text = README.read_text(encoding="utf-8")
+    guides = [*GUIDES, *(ROOT / "examples").glob("*.ipynb")]
+    assert not [path.name for path in guides if f"](examples/{path.name})" not in text]
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def test_the_guide_holds_the_table_of_formats():
+    from cuquant.formats.table import format_table
+
+    text = (ROOT / "examples" / "formats.md").read_text(encoding="utf-8")
+    assert between(text, "formats").strip() == format_table().strip()
+
+
+def cells(table: str) -> list[list[str]]:
+    """Rows of a Markdown table, without its heading."""
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_bits_and_errors_of_the_readmes_choice_are_what_the_code_gives():
+    """The values are those that README names: a million normal numbers."""
+    w = np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32)
+    rows = cells(between(README.read_text(encoding="utf-8"), "choose"))
+    assert len(rows) >= 6
+    for row in rows:
+        name, bits, sqnr = row[1].strip("`"), float(row[2]), float(row[3])
+        q = cq.quantize(w, name)
+        assert abs(q.bits_per_element - bits) <= 5e-4, name
+        assert round(cq.error(w, q).sqnr_db, 1) == sqnr, name
+
+
+# ---- notebooks and the changelog ----------------------------------------------------------------
+
+
+def test_the_version_has_a_changelog_entry():
+    assert f"## {cq.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem
+)
+def test_notebooks_run(notebook):
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(notebook, as_version=4)
+    NotebookClient(
+        book, timeout=240, resources={"metadata": {"path": str(notebook.parent)}}
+    ).execute()
+    outputs = [o for cell in book.cells if cell.cell_type == "code" for o in cell.outputs]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
+    assert not [o for o in outputs if o.output_type == "error"]
