@@ -1,8 +1,8 @@
 """README.md and the guides in examples/: their blocks, and what running them prints.
 
-A block is a fence. A ```text fence right behind one of Python or sh is what that block prints, in
-which `...` stands for anything, as in a doctest. Lines <!-- NEED --> and <!-- /NEED --> around
-blocks say that they need a GPU with CuPy (gpu) or PyTorch (torch).
+A block is a fence. A ```text fence right behind one of Python or sh is what that block prints. Lines
+<!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu) or PyTorch
+(torch).
 
 `python tests/documents.py FILE [NEED ...]` runs a document in the current folder, as somebody does
 who copies its blocks one after the other, and writes what they printed to stdout, as JSON.
