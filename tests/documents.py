@@ -1,13 +1,14 @@
 """README.md and the guides in examples/: their blocks, and what running them prints.
 
-A block is a fence. A ```text fence right behind one of Python or sh is what that block prints. Lines
-<!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu) or PyTorch
-(torch).
+A block is a fence. A ```text fence right behind one of Python or sh is what that block prints.
+Lines <!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu) or
+PyTorch (torch). A block of C++ begins with the name of its file.
 
 `python tests/documents.py FILE [NEED ...]` runs a document in the current folder, as somebody does
 who copies its blocks one after the other, and writes what they printed to stdout, as JSON.
 """
 
+import importlib.util
 import io
 import json
 import os
@@ -96,6 +97,9 @@ def run(document: Path, folder: Path, needs: frozenset[str]) -> list[tuple[Block
     command = [sys.executable, "-W", "error", __file__, str(document), *sorted(needs)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    # g++ finds CUDA's headers and the driver where pip and containers put them.
+    environment["CPATH"] = os.pathsep.join(map(str, headers()))
+    environment["LIBRARY_PATH"] = environment.get("LD_LIBRARY_PATH", "")
     environment["PATH"] = os.pathsep.join([str(_commands(folder)), environment["PATH"]])
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -106,9 +110,16 @@ def run(document: Path, folder: Path, needs: frozenset[str]) -> list[tuple[Block
     return [(b, text) for b, text in zip(chosen, printed, strict=True) if b.output is not None]
 
 
+def headers() -> list[Path]:
+    """Folders with cuda.h that pip installed, the newest CUDA last."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = (spec.submodule_search_locations or ()) if spec else ()
+    return sorted(file.parent for root in roots for file in Path(root).glob("*/include/cuda.h"))
+
+
 def _runs(block: Block, needs: frozenset[str]) -> bool:
     shown = block.language == "sh" and block.output is not None
-    return (shown or block.language == "python") and block.needs <= needs
+    return (shown or block.language in ("python", "cpp")) and block.needs <= needs
 
 
 def _commands(folder: Path) -> Path:
@@ -133,6 +144,9 @@ def main(document: Path, needs: frozenset[str]) -> None:
             with redirect_stdout(io.StringIO()) as output:
                 exec(code, names)
             printed.append(output.getvalue())
+        elif block.language == "cpp":
+            Path(block.text.split("\n")[0].removeprefix("// ")).write_text(block.text)
+            printed.append("")
         else:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.text],

@@ -5,6 +5,9 @@ import importlib
 import importlib.util
 import re
 import shlex
+import shutil
+import struct
+import subprocess
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,7 +17,11 @@ import pytest
 from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
 
 import cuquant as cq
+from cuquant import elf, jit
 from cuquant.devices import gpu_available
+from cuquant.ops.kernels.dequantize import decoder
+from cuquant.ops.kernels.geometry import View
+from cuquant.ops.kernels.plan import ADDRESS, Plan
 
 TORCH = importlib.util.find_spec("torch") is not None
 MOST_LINES = 170  # of README
@@ -215,6 +222,95 @@ def test_bits_and_errors_of_the_readmes_choice_are_what_the_code_gives():
         q = cq.quantize(w, name)
         assert abs(q.bits_per_element - bits) <= 5e-4, name
         assert round(cq.error(w, q).sqnr_db, 1) == sqnr, name
+
+
+# ---- exported kernels and the program that launches one -----------------------------------------
+
+CUBIN = ROOT / "examples" / "cubin.md"
+# A driver that keeps what a launch is given: SIZES are those of the kernel's parameters.
+DRIVER = """
+#include <cuda.h>
+#include <cstdlib>
+#include <fstream>
+CUresult cuGetErrorString(CUresult, const char**) { return CUDA_SUCCESS; }
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice*, int) { return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext*, CUdevice) { return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+CUresult cuModuleLoad(CUmodule*, const char*) { return CUDA_SUCCESS; }
+CUresult cuModuleEnumerateFunctions(CUfunction*, unsigned, CUmodule) { return CUDA_SUCCESS; }
+CUresult cuMemAlloc(CUdeviceptr* at, size_t) { *at = ADDRESS; return CUDA_SUCCESS; }
+CUresult cuMemcpyHtoD(CUdeviceptr, const void*, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemcpyDtoH(void*, CUdeviceptr, size_t) { return CUDA_SUCCESS; }
+CUresult cuLaunchKernel(
+    CUfunction, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+    unsigned shared, CUstream, void** arguments, void**) {
+    std::ofstream file("launched.bin", std::ios::binary);
+    for (unsigned number : {x, y, z, threads, shared})
+        file.write(reinterpret_cast<const char*>(&number), sizeof number);
+    int i = 0;
+    for (int size : {SIZES}) file.write(static_cast<const char*>(arguments[i++]), size);
+    return CUDA_SUCCESS;
+}
+"""
+
+
+def documented_sizes(kernel):
+    rows = cells(between(CUBIN.read_text(encoding="utf-8"), kernel))
+    return tuple(int(row[1]) for row in rows)
+
+
+@pytest.mark.parametrize("kernel", ["dequantize", "quantize"])
+def test_the_documented_signature_is_that_of_the_kernel(kernel):
+    pytest.importorskip("cupy")
+    program = next(p for p in jit.PROGRAMS[kernel](cq.get_format("int4")) if p.entry == kernel)
+    try:
+        code = jit.compiled(program, 90).code
+    except cq.BackendUnavailable as error:
+        pytest.skip(str(error))
+    assert documented_sizes(kernel) == elf.resources(code, kernel).parameters
+
+
+def test_the_program_launches_as_the_library_does(tmp_path):
+    if shutil.which("g++") is None or not documents.headers():
+        pytest.skip("no g++, or no cuda.h")
+    (block,) = (block for block in blocks(CUBIN) if block.language == "cpp")
+    sizes = documented_sizes("dequantize")
+    driver = DRIVER.replace("SIZES", ", ".join(map(str, sizes))).replace("ADDRESS", str(ADDRESS))
+    (tmp_path / "dequantize.cpp").write_text(block.text)
+    (tmp_path / "driver.cpp").write_text(driver)
+    for name in ("packed.bin", "scale.bin"):
+        (tmp_path / name).touch()
+    flags = ["-std=c++17", "-Wall", "-Werror", f"-I{documents.headers()[-1]}"]
+    build = ["g++", *flags, "dequantize.cpp", "driver.cpp", "-o", "dequantize"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    subprocess.run(["./dequantize", "kernel.cubin"], cwd=tmp_path, check=True)
+
+    launch, *arguments = library_launch("int4", (1024, 4096))
+    grid = struct.pack("<5I", *launch.grid, launch.threads, launch.shared)
+    limit = arguments.pop()
+    packed = [
+        a if isinstance(a, bytes) else struct.pack("<q", a)[:size]
+        for a, size in zip(arguments, sizes, strict=False)
+    ]
+    given = (tmp_path / "launched.bin").read_bytes()
+    assert given[:-4] == b"".join([grid, *packed])
+    assert struct.unpack("<f", given[-4:])[0] == pytest.approx(limit, rel=1e-5)
+
+
+def library_launch(name, shape):
+    """The launch that decodes a weight to float16, and its arguments."""
+    launches = []
+
+    class Recording(Plan):
+        def launch(self, launch, *arguments):
+            launches.append((launch, *arguments))
+
+    fmt, parts = cq.get_format(name), cq.quantize(np.ones(shape, np.float32), name).arrays()
+    target = View(ADDRESS, shape, (shape[1], 1), np.dtype(np.float16))
+    decoder(fmt)(Recording(), parts, shape, target)
+    (found,) = launches
+    return found
 
 
 # ---- notebooks and the changelog ----------------------------------------------------------------
