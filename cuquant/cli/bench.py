@@ -1,4 +1,4 @@
-"""The commands `bench ...`: how fast operations are on this GPU."""
+"""The commands `bench ...`: how fast operations are on this GPU, and tables of such results."""
 
 import shlex
 import sys
@@ -18,7 +18,8 @@ from cuquant.cli.options import (
     parse_shapes,
     split_names,
 )
-from cuquant.cli.show import console, table
+from cuquant.cli.show import console
+from cuquant.cli.show import table as screen_table
 from cuquant.disk import replace_file
 from cuquant.errors import BackendUnavailable, pip_install
 
@@ -216,6 +217,23 @@ def matmul(
         raise typer.Exit(1)
 
 
+@bench.command()
+def table(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote.")
+    ],
+) -> None:
+    """Print results as Markdown tables, as examples/benchmarks.md holds them."""
+    from cuquant.bench.markdown import markdown
+
+    for file in files:
+        try:
+            text = markdown(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        print(text, end="\n" if file != files[-1] else "")
+
+
 def _batch(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise typer.BadParameter(f"{text!r} is no number of rows", param_hint="--batch")
@@ -243,7 +261,7 @@ def _print(
     screen = console()
     for line in above:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = table(columns, right=right, drop=drop)
+    made = screen_table(columns, right=right, drop=drop)
     for cells in cells_of_rows:
         made.add(*cells, style="red" if "WRONG" in cells else "")
     made.print(screen)
