@@ -8,7 +8,8 @@ import test_bench_matmul
 from fake_bench import MACHINE
 from typer.testing import CliRunner
 
-from cuquant.bench.markdown import markdown
+from cuquant.bench import speedup
+from cuquant.bench.markdown import markdown, product_table
 from cuquant.bench.report import PeerTiming
 from cuquant.cli import app
 
@@ -89,3 +90,34 @@ def test_the_command_prints_each_file(tmp_path):
     (tmp_path / "b.json").write_text("[]")
     result = CliRunner().invoke(app, ["bench", "table", *files])
     assert result.exit_code == 1 and "b.json: no results" in result.output
+
+
+# ---- the picture --------------------------------------------------------------------------------
+
+
+def test_the_command_draws_times_beside_cublas(tmp_path):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "a.json", tmp_path / "speed.png"
+    results.write_text(products().to_json())
+    done = CliRunner().invoke(app, ["bench", "table", str(results), "--plot", str(picture)])
+    assert done.exit_code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_are_the_time_of_cublas_over_ones_own(monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(speedup, "replace_picture", lambda path, figure: drawn.append(figure))
+    speedup.plot_speedups(product_table(products()), "a device", None)
+    (axes,) = drawn[0].axes
+    bars = {bar.get_label(): [patch.get_height() for patch in bar] for bar in axes.containers}
+    assert bars == {
+        "int4": [2.0, pytest.approx(20 / 1153)],
+        "humming 0.1.19, int4": [pytest.approx(20 / 15)],
+        "nf4": [2.0],
+    }
+
+
+def test_a_picture_without_cublas_is_refused():
+    table = [("N x K", "M", "int4"), ("8 x 8", "1", "10.0")]
+    with pytest.raises(ValueError, match="cuBLAS"):
+        speedup.plot_speedups(table, "a device", None)

@@ -222,16 +222,32 @@ def table(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote.")
     ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Draw how many times as fast as cuBLAS one file's products are: png, svg or pdf.",
+        ),
+    ] = None,
 ) -> None:
     """Print results as Markdown tables, as examples/benchmarks.md holds them."""
-    from cuquant.bench.markdown import markdown
+    from cuquant.bench.markdown import markdown, product_table
+    from cuquant.bench.matmul_report import ProductResults
 
-    for file in files:
+    _check_outputs(None, plot)
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    for file, text in zip(files, texts, strict=True):
         try:
-            text = markdown(file.read_text(encoding="utf-8"))
+            made = markdown(text)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        print(text, end="\n" if file != files[-1] else "")
+        print(made, end="\n" if file != files[-1] else "")
+    if plot is not None:
+        from cuquant.bench.speedup import plot_speedups
+
+        results = ProductResults.from_json(texts[0])
+        plot_speedups(product_table(results), results.machine.device, plot)
 
 
 def _batch(text: str) -> int:
