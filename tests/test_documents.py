@@ -18,13 +18,14 @@ from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
 
 import cuquant as cq
 from cuquant import elf, jit
+from cuquant.bench.markdown import markdown
 from cuquant.devices import gpu_available
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.geometry import View
 from cuquant.ops.kernels.plan import ADDRESS, Plan
 
 TORCH = importlib.util.find_spec("torch") is not None
-MOST_LINES = 170  # of README
+MOST_LINES = 200  # of README
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 
 
@@ -218,10 +219,36 @@ def test_bits_and_errors_of_the_readmes_choice_are_what_the_code_gives():
     rows = cells(between(README.read_text(encoding="utf-8"), "choose"))
     assert len(rows) >= 6
     for row in rows:
-        name, bits, sqnr = row[1].strip("`"), float(row[2]), float(row[3])
+        name = row[1].strip("`")
         q = cq.quantize(w, name)
-        assert abs(q.bits_per_element - bits) <= 5e-4, name
-        assert round(cq.error(w, q).sqnr_db, 1) == sqnr, name
+        assert row[2:] == [f"{q.bits_per_element:.4g}", f"{cq.error(w, q).sqnr_db:.1f}"], name
+
+
+BENCHMARKS = ROOT / "examples" / "benchmarks.md"
+
+
+def test_the_readmes_rows_of_speed_are_those_of_the_guide():
+    """Six of one of its tables, below the same heading."""
+    quoted = between(README.read_text(encoding="utf-8"), "speed").strip().splitlines()
+    tables = re.findall(r"(?:^\|.*\n)+", BENCHMARKS.read_text(encoding="utf-8"), re.MULTILINE)
+    (table,) = (table.splitlines() for table in tables if table.startswith(f"{quoted[0]}\n"))
+    assert len(quoted) == 2 + 6 and set(quoted) <= set(table)
+
+
+@pytest.mark.parametrize(
+    "results", sorted((ROOT / "examples" / "benchmarks").glob("*.json")), ids=lambda p: p.stem
+)
+def test_the_guide_holds_the_tables_of_what_the_benchmarks_wrote(results):
+    marker = f"benchmarks/{results.name}"
+    table = markdown(results.read_text(encoding="utf-8"))
+    assert between(BENCHMARKS.read_text(encoding="utf-8"), marker).strip() == table.strip()
+
+
+def test_the_guide_has_the_speed_of_every_format_on_the_cpu():
+    rows = cells(
+        BENCHMARKS.read_text(encoding="utf-8").partition("## On the CPU")[2].split("\n\n")[2]
+    )
+    assert [row[0].strip("`") for row in rows if "stochastic" not in row[0]] == cq.list_formats()
 
 
 # ---- exported kernels and the program that launches one -----------------------------------------
