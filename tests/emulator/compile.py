@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cuquant.jit import Program, kernel_folder
@@ -55,9 +55,7 @@ def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list
     with _lock:
         missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
         groups = _groups(missing)
-        with ThreadPoolExecutor(2) as pool:
-            libraries = list(pool.map(lambda group: _library(group, places), groups))
-        for group, library in zip(groups, libraries, strict=True):
+        for group, library in zip(groups, _libraries(groups, places), strict=True):
             loaded = ctypes.CDLL(str(library))
             for index, program in enumerate(group):
                 function = getattr(loaded, f"run_{index}")
@@ -96,45 +94,82 @@ def source_of(programs: Sequence[Program]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _library(programs: list[Program], places: Sequence[Path]) -> Path:
-    source, folders = source_of(programs), [HERE, *places]
+def _libraries(groups: list[list[Program]], places: Sequence[Path]) -> list[Path]:
+    """A library for each group, two compiled at a time; without threads, which tests that fork or
+    exhaust memory maps may keep from starting."""
+    folders = [HERE, *places]
     include = [f"-I{folder}" for folder in folders]
-
-    def compiled(work: Path) -> Path:
-        header = _kept(_digest(HEAD, folders), ".h.gch", precompiled).with_suffix("")
-        text, built = work / "programs.cpp", work / "programs.o"
-        text.write_text(source, encoding="utf-8")
-        # g++ takes the header's precompiled form, which lies beside it, or the header.
-        _run("g++", *FLAGS, *include, "-include", str(header), "-c", str(text), "-o", str(built))
-        _run("g++", "-shared", str(built), "-o", str(built.with_suffix(".so")))
-        return built.with_suffix(".so")
-
-    def precompiled(work: Path) -> Path:
-        text, built = work / "head.h", work / "head.h.gch"
-        text.write_text(HEAD, encoding="utf-8")
-        _run("g++", *FLAGS, *include, "-x", "c++-header", str(text), "-o", str(built))
-        os.replace(text, _cache_folder() / f"{_digest(HEAD, folders)}.h")
-        return built
-
-    return _kept(_digest(source, folders), ".so", compiled)
-
-
-def _kept(name: str, suffix: str, make: Callable[[Path], Path]) -> Path:
-    """A file of the cache, made where it is not there by one process, for which others wait."""
-    folder = _cache_folder()
-    kept = folder / f"{name}{suffix}"
-    with open(folder / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                os.replace(make(Path(work)), kept)
+    kept = [_cache_folder() / f"{_digest(source_of(group), folders)}.so" for group in groups]
+    missing = [(group, path) for group, path in zip(groups, kept, strict=True) if not path.exists()]
+    if missing:
+        header = _header(folders, include)
+    for start in range(0, len(missing), 2):
+        with ExitStack() as stack:
+            running = [
+                stack.enter_context(_compiling(group, path, header, include))
+                for group, path in sorted(missing[start : start + 2], key=lambda pair: pair[1])
+            ]
+            for finish in running:
+                finish()
     return kept
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"g++ found errors in the kernels:\n{done.stderr[:8000]}")
+def _header(folders: Sequence[Path], include: Sequence[str]) -> Path:
+    """HEAD in a file, with its precompiled form beside it, which g++ takes in its place."""
+    header = _cache_folder() / f"{_digest(HEAD, folders)}.h"
+    with _alone(header) as work:
+        if not header.exists():
+            (work / "head.h").write_text(HEAD, encoding="utf-8")
+            _wait(
+                _start(*include, "-x", "c++-header", "head.h", "-o", "head.gch", folder=work), work
+            )
+            os.replace(work / "head.gch", header.with_suffix(".h.gch"))
+            os.replace(work / "head.h", header)
+    return header
+
+
+@contextmanager
+def _compiling(
+    group: list[Program], library: Path, header: Path, include: Sequence[str]
+) -> Iterator[Callable[[], None]]:
+    """g++ at work on a library, and what waits for it; nothing where another process made it."""
+    with _alone(library) as work:
+        if library.exists():
+            yield lambda: None
+            return
+        (work / "programs.cpp").write_text(source_of(group), encoding="utf-8")
+        words = ["-include", str(header), "-shared", "programs.cpp", "-o", "programs.so"]
+        process = _start(*include, *words, folder=work)
+
+        def finish() -> None:
+            _wait(process, work)
+            os.replace(work / "programs.so", library)
+
+        try:
+            yield finish
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _alone(kept: Path) -> Iterator[Path]:
+    """A folder to make a file of the cache in, while other processes that want it wait."""
+    with open(kept.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+            yield Path(work)
+
+
+def _start(*words: str, folder: Path) -> "subprocess.Popen[bytes]":
+    with open(folder / "errors", "wb") as errors:
+        return subprocess.Popen(["g++", *FLAGS, *words], cwd=folder, stderr=errors)
+
+
+def _wait(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    if process.wait():
+        text = (folder / "errors").read_text(errors="replace")
+        raise RuntimeError(f"g++ found errors in the kernels:\n{text[:8000]}")
 
 
 def _digest(source: str, folders: Sequence[Path]) -> str:
