@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from cuquant.errors import SOURCE, BackendUnavailable, CompileError
@@ -76,18 +77,33 @@ def _inlined(folder: Path, name: str, seen: set[str], asker: str) -> str:
         return ""
     seen.add(name)
     inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-    if not inside or not (folder / name).is_file():
+    path = folder / name
+    if not inside or not path.is_file():
         raise CompileError(f'{asker}: "{name}" is no file of the kernel folder {folder}')
-    called = f"kernels/{name}"
-    lines = [f'#line 1 "{called}"\n']
-    for number, line in enumerate((folder / name).read_text("utf-8").splitlines(), 1):
-        found = _OURS.match(line)
-        if found:
-            inner = _inlined(folder, found[1], seen, f"{called}({number})")
-            lines.append(f'{inner}#line {number + 1} "{called}"\n' if inner else "\n")
+    called, parts = f"kernels/{name}", []
+    at = path.stat()
+    for text, included, number in _pieces(path, called, at.st_mtime_ns, at.st_size):
+        parts.append(text)
+        if included:
+            inner = _inlined(folder, included, seen, f"{called}({number})")
+            parts.append(f'{inner}#line {number + 1} "{called}"\n' if inner else "\n")
+    return "".join(parts)
+
+
+@lru_cache(maxsize=512)
+def _pieces(path: Path, called: str, changed: int, size: int) -> list[tuple[str, str, int]]:
+    """The text before each include of ours, the name it includes and its line; then the rest.
+
+    Read once while `changed` and `size`, which the caller finds in the file's status, stay.
+    """
+    pieces, lines = [], [f'#line 1 "{called}"\n']
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if found := _OURS.match(line):
+            pieces.append(("".join(lines), found[1], number))
+            lines = []
         else:
             lines.append("\n" if _ONCE.match(line) else f"{line}\n")
-    return "".join(lines)
+    return [*pieces, ("".join(lines), "", 0)]
 
 
 def needs_system_headers(text: str) -> bool:

@@ -117,7 +117,9 @@ def test_doctor_does_not_ask_for_another_wheel_where_the_home_is_the_reason():
 def test_hints_name_what_pip_can_install():
     """The package is on no index: `pip install cuquant` fails, or finds somebody else's."""
     assert pip_install("cuda12") == f"pip install '{SOURCE}[cuda12]'"
-    texts = [*PACKAGE.rglob("*.py"), PACKAGE.parent / "README.md", PACKAGE.parent / "CHANGELOG.md"]
+    root = PACKAGE.parent
+    documents = [root / "README.md", root / "CHANGELOG.md", *(root / "examples").glob("*.md")]
+    texts = [*PACKAGE.rglob("*.py"), *documents]
     for path in texts:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install (-\S+ )*'?cuquant\b", text), path

@@ -1,4 +1,4 @@
-"""The package as a whole: layers, light imports, the wheel, the documents."""
+"""The package as a whole: layers, light imports, the wheel."""
 
 import ast
 import importlib.util
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from cuquant.devices import gpu_available
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "cuquant"
 LOWEST = ROOT / "tests" / "lowest.txt"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
@@ -174,7 +172,7 @@ def test_import_is_light():
     assert found == "[]"
 
 
-def test_import_takes_less_than_a_second(tmp_path, monkeypatch):
+def test_import_takes_no_second(tmp_path, monkeypatch):
     # As installed: pip compiles bytecode, so the first run here does it and is not timed.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
@@ -183,7 +181,7 @@ def test_import_takes_less_than_a_second(tmp_path, monkeypatch):
         "print(time.process_time() - t)"
     )
     run(code)
-    assert min(float(run(code)) for _ in range(3)) < 1  # second, on a busy machine too
+    assert min(float(run(code)) for _ in range(3)) < 1  # on a busy machine too
 
 
 def test_the_package_lists_its_public_names_alone():
@@ -284,64 +282,7 @@ def test_public_names_are_documented(name, value):
     assert text and text.split("\n")[0].strip().endswith((".", ":", ";"))
 
 
-# ---- documents ------------------------------------------------------------------------------
-
-
-def between(marker: str) -> str:
-    found = re.search(rf"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", README, re.DOTALL)
-    assert found, f"README has no {marker} markers"
-    return found[1]
-
-
-def test_the_readme_holds_the_generated_table():
-    from cuquant.formats.table import format_table
-
-    assert between("formats").strip() == format_table().strip()
-
-
-def test_the_readme_examples_run(tmp_path):
-    """Every Python block of the README that needs no GPU, one after the other."""
-    here = README.replace(between("gpu"), "")
-    if importlib.util.find_spec("torch") is None:
-        here = here.replace(between("torch"), "")
-    blocks = re.findall(r"```python\n(.*?)```", here, re.DOTALL)
-    assert blocks
-    code = "\n".join(blocks)
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path)
-
-
-@pytest.mark.gpu
-def test_the_readme_gpu_example_runs(tmp_path):
-    torch = pytest.importorskip("torch")
-    if not (gpu_available() and torch.cuda.is_available()):
-        pytest.skip("no GPU that CuPy and torch can use")
-    (code,) = re.findall(r"```python\n(.*?)```", between("gpu"), re.DOTALL)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
-def test_the_readme_gpu_example_names_what_exists():
-    """Where it does not run: it parses, and what it takes from cuquant is there."""
-    (code,) = re.findall(r"```python\n(.*?)```", between("gpu"), re.DOTALL)
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("cq."):
-            assert attrgetter(ast.unparse(node).removeprefix("cq."))(cq)
-
-
-def test_the_readme_names_only_commands_that_exist():
-    from typer.main import get_command
-
-    from cuquant.cli import app
-
-    known = set(get_command(app).commands)  # type: ignore[attr-defined]
-    shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    named = set(re.findall(r"\bcuquant ([a-z]+)", shell)) | set(
-        re.findall(r"`cuquant ([a-z]+)", README)
-    )
-    assert named and named <= known
-
-
-def test_the_version_has_a_changelog_entry():
-    assert f"## {cq.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+# ---- the checkout ---------------------------------------------------------------------------
 
 
 def test_the_top_level_is_tidy():
@@ -362,22 +303,6 @@ def test_the_top_level_is_tidy():
         "CHANGELOG.md",
     }
     assert {name for name in top if not name.startswith(".")} == allowed
-
-
-@pytest.mark.parametrize(
-    "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem
-)
-def test_notebooks_run(notebook):
-    import nbformat
-    from nbclient import NotebookClient
-
-    book = nbformat.read(notebook, as_version=4)
-    NotebookClient(
-        book, timeout=1200, resources={"metadata": {"path": str(notebook.parent)}}
-    ).execute()
-    outputs = [o for cell in book.cells if cell.cell_type == "code" for o in cell.outputs]
-    assert any("image/png" in o.get("data", {}) for o in outputs)
-    assert not [o for o in outputs if o.output_type == "error"]
 
 
 # ---- the wheel ------------------------------------------------------------------------------

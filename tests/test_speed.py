@@ -1,6 +1,6 @@
 """The CPU backend is no toy: at least 50 MB/s of float32 input on one core, 10 on a busy one.
 
-`python tests/test_speed.py` prints the table that the README quotes.
+`python tests/test_speed.py` prints the table of examples/benchmarks.md.
 """
 
 import time

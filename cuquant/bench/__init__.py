@@ -7,4 +7,5 @@ peers      other libraries, in the same process and on the same data
 report     what the results of all benchmarks share, as values and as JSON
 quantize   the benchmark of quantize and dequantize; quantize_report has its results
 matmul     that of linear, with matmul_report and matmul_peers
+markdown   tables of results, for the guide to benchmarks; speedup draws one
 """

@@ -45,7 +45,7 @@ def measure_gemm(cublas: TorchCublas | CupyCublas, gpu: Gpu, dtype: str, repeats
     return 2 * GEMM_SIZE**3 / timing.microseconds / 1e6
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty picture, sizes in inches, that no window shows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _tidy(axes: Axes, lines: Literal["x", "y", "both"]) -> None:
+def tidy(axes: Axes, lines: Literal["x", "y", "both"]) -> None:
     """A pale grid behind what is drawn, and no frame above it and on its right."""
     axes.grid(axis=lines, color="0.9", zorder=0)
     axes.set_axisbelow(True)
@@ -77,7 +77,7 @@ def plot(results: Results, path: Path) -> None:
     """
     shown = _largest(results.measurements)
     formats = list(dict.fromkeys(m.format for m in shown))
-    figure = _figure(11, 1.8 + 0.34 * len(formats))
+    figure = new_figure(11, 1.8 + 0.34 * len(formats))
     for axes, operation in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
         _panel(axes, [m for m in shown if m.operation == operation], formats, results)
         axes.set_title(operation)
@@ -123,7 +123,7 @@ def _panel(axes: Axes, shown: list[Measurement], formats: list[str], results: Re
     axes.set_yticks(range(len(formats)), formats)
     axes.set_ylim(len(formats) - 0.5, -0.5)
     axes.set_xlabel("TB/s")
-    _tidy(axes, "x")
+    tidy(axes, "x")
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def plot_products(results: ProductResults, path: Path) -> None:
     kinds = list(dict.fromkeys((m.format, m.dtype) for m in results.measurements))
     columns = min(3, len(kinds))
     lines = -(-len(kinds) // columns)
-    figure = _figure(5.2 * columns, 0.8 + 4.2 * lines)
+    figure = new_figure(5.2 * columns, 0.8 + 4.2 * lines)
     panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).reshape(-1)
     for axes, (name, dtype) in zip(panels, kinds, strict=False):
         shown = [m for m in results.measurements if (m.format, m.dtype) == (name, dtype)]
@@ -193,4 +193,4 @@ def _product_panel(axes: Axes, shown: list[ProductMeasurement], results: Product
         span, roof if rate is None else np.minimum(roof, rate), color="0.2", lw=1, label="roof"
     )
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
-    _tidy(axes, "both")
+    tidy(axes, "both")

@@ -1,4 +1,4 @@
-"""The commands `bench ...`: how fast operations are on this GPU."""
+"""The commands `bench ...`: how fast operations are on this GPU, and tables of such results."""
 
 import shlex
 import sys
@@ -18,7 +18,8 @@ from cuquant.cli.options import (
     parse_shapes,
     split_names,
 )
-from cuquant.cli.show import console, table
+from cuquant.cli.show import console
+from cuquant.cli.show import table as screen_table
 from cuquant.disk import replace_file
 from cuquant.errors import BackendUnavailable, pip_install
 
@@ -216,6 +217,39 @@ def matmul(
         raise typer.Exit(1)
 
 
+@bench.command()
+def table(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote.")
+    ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Draw how many times as fast as cuBLAS one file's products are: png, svg or pdf.",
+        ),
+    ] = None,
+) -> None:
+    """Print results as Markdown tables, as examples/benchmarks.md holds them."""
+    from cuquant.bench.markdown import markdown, product_table
+    from cuquant.bench.matmul_report import ProductResults
+
+    _check_outputs(None, plot)
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    for file, text in zip(files, texts, strict=True):
+        try:
+            made = markdown(text)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        print(made, end="\n" if file != files[-1] else "")
+    if plot is not None:
+        from cuquant.bench.speedup import plot_speedups
+
+        results = ProductResults.from_json(texts[0])
+        plot_speedups(product_table(results), results.machine.device, plot)
+
+
 def _batch(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise typer.BadParameter(f"{text!r} is no number of rows", param_hint="--batch")
@@ -243,7 +277,7 @@ def _print(
     screen = console()
     for line in above:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = table(columns, right=right, drop=drop)
+    made = screen_table(columns, right=right, drop=drop)
     for cells in cells_of_rows:
         made.add(*cells, style="red" if "WRONG" in cells else "")
     made.print(screen)

@@ -24,7 +24,7 @@ def formats(
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table that README holds.")
+        bool, typer.Option("--markdown", help="Print the table of examples/formats.md.")
     ] = False,
     json: JsonFlag = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The table of all formats, computed from the formats themselves; README holds it."""
+"""The table of all formats, computed from the formats themselves; a guide holds it."""
 
 from dataclasses import astuple, dataclass
 
@@ -8,7 +8,7 @@ from cuquant.formats.format import Format
 from cuquant.formats.packing import Packing
 
 SHAPE = (4096, 4096)  # of the array whose bits and components the table counts
-START, END = "<!-- formats -->", "<!-- /formats -->"  # around the table in README
+START, END = "<!-- formats -->", "<!-- /formats -->"  # around the table in examples/formats.md
 _ORDERS = {
     "low": "low first",
     "high": "high first",
@@ -43,7 +43,7 @@ def format_rows() -> list[Row]:
 
 
 def format_table() -> str:
-    """The table in Markdown, as README holds it between START and END.
+    """The table in Markdown, as examples/formats.md holds it between START and END.
 
     Examples
     --------

@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cuquant.jit import Program, kernel_folder
@@ -30,6 +30,7 @@ FLAGS = (
     "-U_FORTIFY_SOURCE",
     "-fsanitize=bounds,shift-exponent,alignment",
 )
+HEAD = '#include "cuda.h"\n#include "launch.h"\n#include "format.cuh"\n'  # of every C++ file
 MOST = 32  # programs in one C++ file
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _STRUCT = re.compile(r"^(?=struct )", re.MULTILINE)
@@ -54,9 +55,7 @@ def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list
     with _lock:
         missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
         groups = _groups(missing)
-        with ThreadPoolExecutor(2) as pool:
-            libraries = list(pool.map(lambda group: _library(group, places), groups))
-        for group, library in zip(groups, libraries, strict=True):
+        for group, library in zip(groups, _libraries(groups, places), strict=True):
             loaded = ctypes.CDLL(str(library))
             for index, program in enumerate(group):
                 function = getattr(loaded, f"run_{index}")
@@ -81,8 +80,7 @@ def source_of(programs: Sequence[Program]) -> str:
     structs = (part for program in programs for part in _STRUCT.split(program.facts))
     facts = dict.fromkeys(part.rstrip() for part in structs if part)
     files = dict.fromkeys(program.file for program in programs)
-    lines = ['#include "cuda.h"', '#include "launch.h"', '#include "format.cuh"']
-    lines += ["namespace cuquant { namespace formats {", *facts, "} }"]
+    lines = [HEAD, "namespace cuquant { namespace formats {", *facts, "} }"]
     lines += [f'#include "{file}"' for file in files]
     lines.append("namespace cuquant {")
     for index, program in enumerate(programs):
@@ -96,32 +94,82 @@ def source_of(programs: Sequence[Program]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _library(programs: list[Program], places: Sequence[Path]) -> Path:
-    source = source_of(programs)
-    folder = _cache_folder()
-    name = _digest(source, [HERE, *places])
-    library = folder / f"{name}.so"
-    with open(folder / f"{name}.lock", "w") as lock:  # one process compiles, the others wait
+def _libraries(groups: list[list[Program]], places: Sequence[Path]) -> list[Path]:
+    """A library for each group, two compiled at a time; without threads, which tests that fork or
+    exhaust memory maps may keep from starting."""
+    folders = [HERE, *places]
+    include = [f"-I{folder}" for folder in folders]
+    kept = [_cache_folder() / f"{_digest(source_of(group), folders)}.so" for group in groups]
+    missing = [(group, path) for group, path in zip(groups, kept, strict=True) if not path.exists()]
+    if missing:
+        header = _header(folders, include)
+    for start in range(0, len(missing), 2):
+        with ExitStack() as stack:
+            running = [
+                stack.enter_context(_compiling(group, path, header, include))
+                for group, path in sorted(missing[start : start + 2], key=lambda pair: pair[1])
+            ]
+            for finish in running:
+                finish()
+    return kept
+
+
+def _header(folders: Sequence[Path], include: Sequence[str]) -> Path:
+    """HEAD in a file, with its precompiled form beside it, which g++ takes in its place."""
+    header = _cache_folder() / f"{_digest(HEAD, folders)}.h"
+    with _alone(header) as work:
+        if not header.exists():
+            (work / "head.h").write_text(HEAD, encoding="utf-8")
+            _wait(
+                _start(*include, "-x", "c++-header", "head.h", "-o", "head.gch", folder=work), work
+            )
+            os.replace(work / "head.gch", header.with_suffix(".h.gch"))
+            os.replace(work / "head.h", header)
+    return header
+
+
+@contextmanager
+def _compiling(
+    group: list[Program], library: Path, header: Path, include: Sequence[str]
+) -> Iterator[Callable[[], None]]:
+    """g++ at work on a library, and what waits for it; nothing where another process made it."""
+    with _alone(library) as work:
+        if library.exists():
+            yield lambda: None
+            return
+        (work / "programs.cpp").write_text(source_of(group), encoding="utf-8")
+        words = ["-include", str(header), "-shared", "programs.cpp", "-o", "programs.so"]
+        process = _start(*include, *words, folder=work)
+
+        def finish() -> None:
+            _wait(process, work)
+            os.replace(work / "programs.so", library)
+
+        try:
+            yield finish
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _alone(kept: Path) -> Iterator[Path]:
+    """A folder to make a file of the cache in, while other processes that want it wait."""
+    with open(kept.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            _compile(source, library, places)
-    return library
+        with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+            yield Path(work)
 
 
-def _compile(source: str, library: Path, places: Sequence[Path]) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        text, built = Path(work) / "programs.cpp", Path(work) / "programs.o"
-        text.write_text(source, encoding="utf-8")
-        include = [f"-I{folder}" for folder in (HERE, *places)]
-        _run("g++", *FLAGS, *include, "-c", str(text), "-o", str(built))
-        _run("g++", "-shared", str(built), "-o", str(built.with_suffix(".so")))
-        os.replace(built.with_suffix(".so"), library)
+def _start(*words: str, folder: Path) -> "subprocess.Popen[bytes]":
+    with open(folder / "errors", "wb") as errors:
+        return subprocess.Popen(["g++", *FLAGS, *words], cwd=folder, stderr=errors)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"g++ found errors in the kernels:\n{done.stderr[:8000]}")
+def _wait(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    if process.wait():
+        text = (folder / "errors").read_text(errors="replace")
+        raise RuntimeError(f"g++ found errors in the kernels:\n{text[:8000]}")
 
 
 def _digest(source: str, folders: Sequence[Path]) -> str:

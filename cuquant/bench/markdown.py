@@ -1,0 +1,114 @@
+"""Markdown tables of the JSON that the benchmarks write: those that the guide to them holds.
+
+The table of products has a row for each shape and number of rows of x, and a column for each format
+and each peer: microseconds. That of quantize and dequantize has a row for each format, dtype and
+shape.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cuquant.bench.matmul_report import ProductResults
+from cuquant.bench.quantize_report import Results
+from cuquant.bench.report import Run
+from cuquant.bench.timing import Timing
+
+DENSE = "cuBLAS"  # a peer that multiplies with decoded weights: one time for every format
+Row = tuple[str, ...]
+
+
+def markdown(text: str) -> str:
+    """What the guide says of one run: machine, command, ceilings and the table.
+
+    Parameters
+    ----------
+    text
+        The JSON that `cuquant bench quantize --json` or `cuquant bench matmul --json` wrote.
+
+    Raises
+    ------
+    ValueError
+        For a text that is neither, and for results that the run found wrong.
+    """
+    described = json.loads(text)
+    schema = described.get("schema") if isinstance(described, dict) else None
+    results: Run[Any]
+    if schema == Results.SCHEMA:
+        results = Results.from_json(text)
+        rows, right = quantize_table(results), results.exact
+    elif schema == ProductResults.SCHEMA:
+        results = ProductResults.from_json(text)
+        rows, right = product_table(results), results.right
+    else:
+        known = f"{Results.SCHEMA!r} and {ProductResults.SCHEMA!r}"
+        raise ValueError(f"no results of a benchmark; their schemas are {known}")
+    if not right:
+        raise ValueError("some of these results are wrong, and a table does not show which")
+    lines = [f"{results.machine}: `{results.command}`.", f"Measured: {', '.join(results.rates())}."]
+    return "\n".join([*lines, *results.notes]) + "\n\n" + _table(rows)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    first, *others = rows
+    return "".join(f"| {' | '.join(row)} |\n" for row in (first, ("---",) * len(first), *others))
+
+
+def _time(timing: Timing) -> str:
+    """Microseconds, and whether the host's time is in them.
+
+    >>> _time(Timing(4.36, 4.3, 4.4, True, 10, 8)), _time(Timing(1153.2, 1150, 1160, False, 10, 8))
+    ('4.4', '1153 (no graph)')
+    """
+    digits = 0 if timing.microseconds >= 1000 else 1
+    return f"{timing.microseconds:.{digits}f}" + ("" if timing.graph else " (no graph)")
+
+
+def _filled(keys: Iterable[Row], columns: dict[str, dict[Row, str]]) -> list[Row]:
+    return [(*key, *(cells.get(key, "") for cells in columns.values())) for key in keys]
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def product_table(results: ProductResults) -> list[Row]:
+    """The heading and the rows of a run's products; a peer stands behind its format."""
+    dtypes = {m.dtype for m in results.measurements}
+    columns: dict[str, dict[Row, str]] = {}
+    dense: dict[str, dict[Row, str]] = {}  # behind all others
+    keys: dict[Row, None] = {}
+    for m in results.measurements:
+        key = (" x ".join(map(str, m.shape)), str(m.batch))
+        keys[key] = None
+        which = m.format if len(dtypes) == 1 else f"{m.format} {m.dtype}"
+        columns.setdefault(which, {})[key] = _time(m.timing)
+        for peer in m.peers:
+            if peer.timing is None:
+                continue
+            name = peer.name.partition(" (")[0]
+            group, label = (dense, m.dtype) if name == DENSE else (columns, which)
+            group.setdefault(f"{name}, {label}", {})[key] = _time(peer.timing)
+    columns |= dense
+    return [("N x K", "M", *columns), *_filled(keys, columns)]
+
+
+# ---- quantize and dequantize --------------------------------------------------------------------
+
+
+def quantize_table(results: Results) -> list[Row]:
+    """The heading and the rows of a run of quantize and dequantize."""
+    columns: dict[str, dict[Row, str]] = {
+        f"{operation}, {unit}": {}
+        for operation in ("quantize", "dequantize")
+        for unit in ("us", "TB/s")
+    }
+    keys: dict[Row, None] = {}
+    for m in results.measurements:
+        key = (m.format, m.dtype, " x ".join(map(str, m.shape)))
+        keys[key] = None
+        columns[f"{m.operation}, us"][key] = _time(m.timing)
+        columns[f"{m.operation}, TB/s"][key] = f"{m.tbps:.2f}"
+        if m.peer is not None and m.peer.timing is not None:
+            label = f"{m.peer.name}: {m.operation}, us"
+            columns.setdefault(label, {})[key] = _time(m.peer.timing)
+    return [("format", "dtype", "shape", *columns), *_filled(keys, columns)]
