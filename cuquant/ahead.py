@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cuquant import cubins, jit
 from cuquant.errors import did_you_mean
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.gpu import cubins, jit
 from cuquant.interop import INPUT_DTYPES
 
 Progress = Callable[[int, int, str], object]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 import cuquant as cq
-from cuquant import cubins, jit
+from cuquant.gpu import cubins, jit
 
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("cuquant")

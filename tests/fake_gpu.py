@@ -1,5 +1,5 @@
 """A GPU for tests where there is none: arrays that look like CuPy's or like torch's on CUDA, and
-cuquant.ops.gpu as it is, but for its launches, which go to a backend of the emulator.
+cuquant.gpu.arrays as it is, but for its launches, which go to a backend of the emulator.
 
 CuPy's arrays are no NumPy arrays here either, and refuse what CuPy refuses: an array that slips
 through to NumPy fails instead of being computed on the host.
@@ -16,7 +16,7 @@ from emulator import Emulator, compiler
 
 from cuquant import interop
 from cuquant.errors import BackendUnavailable
-from cuquant.ops import gpu
+from cuquant.gpu import arrays as gpu
 
 try:
     import torch

@@ -13,7 +13,8 @@ from on_emulator import OnEmulator
 from oracle import DTYPES
 
 import cuquant as cq
-from cuquant import ahead, jit
+from cuquant import ahead
+from cuquant.gpu import jit
 from cuquant.ops.kernels.finite import first_nonfinite
 
 VERSION = "nvrtc.txt"  # in the folder: which NVRTC made it

@@ -18,7 +18,7 @@ from typing import Any
 
 RECORD = Path(__file__).with_name("gpu_record.json")
 ROOT = Path(__file__).resolve().parent.parent
-WATCHED = ("kernels", "cuquant/ops", "cuquant/jit.py")
+WATCHED = ("kernels", "cuquant/ops", "cuquant/gpu")
 COUNTS = ("passed", "failed", "skipped")
 FIELDS = {"device": str, "driver": str, "versions": dict, **dict.fromkeys(COUNTS, int)}
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -4,7 +4,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from cuquant.jit import Program
+from cuquant.gpu.jit import Program
 
 FORMAT = """#pragma once
 namespace cuquant {

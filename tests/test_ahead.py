@@ -6,7 +6,8 @@ import pytest
 from planted import AFFINE, KERNEL, FakeCupy, failing, files
 
 import cuquant as cq
-from cuquant import ahead, elf, jit
+from cuquant import ahead
+from cuquant.gpu import elf, jit
 
 
 def precompile(*formats, **options):

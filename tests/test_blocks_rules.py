@@ -6,9 +6,9 @@ from products import Products, normal
 from test_blocks_product import NAMES, of_bytes
 
 import cuquant as cq
+from cuquant.gpu.limits import SHARED
 from cuquant.ops.kernels import blocks_product
 from cuquant.ops.kernels.blocks_product import Shape, divide, in_boxes
-from cuquant.ops.kernels.gpus import SHARED
 from cuquant.ops.kernels.q8_1 import operand
 
 

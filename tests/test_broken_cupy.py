@@ -51,7 +51,7 @@ def test_the_command_line_computes_on_the_cpu_and_says_why(raised, tmp_path):
 def test_a_gpu_that_is_asked_for_is_refused_with_the_reason(raised, tmp_path):
     code = """
 import numpy as np, cuquant as cq, warnings
-from cuquant.devices import gpu_available, resolve
+from cuquant.gpu.device import gpu_available, resolve
 warnings.simplefilter("error")
 q = cq.quantize(np.ones((2, 64), np.float32))
 said = set()

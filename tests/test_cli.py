@@ -15,11 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 import cuquant as cq
-from cuquant import cubins, diagnosis
+from cuquant import diagnosis
 from cuquant.cli import app, files, system
 from cuquant.cli.show import in_bytes, printable
 from cuquant.diagnosis import Check, Diagnosis
 from cuquant.formats.table import format_table
+from cuquant.gpu import cubins
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, tag_of
 
 ROOT = Path(cq.__file__).parent.parent

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import pytest
 
 import cuquant as cq
-from cuquant import elf, jit
 from cuquant.fragments import FRAGMENTS_LAYOUT
-from cuquant.jit import Program
+from cuquant.gpu import elf, jit
+from cuquant.gpu.jit import Program
 from cuquant.ops.kernels import hopper, stream, tiles
 from cuquant.ops.kernels.operands import Problem, Weight
 from cuquant.ops.kernels.prepacked import Groups

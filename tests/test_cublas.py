@@ -12,9 +12,9 @@ from emulator.cublas import Library
 from oracle import DTYPES
 from products import normal, values
 
-from cuquant import jit
-from cuquant.ops import cublas, gpu
-from cuquant.ops.backend import Gemm, Matrix
+from cuquant.gpu import arrays as gpu
+from cuquant.gpu import cublas, jit
+from cuquant.gpu.backend import Gemm, Matrix
 
 F32 = np.float32
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile a library with")

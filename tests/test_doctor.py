@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import cuquant as cq
-from cuquant import cubins as cache
-from cuquant import sources
-from cuquant.cubins import CacheSize, Folder, examine_folder
 from cuquant.diagnosis import Diagnosis, facts
 from cuquant.diagnosis.checks import examine, fitting_major
 from cuquant.diagnosis.facts import Facts, Gpu
 from cuquant.disk import Replacement
-from cuquant.sources import Headers
+from cuquant.gpu import cubins as cache
+from cuquant.gpu import source as sources
+from cuquant.gpu.cubins import CacheSize, Folder, examine_folder
+from cuquant.gpu.source import Headers
 
 INCLUDE = Path("/venv/nvidia/cuda_runtime/include")
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30)

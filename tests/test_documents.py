@@ -18,11 +18,11 @@ import pytest
 from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
 
 import cuquant as cq
-from cuquant import elf, jit
 from cuquant.bench.markdown import markdown
-from cuquant.devices import gpu_available
+from cuquant.gpu import elf, jit
+from cuquant.gpu.device import gpu_available
+from cuquant.gpu.view import View
 from cuquant.ops.kernels.dequantize import decoder
-from cuquant.ops.kernels.geometry import View
 from cuquant.ops.kernels.plan import ADDRESS, Plan
 
 TORCH = importlib.util.find_spec("torch") is not None
@@ -90,7 +90,7 @@ def test_python_blocks_name_what_exists(document):
 
 @each_document
 def test_names_in_the_text_exist(document):
-    """`cq.save(...)`, `cuquant.ops.workspace.release()` and the like."""
+    """`cq.save(...)`, `cuquant.gpu.workspace.release()` and the like."""
     text = document.read_text(encoding="utf-8")
     for name in re.findall(r"`(?:cq|cuquant)\.([\w.]+)[^`\n]*`", text):
         if name.startswith("torch") and not TORCH:

@@ -5,7 +5,7 @@ import pytest
 from emulator import ORDERS, Emulator, KernelError, Recorder, compiler
 from emulator.compile import HERE
 
-from cuquant.jit import Launch, Program
+from cuquant.gpu.jit import Launch, Program
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

@@ -10,7 +10,7 @@ from emulator import ORDERS, Emulator, KernelError, compiler
 from emulator.compile import HERE
 from oracle import DTYPES
 
-from cuquant.jit import Launch, Program
+from cuquant.gpu.jit import Launch, Program
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

@@ -7,7 +7,7 @@ from emulator import Emulator, compiler
 
 import cuquant as cq
 from cuquant.formats import Codebook, Packing, Uniform
-from cuquant.jit import Launch, Program
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts
 from cuquant.reference.philox import uniform
 

@@ -8,7 +8,7 @@ from oracle import bits_equal
 
 import cuquant as cq
 from cuquant import interop
-from cuquant.ops import gpu as gpu_backend
+from cuquant.gpu import arrays as gpu_backend
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from products import UNIT, Products, finished, normal, values
 from test_blocks_product import GATED, LIES, NAMES, of_bytes, swiglu_bound
 
 import cuquant as cq
-from cuquant import jit
 from cuquant.formats.blocks import BLOCK_LAYOUTS
+from cuquant.gpu import jit
 
 pytestmark = pytest.mark.gpu
 

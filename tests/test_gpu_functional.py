@@ -17,7 +17,8 @@ from oracle import bits_equal
 
 import cuquant as cq
 import cuquant.functional as F
-from cuquant import devices, interop
+from cuquant import interop
+from cuquant.gpu import device as devices
 
 HOST_ONLY = {  # computed on the CPU alone: their arithmetic has no kernel yet
     "int8_matmul", "int8_matmul scaled", "int4_matmul",

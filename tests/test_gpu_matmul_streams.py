@@ -9,8 +9,8 @@ from oracle import bits_equal
 from products import normal, weight
 
 import cuquant as cq
+from cuquant.gpu.arrays import stream_handle
 from cuquant.interop import span
-from cuquant.ops.gpu import stream_handle
 
 
 class Operands:

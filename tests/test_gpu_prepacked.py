@@ -16,8 +16,8 @@ from prepack_cases import LAID
 from products import Products, finished, normal, values, weight
 
 import cuquant as cq
-from cuquant import jit
 from cuquant.fragments import FRAGMENTS_LAYOUT, takes
+from cuquant.gpu import jit
 from cuquant.ops.kernels import tiles
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.product import choose

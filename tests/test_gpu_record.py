@@ -100,7 +100,8 @@ def test_the_tree_without_git_is_the_one_with_git(tmp_path):
     for name in ("kernels/a.cu", "kernels/B.cuh", "cuquant/ops/z.py", "cuquant/ops/kernels/a.py"):
         (tmp_path / name).write_text(name)
     (tmp_path / "cuquant/ops/kernels/__pycache__/a.pyc").write_text("none of it")
-    (tmp_path / "cuquant/jit.py").write_text("")
+    (tmp_path / "cuquant/gpu").mkdir()
+    (tmp_path / "cuquant/gpu/jit.py").write_text("")
     (tmp_path / ".gitignore").write_text("__pycache__/\n")
     alone = gpu_record.listing(tmp_path)
     for command in (["init", "-q"], ["add", "."]):

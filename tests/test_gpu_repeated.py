@@ -17,9 +17,9 @@ from oracle import DTYPES, bits_equal
 from products import normal, values, weight
 
 import cuquant as cq
-from cuquant.ops import gpu as backends
+from cuquant.gpu import arrays as backends
+from cuquant.gpu.cublas import Cublas
 from cuquant.ops import repeated, unpacked
-from cuquant.ops.cublas import Cublas
 from cuquant.ops.kernels import product
 from cuquant.ops.remember import Remembered
 

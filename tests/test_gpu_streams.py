@@ -332,7 +332,7 @@ def test_the_first_call_of_32_threads(gpu, tmp_path):
         """
         import threading
         import cupy, numpy as np, cuquant as cq
-        from cuquant import jit
+        from cuquant.gpu import jit
         built, build = [], jit.build
         def counted(program, *rest):
             built.append(program.name)

@@ -13,8 +13,8 @@ from test_vendor import by_vendor, expect
 
 import cuquant as cq
 from cuquant import interop
-from cuquant.ops import gpu as backends
-from cuquant.ops import workspace
+from cuquant.gpu import arrays as backends
+from cuquant.gpu import workspace
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,11 @@ import pytest
 from planted import AFFINE, FACTS, FORMAT, KERNEL, SCALE, failing, files
 
 import cuquant as cq
-from cuquant import cubins, disk, elf, jit, sources
-from cuquant.cubins import CacheWarning, Compiled
-from cuquant.jit import Program
+from cuquant import disk
+from cuquant.gpu import cubins, elf, jit
+from cuquant.gpu import source as sources
+from cuquant.gpu.cubins import CacheWarning, Compiled
+from cuquant.gpu.jit import Program
 
 # ---- sources ------------------------------------------------------------------------------------
 
@@ -501,7 +503,7 @@ def test_the_wanted_kernel_is_picked(nvrtc, kernels):
             elf.resources(code, entry)
 
 
-# ---- python -m cuquant.jit ----------------------------------------------------------------------
+# ---- python -m cuquant.gpu.jit ------------------------------------------------------------------
 
 
 def test_the_text_of_an_operation_is_printed(kernels, operation, capsys):
@@ -515,6 +517,6 @@ def test_the_text_of_an_operation_is_printed(kernels, operation, capsys):
 
 
 def test_it_runs_as_a_module_without_a_warning():
-    command = [sys.executable, "-W", "error", "-m", "cuquant.jit", "none", "nf4"]
+    command = [sys.executable, "-W", "error", "-m", "cuquant.gpu.jit", "none", "nf4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("usage: python -m cuquant.jit")
+    assert done.returncode == 1 and done.stderr.startswith("usage: python -m cuquant.gpu.jit")

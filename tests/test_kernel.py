@@ -13,10 +13,10 @@ import pytest
 from planted import ADD, AFFINE, FakeCupy, FakeError, failing
 
 import cuquant as cq
-from cuquant import jit
-from cuquant.elf import Resources
-from cuquant.jit import Program
-from cuquant.kernel import Kernel
+from cuquant.gpu import jit
+from cuquant.gpu.elf import Resources
+from cuquant.gpu.jit import Program
+from cuquant.gpu.kernel import Kernel
 
 # ---- loading ------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def test_a_forked_child_is_refused_with_advice(tmp_path):
     """In a process of its own: pytest's own has threads."""
     code = """
 import os, sys
-from cuquant import jit
+from cuquant.gpu import jit
 def child(used):
     if used: jit._kernels[jit.Program("a.cu", "a"), 0] = "loaded"
     pid = os.fork()

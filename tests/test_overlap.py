@@ -14,12 +14,12 @@ import pytest
 from planted import FakeCupy
 
 import cuquant as cq
-from cuquant import driver, elf, jit
-from cuquant.elf import Resources
 from cuquant.formats import Format
-from cuquant.jit import Program
-from cuquant.kernel import Kernel
-from cuquant.sources import kernel_folder
+from cuquant.gpu import driver, elf, jit
+from cuquant.gpu.elf import Resources
+from cuquant.gpu.jit import Program
+from cuquant.gpu.kernel import Kernel
+from cuquant.gpu.source import kernel_folder
 
 # ---- how they are started -----------------------------------------------------------------------
 

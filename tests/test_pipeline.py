@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant import devices
+from cuquant.gpu import device as devices
 from cuquant.io import cuda, streaming
 from cuquant.io.pipeline import Job, Made, Pipeline
 from cuquant.io.streaming import quantize_file

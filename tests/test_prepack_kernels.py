@@ -9,8 +9,8 @@ from fake_gpu import needs_compiler, needs_torch
 from prepack_cases import Case, same, same_parts
 
 import cuquant as cq
-from cuquant import jit
 from cuquant.fragments import Fragments
+from cuquant.gpu import jit
 from cuquant.ops.kernels.prepack import Prepack
 
 

@@ -12,7 +12,8 @@ from oracle import bits_equal
 import cuquant as cq
 import cuquant.functional as F
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
-from cuquant.ops.kernels import gpus, q8_1
+from cuquant.gpu import limits as gpus
+from cuquant.ops.kernels import q8_1
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

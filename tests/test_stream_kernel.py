@@ -24,7 +24,7 @@ from oracle import bits_equal
 from products import ULP, UNIT, Products, exact, is_close, normal, values, weight
 
 import cuquant as cq
-from cuquant.jit import Launch, Program
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import prepacked, stream
 from cuquant.ops.kernels.stream import Shape
 from cuquant.reference import ACTIVATIONS

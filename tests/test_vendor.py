@@ -20,8 +20,9 @@ from prepack_cases import LAID
 from products import ULP, UNIT, Products, finished, normal, values, weight
 
 import cuquant as cq
-from cuquant import interop, jit
-from cuquant.ops import cublas, gpu, workspace
+from cuquant import interop
+from cuquant.gpu import arrays as gpu
+from cuquant.gpu import cublas, jit, workspace
 from cuquant.ops.kernels import product, vendor
 from cuquant.ops.kernels.operands import Weight
 from cuquant.reference import ACTIVATIONS
@@ -395,7 +396,7 @@ def test_without_the_library_another_kernel_multiplies(built):
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
 @needs_compiler
 def test_arrays_of_libraries(kind, monkeypatch, built):
-    """Through cuquant.ops.gpu, with a device that is not there: also a plan that is found again."""
+    """With a device that is not there: also a plan that is found again."""
     if kind == "torch" and fake_gpu.torch is None:
         pytest.skip("no torch")
     backend = Emulator(arch=80, vendor=True)

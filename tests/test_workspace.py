@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuquant import jit
-from cuquant.ops import workspace
+from cuquant.gpu import jit, workspace
 
 
 class Stream:

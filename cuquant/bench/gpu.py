@@ -9,8 +9,8 @@ import numpy as np
 
 from cuquant.bench.report import Machine
 from cuquant.bench.timing import Call, Engine
-from cuquant.devices import index_of, resolve
 from cuquant.diagnosis.facts import gather
+from cuquant.gpu.device import index_of, resolve
 from cuquant.interop import load_cupy
 
 

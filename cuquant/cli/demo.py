@@ -13,7 +13,7 @@ from cuquant.cli.options import (
     parse_device,
 )
 from cuquant.cli.show import console, table
-from cuquant.devices import describe
+from cuquant.gpu.device import describe
 
 
 def demo(

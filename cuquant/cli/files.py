@@ -31,8 +31,8 @@ from cuquant.cli.show import (
     shape_text,
     table,
 )
-from cuquant.devices import describe, resolve
 from cuquant.formats import Format, get_format
+from cuquant.gpu.device import describe, resolve
 from cuquant.io.quantized import described
 from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file

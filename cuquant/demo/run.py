@@ -19,9 +19,9 @@ from cuquant.demo.encoder import (
     load_weights,
     tokenize,
 )
-from cuquant.devices import resolve, synchronize, use
 from cuquant.errors import BackendUnavailable
 from cuquant.formats import Format, get_format
+from cuquant.gpu.device import resolve, synchronize, use
 from cuquant.interop import load_cupy, to_device
 from cuquant.metrics import error, sqnr_db
 from cuquant.ops.quantize import quantize

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuquant.cubins import cache_folder, cache_size, clear_cache
 from cuquant.diagnosis.checks import Check, examine
 from cuquant.diagnosis.facts import gather
+from cuquant.gpu.cubins import cache_folder, cache_size, clear_cache
 
 __all__ = ["Check", "Diagnosis", "cache_folder", "cache_size", "clear_cache", "doctor"]
 

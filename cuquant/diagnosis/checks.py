@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cuquant.cubins import VARIABLE
 from cuquant.diagnosis.facts import Facts, Version
 from cuquant.errors import pip_install
-from cuquant.jit import NEEDED_NVRTC
+from cuquant.gpu.cubins import VARIABLE
+from cuquant.gpu.jit import NEEDED_NVRTC
 
 OLDEST_ARCH_OF_13 = (7, 5)  # NVRTC 13 dropped everything before Turing
 TORCH_CUDA12 = "https://download.pytorch.org/whl/cu126"

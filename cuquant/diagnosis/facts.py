@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from cuquant import interop, jit
-from cuquant.cubins import CacheSize, Folder, cache_folder, cache_size, examine_folder
+from cuquant import interop
 from cuquant.errors import CupyBroken
-from cuquant.ops.cublas import library
-from cuquant.sources import Headers, cuda_headers, cuda_version, kernel_folder
+from cuquant.gpu import jit
+from cuquant.gpu.cubins import CacheSize, Folder, cache_folder, cache_size, examine_folder
+from cuquant.gpu.cublas import library
+from cuquant.gpu.source import Headers, cuda_headers, cuda_version, kernel_folder
 
 Version = tuple[int, int]  # major, minor
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cuquant.array import QuantArray
-from cuquant.devices import use
 from cuquant.formats import Format
 from cuquant.formats.format import Component
+from cuquant.gpu.device import use
 from cuquant.interop import load_cupy
 from cuquant.io.pipeline import Job, Made
 from cuquant.metrics import sqnr_db

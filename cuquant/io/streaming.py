@@ -14,8 +14,8 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
-from cuquant.devices import resolve
 from cuquant.formats import Format
+from cuquant.gpu.device import resolve
 from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline

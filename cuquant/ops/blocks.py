@@ -8,8 +8,8 @@ import numpy as np
 from cuquant.array import QuantArray, check_global_scale
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
+from cuquant.gpu.arrays import backend_of
 from cuquant.ops import decode
-from cuquant.ops.gpu import backend_of
 from cuquant.ops.plain import pack_codes
 from cuquant.stored import OPERATIONS
 

@@ -8,7 +8,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.formats import Format
 from cuquant.formats.codecs import Uniform
-from cuquant.ops.gpu import GpuBackend
+from cuquant.gpu.arrays import GpuBackend
 from cuquant.ops.kernels.task import Known
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
-from cuquant.ops.gpu import GpuBackend, backend_of
+from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.pack import pack
 from cuquant.ops.outputs import check_out

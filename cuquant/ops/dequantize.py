@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, jit, reference
+from cuquant import interop, reference
 from cuquant.array import QuantArray
+from cuquant.gpu import jit
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
 from cuquant.ops.outputs import writable_out

@@ -10,8 +10,8 @@ from cuquant import reference
 from cuquant.array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.codecs import Minifloat
+from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.ops.calibrated import on_device
-from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.blocks import DequantizeBlocks
 from cuquant.ops.kernels.finite import first_nonfinite
 from cuquant.ops.kernels.quantize import quantizer

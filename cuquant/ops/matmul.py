@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cuquant import interop, jit
+from cuquant import interop
 from cuquant.array import QuantArray
+from cuquant.gpu import jit
 from cuquant.ops import multiply
 from cuquant.ops.kernels.plan import matmul_programs
 from cuquant.ops.product import (

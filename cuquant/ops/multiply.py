@@ -14,12 +14,12 @@ import numpy as np
 
 from cuquant.array import QuantArray
 from cuquant.fragments import FRAGMENTS_LAYOUT
-from cuquant.ops.backend import Backend
+from cuquant.gpu.arrays import GpuBackend, backend_of
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.view import View, c_strides
 from cuquant.ops.decode import contiguous, contiguous_parts
-from cuquant.ops.gpu import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.epilogue import Epilogue
-from cuquant.ops.kernels.geometry import View, c_strides
 from cuquant.ops.kernels.hopper import segment_rows
 from cuquant.ops.kernels.matmul_plain import MOST_DIMS
 from cuquant.ops.kernels.operands import Dense, Product, Weight

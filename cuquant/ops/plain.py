@@ -11,8 +11,8 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.formats import Packing, get_format
-from cuquant.jit import Launch, Program
-from cuquant.ops.gpu import backend_of
+from cuquant.gpu.arrays import backend_of
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.dequantize import THREADS, decoder
 from cuquant.ops.kernels.pack import pack_launch

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cuquant import jit
 from cuquant.fragments import Fragments
+from cuquant.gpu import jit
+from cuquant.gpu.arrays import backend_of
 from cuquant.ops.decode import contiguous
-from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels.prepack import Prepack, prepack_programs
 from cuquant.stored import OPERATIONS
 

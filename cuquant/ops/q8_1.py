@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from cuquant import interop, jit
-from cuquant.ops.gpu import backend_of
+from cuquant import interop
+from cuquant.gpu import jit
+from cuquant.gpu.arrays import backend_of
 from cuquant.ops.kernels import q8_1
 
 

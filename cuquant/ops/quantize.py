@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, jit, reference
+from cuquant import interop, reference
 from cuquant.array import QuantArray
 from cuquant.formats import Format, get_format
+from cuquant.gpu import jit
+from cuquant.gpu.arrays import backend_of
 from cuquant.ops.calibrated import calibration
 from cuquant.ops.encode import EncodeOnGpu
-from cuquant.ops.gpu import backend_of
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
 from cuquant.stored import ArrayT

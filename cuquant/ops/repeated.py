@@ -13,7 +13,7 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array import QuantArray
-from cuquant.ops.gpu import GpuBackend, current_backend
+from cuquant.gpu.arrays import GpuBackend, current_backend
 from cuquant.ops.kernels.epilogue import PACK
 from cuquant.ops.kernels.operands import Product
 from cuquant.ops.kernels.product import Run

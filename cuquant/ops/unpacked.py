@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from cuquant.fragments import Fragments
-from cuquant.jit import Launch
-from cuquant.ops.backend import Backend
+from cuquant.gpu.arrays import GpuBackend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch
 from cuquant.ops.decode import contiguous
-from cuquant.ops.gpu import GpuBackend
 from cuquant.ops.kernels.operands import Weight
 from cuquant.ops.kernels.prepack import Prepack
 from cuquant.ops.remember import Remembered

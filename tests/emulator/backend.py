@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Gemm
-from cuquant.ops.cublas import Cublas
-from cuquant.ops.kernels.geometry import View
-from cuquant.ops.tensor_map import COLUMNS, DATA_TYPES, MAP_BYTES
+from cuquant.gpu.backend import Gemm
+from cuquant.gpu.cublas import Cublas
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.tensor_map import COLUMNS, DATA_TYPES, MAP_BYTES
+from cuquant.gpu.view import View
 from emulator import compile as compilation
 from emulator.cublas import Library
 from emulator.memory import Memory
@@ -49,7 +49,7 @@ class _Argument(ctypes.Structure):
 
 
 class _OnHost:
-    """What both backends do with NumPy arrays, as cuquant.ops.gpu does with a GPU's."""
+    """What both backends do with NumPy arrays, as cuquant.gpu.arrays does with a GPU's."""
 
     kind = "numpy"
     arch: int

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from cuquant.jit import Program, kernel_folder
+from cuquant.gpu.jit import Program, kernel_folder
 
 HERE = Path(__file__).parent
 FLAGS = (

@@ -8,9 +8,9 @@ import numpy as np
 
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
-from cuquant.jit import Launch, Program
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.facts import ELEMENTS
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
-from cuquant.ops.kernels.gpus import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.q8_1 import ROWS, WARP, Operand, operand
 

@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.jit import Launch, Program
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.blocks import DequantizeBlocks
-from cuquant.ops.kernels.geometry import CHUNK, View
+from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.pack import unpack
 from cuquant.ops.kernels.task import scale_arrays
 

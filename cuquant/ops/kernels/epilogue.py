@@ -4,8 +4,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from cuquant.gpu.backend import Backend
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # matmul/epilogue.cuh's Type
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # its Activation

@@ -11,7 +11,7 @@ import numpy as np
 from cuquant.formats import Codebook, Format, Packing, Uniform
 from cuquant.formats.blocks import BlockLayout, Run
 from cuquant.formats.codecs import Codec
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
 
 F32 = np.float32
 RULES = {

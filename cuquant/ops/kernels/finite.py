@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.facts import ELEMENTS
-from cuquant.ops.kernels.geometry import CHUNK, View
+from cuquant.ops.kernels.geometry import CHUNK
 
 THREADS = 256
 

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.tensor_map import MAP_BYTES
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import TYPES, UNPACK
@@ -26,7 +27,6 @@ from cuquant.ops.kernels.tiles import (
     shared_bytes,
     tokens_of_tile,
 )
-from cuquant.ops.tensor_map import MAP_BYTES
 
 NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it

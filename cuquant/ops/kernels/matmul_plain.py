@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.operands import Operand, Product
 

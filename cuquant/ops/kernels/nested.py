@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
-from cuquant.ops.kernels.geometry import CHUNK, View
+from cuquant.ops.kernels.geometry import CHUNK
 from cuquant.ops.kernels.task import CLAMP, Known, Parts, Task, scale_arrays
 
 F32 = np.dtype(np.float32)

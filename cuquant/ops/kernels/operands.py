@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.dequantize import limit

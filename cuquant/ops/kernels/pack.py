@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from cuquant.formats import Format, Packing
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels.facts import WORDS, packing_type
 
 THREADS = 256

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.jit import Launch, Program
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.geometry import CHUNK

@@ -12,17 +12,18 @@ from cuquant import interop
 from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
 from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Gemm
+from cuquant.gpu.backend import Gemm
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
+from cuquant.gpu.view import View, c_strides
 from cuquant.ops.kernels.dequantize import decoder
-from cuquant.ops.kernels.geometry import View, axis_last, c_strides
+from cuquant.ops.kernels.geometry import axis_last
 from cuquant.ops.kernels.hopper import segment_rows
 from cuquant.ops.kernels.operands import Dense, Product, Weight
 from cuquant.ops.kernels.product import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
 from cuquant.ops.kernels.quantize import quantizer
 from cuquant.ops.kernels.route import route
 from cuquant.ops.kernels.task import Known, Task
-from cuquant.ops.tensor_map import COLUMNS, MAP_BYTES
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132

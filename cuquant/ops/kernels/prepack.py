@@ -10,8 +10,8 @@ import numpy as np
 
 from cuquant.formats import Format
 from cuquant.fragments import LANES, Fragments, takes
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.facts import WORDS, packing_type
 from cuquant.ops.kernels.plan import Plan

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuquant.formats import Codebook, Format, Minifloat, get_format
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
 from cuquant.ops.kernels import facts as words
 
 ALL_ROWS = 1 << 30  # Prepacked::tall of one scale for all rows

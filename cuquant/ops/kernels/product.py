@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cuquant.fragments import FRAGMENTS_LAYOUT
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
 from cuquant.ops.kernels import blocks_product, hopper, stream, vendor
 from cuquant.ops.kernels.matmul_plain import FEW, TILE, Plain
 from cuquant.ops.kernels.operands import Problem, Product

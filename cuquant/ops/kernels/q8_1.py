@@ -12,13 +12,13 @@ import numpy as np
 from cuquant import interop
 from cuquant.formats import Codebook, Format, Minifloat, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
-from cuquant.jit import Launch, Program
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.limits import SHARED
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels.blocks import GROUP
 from cuquant.ops.kernels.facts import ELEMENTS
-from cuquant.ops.kernels.gpus import SHARED
 
 WARP, WARPS, QUANTIZE_THREADS = 32, 8, 256
 ROWS, STEPS = 16, GROUP // 32  # of weights in a thread block; of 32 columns in a group

@@ -10,9 +10,9 @@ import numpy as np
 
 from cuquant.formats import Format, get_format
 from cuquant.formats.scales import NESTED_BLOCK
-from cuquant.jit import Launch, Program
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.blocks import QuantizeBlocks

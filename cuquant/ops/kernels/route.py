@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from itertools import accumulate
 
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend, aligned
-from cuquant.ops.kernels.geometry import View
+from cuquant.gpu.backend import Backend, aligned
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
 from cuquant.ops.kernels.operands import Product, Routing
 
 ROUTE_THREADS, GATHER_THREADS, WARP = (256, 1024), 256, 32

@@ -9,8 +9,8 @@ import numpy as np
 from cuquant.formats import Format
 from cuquant.formats.blocks import IQ4_LEVELS, BlockLayout, Run
 from cuquant.formats.search import SEARCHES
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels.facts import ELEMENTS
 
 THREADS, WARP = 128, 32

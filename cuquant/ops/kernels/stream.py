@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from cuquant.formats import Format, Uniform
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.gpus import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops.kernels.operands import LARGE_X, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.prepacked import Groups
 from cuquant.ops.kernels.rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way

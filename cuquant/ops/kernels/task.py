@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuquant.formats import Format, get_format
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.view import View
 from cuquant.lazy import lazy
-from cuquant.ops.backend import Backend
 from cuquant.ops.kernels import geometry
-from cuquant.ops.kernels.geometry import View
 
 CLAMP, STOCHASTIC, GIVEN = 1, 2, 4  # kFlags of the kernels
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from cuquant.formats import Format
 from cuquant.fragments import STRIP, UNIT
+from cuquant.gpu.limits import SHARED
 from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.gpus import SHARED
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.prepacked import Groups
 

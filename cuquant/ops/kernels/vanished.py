@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import geometry
-from cuquant.ops.kernels.geometry import View
 from cuquant.ops.kernels.task import Parts, scale_arrays
 from cuquant.reference.tiles import Tiles
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from cuquant.formats import Format
 from cuquant.formats.blocks import Run
 from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
-from cuquant.jit import Launch, Program
-from cuquant.ops.backend import Backend, Gemm, Matrix, aligned
+from cuquant.gpu.backend import Backend, Gemm, Matrix, aligned
+from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts as words
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.epilogue import GATED, PACK, TYPES, UNPACK

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, jit
-from cuquant.jit import Launch
-from cuquant.ops.backend import Gemm
-from cuquant.ops.cublas import Cublas, CublasError, library
-from cuquant.ops.kernels.geometry import View
-from cuquant.ops.tensor_map import tensor_map
-from cuquant.ops.workspace import workspace
+from cuquant import interop
+from cuquant.gpu import jit
+from cuquant.gpu.backend import Gemm
+from cuquant.gpu.cublas import Cublas, CublasError, library
+from cuquant.gpu.jit import Launch
+from cuquant.gpu.tensor_map import tensor_map
+from cuquant.gpu.view import View
+from cuquant.gpu.workspace import workspace
 
 # Constant tables by device and identity: the CuPy array, and the NumPy one that it copies.
 _uploaded: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}

@@ -1,6 +1,6 @@
 """Kernels compiled at run time: a program -> its text -> NVRTC -> a cubin -> a launch.
 
-`python -m cuquant.jit quantize nf4` prints what NVRTC is given for an operation and a format.
+`python -m cuquant.gpu.jit quantize nf4` prints what NVRTC is given for an operation and a format.
 
 Environment variables
 ---------------------
@@ -29,21 +29,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuquant import cubins, driver, elf
-from cuquant.cubins import Compiled
 from cuquant.errors import BackendUnavailable, CompileError
 from cuquant.formats import get_format
-from cuquant.interop import INSTALL_GPU
-from cuquant.interop import import_cupy as _cupy
-from cuquant.kernel import Kernel
-from cuquant.lazy import lazy
-from cuquant.sources import (
+from cuquant.gpu import cubins, driver, elf
+from cuquant.gpu.cubins import Compiled
+from cuquant.gpu.kernel import Kernel
+from cuquant.gpu.source import (
     fitting_headers,
     flatten,
     kernel_folder,
     needs_system_headers,
     system_folders,
 )
+from cuquant.interop import INSTALL_GPU
+from cuquant.interop import import_cupy as _cupy
+from cuquant.lazy import lazy
 
 NEEDED_NVRTC = (12, 9)
 OVERLAP_ARCH = 90  # and newer: kernels can wait for those before them
@@ -256,7 +256,8 @@ def _complaint(program: Program, target: str, log: str) -> str:
     return (
         f"{first}\n{program.name} of kernels/{program.file} does not compile for {target}. "
         f"CUQUANT_PRINT_SOURCE=1 prints what NVRTC is given, CUQUANT_DUMP=FOLDER writes it, "
-        f"python -m cuquant.jit OPERATION FORMAT shows that of a format. NVRTC says:\n{log.strip()}"
+        "python -m cuquant.gpu.jit OPERATION FORMAT shows that of a format. NVRTC says:\n"
+        f"{log.strip()}"
     )
 
 
@@ -396,14 +397,14 @@ with suppress(AttributeError):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# ---- python -m cuquant.jit ----------------------------------------------------------------------
+# ---- python -m cuquant.gpu.jit ------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> None:
     """Print the texts of an operation for a format: each once, after the kernels made of it."""
     if len(arguments) != 2 or arguments[0] not in PROGRAMS:
         known = " | ".join(sorted(PROGRAMS)) or "(none in this version)"
-        raise SystemExit(f"usage: python -m cuquant.jit OPERATION FORMAT\nOPERATION: {known}")
+        raise SystemExit(f"usage: python -m cuquant.gpu.jit OPERATION FORMAT\nOPERATION: {known}")
     operation, name = arguments
     try:
         fmt = get_format(name)
@@ -417,4 +418,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":  # this is the file's second run: the first one has what ops put in
-    importlib.import_module("cuquant.jit").main(sys.argv[1:])
+    importlib.import_module("cuquant.gpu.jit").main(sys.argv[1:])

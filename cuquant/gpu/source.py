@@ -38,7 +38,7 @@ def kernel_folder() -> Path:
     BackendUnavailable
         Where the installation lacks them.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "format.cuh").is_file():
             return folder

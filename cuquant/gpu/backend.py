@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cuquant.jit import Launch
-from cuquant.ops.tensor_map import COLUMNS
+from cuquant.gpu.jit import Launch
+from cuquant.gpu.tensor_map import COLUMNS
 
 ALIGNMENT = 256  # of a workspace
 

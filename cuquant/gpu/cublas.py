@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cuquant.ops.backend import Gemm
+from cuquant.gpu.backend import Gemm
 
 # cublasOperation_t, cublasComputeType_t, cublasGemmAlgo_t, cublasMath_t and cudaDataType.
 TRANSPOSED, PLAIN = 1, 0

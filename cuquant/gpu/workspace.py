@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuquant import jit
-from cuquant.ops.backend import Backend
+from cuquant.gpu import jit
+from cuquant.gpu.backend import Backend
 
 BYTES = np.dtype(np.uint8)
 PER_THREAD = 2  # the handle of a stream that each thread has of its own

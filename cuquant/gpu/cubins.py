@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cuquant.disk import is_owned, is_shared, is_unheld, open_regular, read_rest, replace_file
-from cuquant.elf import disassembled
 from cuquant.errors import BackendUnavailable, FormatError
+from cuquant.gpu.elf import disassembled
 from cuquant.interop import CACHE_VARIABLE
 
 VARIABLE = CACHE_VARIABLE

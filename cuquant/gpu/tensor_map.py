@@ -3,7 +3,7 @@
 import ctypes
 from functools import lru_cache
 
-from cuquant import driver
+from cuquant.gpu import driver
 
 MAP_BYTES = 128
 COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles

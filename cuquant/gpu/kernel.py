@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cuquant.driver import CONFIG, OVERLAP, Start
-from cuquant.elf import Resources
+from cuquant.gpu.driver import CONFIG, OVERLAP, Start
+from cuquant.gpu.elf import Resources
 
 Argument = int | float | bytes
 
