@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 
 from cuquant import functional
 from cuquant.ahead import precompile
-from cuquant.array import QuantArray, concatenate
+from cuquant.array.components import array_equal
+from cuquant.array.metrics import Error, error
+from cuquant.array.packed_weight import PackedWeight, prepack, unpack
+from cuquant.array.quant_array import QuantArray, concatenate
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.io.quantized import load, save
-from cuquant.metrics import Error, error
 from cuquant.ops import prepack as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import grouped_linear, linear, matmul, swiglu
 from cuquant.ops.quantize import quantize
-from cuquant.packed import PackedWeight, prepack, unpack
-from cuquant.stored import array_equal
 
 __version__ = "0.1.0"
 

@@ -10,8 +10,8 @@ import numpy as np
 from oracle import bits_equal
 
 import cuquant as cq
+from cuquant.array.fragments import takes
 from cuquant.formats import Format
-from cuquant.fragments import takes
 
 NAMES = cq.list_formats()
 LAID = [name for name in NAMES if name not in ("fp16", "bf16")]

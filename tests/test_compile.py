@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 import cuquant as cq
-from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.gpu import elf, jit
 from cuquant.gpu.jit import Program
 from cuquant.ops.kernels import hopper, stream, tiles

@@ -139,7 +139,7 @@ def test_arrays_of_other_places_are_refused_before_any_launch(to, monkeypatch):
     there, moved, bias = to(x), to(q), np.zeros(19, F32)
     out, experts = np.zeros((2, 19), F32), np.zeros(2, int)
     w = cq.quantize(normal((3, 5, 64)), "int4")
-    monkeypatch.setattr(cq.ops.gpu.Gpu, "launch", None)
+    monkeypatch.setattr(cq.gpu.arrays.Gpu, "launch", None)
     for call in (
         lambda: cq.linear(x, moved),
         lambda: cq.linear(there, q),

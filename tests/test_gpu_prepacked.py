@@ -16,7 +16,7 @@ from prepack_cases import LAID
 from products import Products, finished, normal, values, weight
 
 import cuquant as cq
-from cuquant.fragments import FRAGMENTS_LAYOUT, takes
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
 from cuquant.gpu import jit
 from cuquant.ops.kernels import tiles
 from cuquant.ops.kernels.operands import Problem

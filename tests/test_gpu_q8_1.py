@@ -97,7 +97,7 @@ def test_the_emulators_bits(name):
     found = interop.to_host(gemm(name, to, weights, tokens))
     build()
     with pytest.MonkeyPatch.context() as patch:
-        start = functools.partialmethod(Emulator.__init__, arch=cq.jit.device_arch())
+        start = functools.partialmethod(Emulator.__init__, arch=cq.gpu.jit.device_arch())
         patch.setattr(Emulator, "__init__", start)
         fake = fake_gpu.install("cupy", patch)
         wanted = interop.to_host(gemm(name, fake, weights, tokens))

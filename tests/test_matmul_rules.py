@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kernel_arrays import LEVELS
 
 import cuquant as cq
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.formats import Codebook, Minifloat
-from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.ops.kernels import prepacked, stream, tiles
 from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
 from cuquant.ops.kernels.prepacked import Groups

@@ -14,9 +14,10 @@ from oracle import bits_equal
 from prepack_cases import Case, random_weight, same, same_parts
 
 import cuquant as cq
-from cuquant import fragments, interop
+from cuquant import interop
+from cuquant.array import fragments
+from cuquant.array.fragments import Fragments
 from cuquant.formats import Codebook, Minifloat
-from cuquant.fragments import Fragments
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
 
 F32 = np.float32

@@ -9,7 +9,7 @@ from fake_gpu import needs_compiler, needs_torch
 from prepack_cases import Case, same, same_parts
 
 import cuquant as cq
-from cuquant.fragments import Fragments
+from cuquant.array.fragments import Fragments
 from cuquant.gpu import jit
 from cuquant.ops.kernels.prepack import Prepack
 

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cuquant as cq
-from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.packed_weight import ROWS_LAYOUT, layout_components
 from cuquant.ops.kernels import stream
 from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight, shared_evenly
 from cuquant.ops.kernels.plan import Plan
 from cuquant.ops.kernels.prepacked import Groups
-from cuquant.packed import ROWS_LAYOUT, layout_components
 
 PRESSURES = [stream.LIGHT, stream.USUAL, stream.BLOCKS, stream.FINE]
 

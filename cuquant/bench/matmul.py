@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, prepack
+from cuquant.array.quant_array import QuantArray
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.matmul_peers import Calls, ProductPeer, time_product
 from cuquant.bench.matmul_report import ProductMeasurement
@@ -18,7 +19,6 @@ from cuquant.formats import Format
 from cuquant.interop import float_dtype
 from cuquant.ops.matmul import linear
 from cuquant.ops.quantize import quantize
-from cuquant.packed import ROWS_LAYOUT, PackedWeight, prepack
 
 FORMULA = (
     "TB/s = (weight and scales + x + y) / time; TFLOP/s = 2 M N K / time; the floor is the longer "

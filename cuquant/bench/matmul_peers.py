@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.bench.gpu import CupyEngine
 from cuquant.bench.peers import TorchPeer, reason
 from cuquant.bench.report import PeerTiming

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.peers import Peer, time_peer
 from cuquant.bench.quantize_report import Measurement

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.metrics import error, sqnr_db
 from cuquant.demo.corpus import passages
 from cuquant.demo.encoder import (
     Encoder,
@@ -23,7 +24,6 @@ from cuquant.errors import BackendUnavailable
 from cuquant.formats import Format, get_format
 from cuquant.gpu.device import resolve, synchronize, use
 from cuquant.interop import load_cupy, to_device
-from cuquant.metrics import error, sqnr_db
 from cuquant.ops.quantize import quantize
 
 MODEL = "all-MiniLM-L6-v2"

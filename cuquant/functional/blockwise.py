@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import MAPS, get_format
 from cuquant.formats.scales import NESTED_BLOCK

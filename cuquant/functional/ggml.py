@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS

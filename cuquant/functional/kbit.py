@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Codebook, Format, Packing, get_format
 from cuquant.functional.checks import extents, flat, floats, integer, like, typed

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.functional.checks import floats, integer, like, number
 from cuquant.ops.outputs import writable_out

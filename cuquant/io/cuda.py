@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray
+from cuquant.array.metrics import sqnr_db
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.gpu.device import use
 from cuquant.interop import load_cupy
 from cuquant.io.pipeline import Job, Made
-from cuquant.metrics import sqnr_db
 from cuquant.ops.quantize import quantize
 
 ALIGNMENT = 256  # bytes: where components start in the staging memory

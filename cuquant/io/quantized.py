@@ -16,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import QuantArray
+from cuquant.array.components import OPERATIONS
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_components, unpack
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, did_you_mean, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
@@ -30,8 +32,6 @@ from cuquant.io.state import (
     is_description,
     parse_format,
 )
-from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_components, unpack
-from cuquant.stored import OPERATIONS
 
 KEY, VERSION = "cuquant", 1
 MAX_AXES = 64  # NumPy's own limit

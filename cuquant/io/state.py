@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cuquant.array.packed_weight import layout_components
 from cuquant.errors import FormatError, clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
 from cuquant.interop import INPUT_DTYPES
-from cuquant.packed import layout_components
 
 EXTRA = "_extra_state"  # where torch's nn.Module puts what get_extra_state returns
 VERSION = 1

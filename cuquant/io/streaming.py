@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.metrics import error
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.gpu.device import resolve
 from cuquant.io.cuda import make_slots
@@ -22,7 +23,6 @@ from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.io.safetensors.tensors import quote
-from cuquant.metrics import error
 from cuquant.ops.quantize import quantize
 
 SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is written

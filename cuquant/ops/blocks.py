@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray, check_global_scale
+from cuquant.array.components import OPERATIONS
+from cuquant.array.quant_array import QuantArray, check_global_scale
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops import decode
 from cuquant.ops.plain import pack_codes
-from cuquant.stored import OPERATIONS
 
 U8 = np.dtype(np.uint8)
 

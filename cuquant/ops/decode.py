@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.ops.kernels.dequantize import decoder
 from cuquant.ops.kernels.pack import pack

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import QuantArray
+from cuquant.array.components import OPERATIONS, ArrayT, Stored
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu import jit
 from cuquant.ops import decode
 from cuquant.ops.kernels.plan import dequantize_programs
 from cuquant.ops.outputs import writable_out
-from cuquant.stored import OPERATIONS, ArrayT, Stored
 
 
 @interop.untraced

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import reference
-from cuquant.array import QuantArray
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.codecs import Minifloat
 from cuquant.gpu.arrays import GpuBackend, backend_of

@@ -5,7 +5,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.components import OPERATIONS, ArrayT
+from cuquant.array.packed_weight import PackedWeight
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu import jit
 from cuquant.ops import multiply
 from cuquant.ops.kernels.plan import matmul_programs
@@ -20,9 +22,7 @@ from cuquant.ops.product import (
     weight,
 )
 from cuquant.ops.repeated import Call, again
-from cuquant.packed import PackedWeight
 from cuquant.reference import ACTIVATIONS
-from cuquant.stored import OPERATIONS, ArrayT
 
 Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers
 

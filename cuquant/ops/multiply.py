@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.array import QuantArray
-from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.view import View, c_strides
@@ -28,7 +29,6 @@ from cuquant.ops.kernels.route import gather_bytes, route, route_bytes
 from cuquant.ops.product import Finish, Operand
 from cuquant.ops.repeated import Call, keep
 from cuquant.ops.unpacked import Filling, rows_of
-from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
 F32 = np.dtype(np.float32)
 BLOCK_ALIGNMENT = 4  # bytes, of ggml's blocks: kernels read their fields as words

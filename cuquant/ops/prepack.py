@@ -1,14 +1,14 @@
-"""`prepack` and `unpack` on a GPU; cuquant/packed.py has the operations."""
+"""`prepack` and `unpack` on a GPU; cuquant/array/packed_weight.py has the operations."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from cuquant.fragments import Fragments
+from cuquant.array.components import OPERATIONS
+from cuquant.array.fragments import Fragments
 from cuquant.gpu import jit
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops.decode import contiguous
 from cuquant.ops.kernels.prepack import Prepack, prepack_programs
-from cuquant.stored import OPERATIONS
 
 ALIGNMENT = 16  # bytes: kernels read whole words of arrays that may be of single bytes
 

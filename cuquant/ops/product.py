@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.quant_array import QuantArray
 from cuquant.lazy import lazy
 from cuquant.ops.outputs import check_out, writable_out
-from cuquant.packed import PackedWeight, unpack
 from cuquant.reference import ACTIVATIONS
 from cuquant.reference.memory import empty
 

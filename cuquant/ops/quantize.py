@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import QuantArray
+from cuquant.array.components import ArrayT
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.gpu import jit
 from cuquant.gpu.arrays import backend_of
@@ -17,7 +18,6 @@ from cuquant.ops.calibrated import calibration
 from cuquant.ops.encode import EncodeOnGpu
 from cuquant.ops.kernels import geometry
 from cuquant.ops.kernels.plan import quantize_programs
-from cuquant.stored import ArrayT
 
 
 @interop.untraced

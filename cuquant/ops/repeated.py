@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import PackedWeight
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
 from cuquant.ops.kernels.epilogue import PACK
 from cuquant.ops.kernels.operands import Product
 from cuquant.ops.kernels.product import Run
 from cuquant.ops.remember import Remembered
-from cuquant.packed import PackedWeight
 
 MOST = 64  # kinds of calls that are kept for a weight
 

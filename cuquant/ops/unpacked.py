@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.fragments import Fragments
+from cuquant.array.fragments import Fragments
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch
@@ -16,7 +17,6 @@ from cuquant.ops.decode import contiguous
 from cuquant.ops.kernels.operands import Weight
 from cuquant.ops.kernels.prepack import Prepack
 from cuquant.ops.remember import Remembered
-from cuquant.packed import PackedWeight
 
 _rows: Remembered[dict[str, Any]] = Remembered()  # by the weight's components
 

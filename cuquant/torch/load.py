@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import PackedWeight, prepack, unpack
+from cuquant.array.quant_array import QuantArray
 from cuquant.io.quantized import load
-from cuquant.packed import PackedWeight, prepack, unpack
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
 

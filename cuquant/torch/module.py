@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_for
+from cuquant.array.packed_weight import prepack as prepacked
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
 from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
 from cuquant.ops.quantize import quantize
-from cuquant.packed import ROWS_LAYOUT, PackedWeight, layout_for
-from cuquant.packed import prepack as prepacked
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.op import DEQUANTIZE, LINEAR, weight_of
 from cuquant.torch.spec import (

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.ops.dequantize import dequantize
 from cuquant.ops.matmul import linear
-from cuquant.packed import PackedWeight, unpack
 from cuquant.torch.spec import Weight, WeightSpec
 
 _product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway

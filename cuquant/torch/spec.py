@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from cuquant import interop
-from cuquant.array import QuantArray
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats.format import Component
 from cuquant.io.state import EXTRA, Description, bytes_shape, components, format_text, parse_format
-from cuquant.packed import ROWS_LAYOUT, PackedWeight
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -1,5 +1,5 @@
 // Weights in the layout "fragments/1": a lane's 32 codes of 16 rows x 64 columns -> operands of matrix
-// products. cuquant/fragments.py says where which code lies.
+// products. cuquant/array/fragments.py says where which code lies.
 #pragma once
 #include "format.cuh"
 #include "device/mma.cuh"

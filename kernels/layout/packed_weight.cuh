@@ -1,5 +1,5 @@
 // The arrays of a PackedWeight of layout "fragments/1" (or of a QuantArray by rows), and what a lane knows of the groups of its rows.
-// cuquant/fragments.py says where everything lies.
+// cuquant/array/fragments.py says where everything lies.
 #pragma once
 #include "format/blocks.cuh"
 #include "layout/fragments.cuh"

@@ -1,4 +1,4 @@
-// A weight to the layout "fragments/1" and back; cuquant/fragments.py says where which bit lies.
+// A weight to the layout "fragments/1" and back; cuquant/array/fragments.py says where which bit lies.
 // fragments_of_rows, fragments_of_blocks: a thread makes the words of one lane of a unit, 32 codes.
 // rows_of_fragments, blocks_of_fragments: a word, or a byte of ggml's. The scales: one number a thread.
 #include "format/blocks.cuh"

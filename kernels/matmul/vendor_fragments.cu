@@ -26,7 +26,7 @@ struct UnitDecoder {
             return saturated_value<Format, float>(value_of<Format>(code, scale, shift, tables), code, scale, shift, tables);
         }
     }
-    // Registers 0 .. 3 of step kStep: see cuquant/fragments.py.
+    // Registers 0 .. 3 of step kStep: see cuquant/array/fragments.py.
     template <int kStep, int kRegister>
     __device__ static void one(const Prepacked& w, const u32* words, const Own& own, const Tables& tables, float* turned, int g, int t) {
         constexpr int h = kRegister % 2;

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP
 from cuquant.formats import Format, Uniform
-from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.tensor_map import MAP_BYTES

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
-from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES

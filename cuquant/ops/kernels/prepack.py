@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cuquant.array.fragments import LANES, Fragments, takes
 from cuquant.formats import Format
-from cuquant.fragments import LANES, Fragments, takes
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts as words

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.formats import Codebook, Format, Minifloat, get_format
-from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.gpu.backend import Backend
 from cuquant.ops.kernels import facts as words
 

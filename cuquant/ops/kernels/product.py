@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from cuquant.fragments import FRAGMENTS_LAYOUT
+from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.gpu.backend import Backend
 from cuquant.ops.kernels import blocks_product, hopper, stream, vendor
 from cuquant.ops.kernels.matmul_plain import FEW, TILE, Plain

@@ -5,8 +5,8 @@ stream_meet.cuh)."""
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from cuquant.array.fragments import STRIP, UNIT
 from cuquant.formats import Codebook, Format, Uniform
-from cuquant.fragments import STRIP, UNIT
 from cuquant.ops.kernels.operands import Problem
 from cuquant.ops.kernels.prepacked import Groups
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.formats import Format, Uniform
-from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from cuquant.array.fragments import STRIP, UNIT
 from cuquant.formats import Format
-from cuquant.fragments import STRIP, UNIT
 from cuquant.gpu.limits import SHARED
 from cuquant.ops.kernels import prepacked
 from cuquant.ops.kernels.operands import Problem

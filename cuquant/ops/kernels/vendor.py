@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.formats import Format
 from cuquant.formats.blocks import Run
-from cuquant.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.gpu.backend import Backend, Gemm, Matrix, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.kernels import facts as words

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import QuantArray
+from cuquant.array.components import OPERATIONS, ArrayT, Stored, torch_call
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
-from cuquant.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.stored import OPERATIONS, ArrayT, Stored, torch_call
 
 _LINEAR = "cuquant.linear(x, p) is x @ w.T of a prepacked weight"
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
@@ -54,7 +54,7 @@ class PackedWeight(Stored[ArrayT]):
     format
         The Format.
     layout
-        Name and version of the layout: "fragments/1" (cuquant/fragments.py) is that of the
+        Name and version of the layout: "fragments/1" (cuquant/array/fragments.py) is that of the
         tensor cores, "rows/1" that of the QuantArray.
     components
         The arrays that hold it, by name: NumPy, CuPy or torch ones, all on one device.

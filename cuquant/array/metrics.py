@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
-from cuquant.array import QuantArray
-from cuquant.packed import PackedWeight, unpack
-from cuquant.stored import Stored
+from cuquant.array.components import Stored
+from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.quant_array import QuantArray
 
 
 class Error(NamedTuple):

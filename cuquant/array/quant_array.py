@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cuquant import interop, reference, slicing
+from cuquant import interop, reference
+from cuquant.array import slicing
+from cuquant.array.components import OPERATIONS, ArrayT, Stored, torch_call
 from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.formats.format import Component
-from cuquant.stored import OPERATIONS, ArrayT, Stored, torch_call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
