@@ -14,6 +14,7 @@ from hypothesis import settings
 
 import cuquant as cq
 from cuquant.gpu import cubins, jit
+from cuquant.ops import programs as all_programs
 
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("cuquant")
@@ -152,5 +153,5 @@ def operation(monkeypatch):
         numbers = [len(fmt.name), *range(10, 10 + len(dtypes))]
         return [replace(planted.AFFINE, arguments=("formats::twice", n)) for n in numbers]
 
-    monkeypatch.setattr(jit, "PROGRAMS", {"quantize": programs})
+    monkeypatch.setattr(all_programs, "PROGRAMS", {"quantize": programs})
     return asked

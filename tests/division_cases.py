@@ -4,8 +4,8 @@ import prepack_cases
 from hypothesis import strategies as st
 
 import cuquant as cq
-from cuquant.ops.kernels import prepacked
-from cuquant.ops.kernels.prepacked import Groups
+from cuquant.ops.layout import packed_weight as prepacked
+from cuquant.ops.layout.packed_weight import Groups
 
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 # Bytes of shared memory that a block may have (CUDA C programming guide, compute capabilities).

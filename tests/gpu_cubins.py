@@ -13,9 +13,10 @@ from on_emulator import OnEmulator
 from oracle import DTYPES
 
 import cuquant as cq
-from cuquant import ahead
 from cuquant.gpu import jit
-from cuquant.ops.kernels.finite import first_nonfinite
+from cuquant.ops import precompile as ahead
+from cuquant.ops.programs import PROGRAMS
+from cuquant.ops.quantize.finite import first_nonfinite
 
 VERSION = "nvrtc.txt"  # in the folder: which NVRTC made it
 
@@ -36,7 +37,7 @@ def programs() -> list[jit.Program]:
         program
         for operation in ("quantize", "dequantize")
         for name in cq.list_formats()
-        for program in jit.PROGRAMS[operation](cq.get_format(name))
+        for program in PROGRAMS[operation](cq.get_format(name))
     )
     return list(dict.fromkeys([*recorder.programs, *usual]))
 

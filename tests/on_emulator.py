@@ -11,8 +11,9 @@ from kernel_cases import Case
 
 import cuquant as cq
 from cuquant import interop
-from cuquant.ops import decode, encode
-from cuquant.ops.kernels import geometry
+from cuquant.ops import geometry
+from cuquant.ops.dequantize import on_gpu as decode
+from cuquant.ops.quantize import on_gpu as encode
 
 
 class OnEmulator:

@@ -15,7 +15,8 @@ from on_emulator import OnEmulator
 from oracle import DTYPES
 
 import cuquant as cq
-from cuquant.ops import multiply, product
+from cuquant.ops.matmul import check as product
+from cuquant.ops.matmul import on_gpu as multiply
 from cuquant.reference import ACTIVATIONS
 
 F32, F64 = np.float32, np.float64

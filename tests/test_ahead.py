@@ -6,8 +6,8 @@ import pytest
 from planted import AFFINE, KERNEL, FakeCupy, failing, files
 
 import cuquant as cq
-from cuquant import ahead
 from cuquant.gpu import elf, jit
+from cuquant.ops import precompile as ahead
 
 
 def precompile(*formats, **options):

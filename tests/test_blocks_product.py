@@ -18,8 +18,8 @@ from test_q8_1_kernels import random_blocks
 
 import cuquant as cq
 from cuquant.formats.blocks import BLOCK_LAYOUTS
-from cuquant.ops.kernels import blocks_product
-from cuquant.ops.kernels.blocks_product import Shape, divide
+from cuquant.ops.matmul import ggml as blocks_product
+from cuquant.ops.matmul.ggml import Shape, divide
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32

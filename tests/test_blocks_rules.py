@@ -7,9 +7,9 @@ from test_blocks_product import NAMES, of_bytes
 
 import cuquant as cq
 from cuquant.gpu.limits import SHARED
-from cuquant.ops.kernels import blocks_product
-from cuquant.ops.kernels.blocks_product import Shape, divide, in_boxes
-from cuquant.ops.kernels.q8_1 import operand
+from cuquant.ops.matmul import ggml as blocks_product
+from cuquant.ops.matmul.ggml import Shape, divide, in_boxes
+from cuquant.ops.matmul.q8_1 import operand
 
 
 @pytest.mark.parametrize("arch", [80, 86, 90, 100, 120, 999])

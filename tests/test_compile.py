@@ -28,10 +28,12 @@ import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.gpu import elf, jit
 from cuquant.gpu.jit import Program
-from cuquant.ops.kernels import hopper, stream, tiles
-from cuquant.ops.kernels.operands import Problem, Weight
-from cuquant.ops.kernels.prepacked import Groups
-from cuquant.ops.kernels.rows import AT_SUMS
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul import hopper, stream
+from cuquant.ops.matmul import hopper_tiles as tiles
+from cuquant.ops.matmul.problem import Problem, Weight
+from cuquant.ops.matmul.stream_rows import AT_SUMS
+from cuquant.ops.programs import PROGRAMS
 
 RECORD = Path(__file__).with_name("compile_record.json")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
@@ -58,12 +60,12 @@ class Failure(NamedTuple):
 
 
 def programs(operation: str, name: str, **options) -> list[Program]:
-    return jit.PROGRAMS[operation](cq.get_format(name), **options)
+    return PROGRAMS[operation](cq.get_format(name), **options)
 
 
 def all_programs(arch: int = MAIN_ARCH) -> list[Program]:
     """Each distinct one for an architecture, in a fixed order."""
-    pairs = ((operation, name) for operation in sorted(jit.PROGRAMS) for name in cq.list_formats())
+    pairs = ((operation, name) for operation in sorted(PROGRAMS) for name in cq.list_formats())
     found = [program for pair in pairs for program in programs(*pair, arch=arch)]
     return list(dict.fromkeys([*found, *(fine() + tall() if arch == MAIN_ARCH else [])]))
 
@@ -237,13 +239,11 @@ def test_every_kernel_compiles_without_local_memory():
 
 
 @pytest.mark.parametrize("name", WIDE_FORMATS)
-@pytest.mark.parametrize(
-    "operation", [operation for operation in WIDE if operation in jit.PROGRAMS]
-)
+@pytest.mark.parametrize("operation", [operation for operation in WIDE if operation in PROGRAMS])
 def test_some_kernel_at_the_memory_roof_has_16_byte_accesses(operation, name):
     """Of the kernels for half precision: the plain one, which takes any shape, has none."""
     faults = []
-    for program in jit.PROGRAMS[operation](cq.get_format(name), dtypes=("float16",)):
+    for program in PROGRAMS[operation](cq.get_format(name), dtypes=("float16",)):
         sass = elf.disassembled(jit.compiled(program, MAIN_ARCH).code)
         if sass is None:
             pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")

@@ -22,8 +22,8 @@ from cuquant.bench.markdown import markdown
 from cuquant.gpu import elf, jit
 from cuquant.gpu.device import gpu_available
 from cuquant.gpu.view import View
-from cuquant.ops.kernels.dequantize import decoder
-from cuquant.ops.kernels.plan import ADDRESS, Plan
+from cuquant.ops.dequantize.decoder import decoder
+from cuquant.ops.programs import ADDRESS, PROGRAMS, Plan
 
 TORCH = importlib.util.find_spec("torch") is not None
 MOST_LINES = 210  # of README
@@ -307,7 +307,7 @@ def documented_sizes(kernel):
 @pytest.mark.parametrize("kernel", ["dequantize", "quantize"])
 def test_the_documented_signature_is_that_of_the_kernel(kernel):
     pytest.importorskip("cupy")
-    program = next(p for p in jit.PROGRAMS[kernel](cq.get_format("int4")) if p.entry == kernel)
+    program = next(p for p in PROGRAMS[kernel](cq.get_format("int4")) if p.entry == kernel)
     try:
         code = jit.compiled(program, 90).code
     except cq.BackendUnavailable as error:

@@ -15,8 +15,8 @@ from oracle import DTYPES, bits_equal
 from products import Products, values
 
 import cuquant as cq
-from cuquant.ops import multiply
-from cuquant.ops.product import Finish, Operand
+from cuquant.ops.matmul import on_gpu as multiply
+from cuquant.ops.matmul.check import Finish, Operand
 
 ARCH = 90
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")

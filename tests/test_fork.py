@@ -50,7 +50,7 @@ def run(code: str) -> None:
 
 # What a thread of the parent is in the middle of when it forks: a function that is called there.
 BUSY = {
-    "a product unpacks its weight": ("cuquant.ops.product", "unpack", "cq.linear(x, p)"),
+    "a product unpacks its weight": ("cuquant.ops.matmul.check", "unpack", "cq.linear(x, p)"),
     "a format hashes": ("cuquant.formats.format", "hash", "hash(fresh)"),
 }
 

@@ -8,7 +8,7 @@ from emulator import Emulator, compiler
 import cuquant as cq
 from cuquant.formats import Codebook, Packing, Uniform
 from cuquant.gpu.jit import Launch, Program
-from cuquant.ops.kernels import facts
+from cuquant.ops import cpp as facts
 from cuquant.reference.philox import uniform
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")

@@ -17,8 +17,8 @@ from test_vendor import expect
 
 import cuquant as cq
 from cuquant import interop
-from cuquant.ops.kernels.operands import Problem, Weight
-from cuquant.ops.kernels.product import choose
+from cuquant.ops.matmul.choose import choose
+from cuquant.ops.matmul.problem import Problem, Weight
 
 
 @pytest.fixture(params=fake_gpu.KINDS)

@@ -18,9 +18,9 @@ from products import Products, finished, normal, values, weight
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
 from cuquant.gpu import jit
-from cuquant.ops.kernels import tiles
-from cuquant.ops.kernels.operands import Problem
-from cuquant.ops.kernels.product import choose
+from cuquant.ops.matmul import hopper_tiles as tiles
+from cuquant.ops.matmul.choose import choose
+from cuquant.ops.matmul.problem import Problem
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,9 @@ from products import normal, values, weight
 import cuquant as cq
 from cuquant.gpu import arrays as backends
 from cuquant.gpu.cublas import Cublas
-from cuquant.ops import repeated, unpacked
-from cuquant.ops.kernels import product
+from cuquant.ops.matmul import choose as product
+from cuquant.ops.matmul import prepared as repeated
+from cuquant.ops.matmul import unpacked
 from cuquant.ops.remember import Remembered
 
 
@@ -39,8 +40,8 @@ def plans(monkeypatch):
     """The plans that a test makes, and whether the slow way was gone."""
     monkeypatch.setattr(repeated, "_plans", Remembered())
     slow = []
-    prepare = cq.ops.multiply.linear
-    monkeypatch.setattr(cq.ops.multiply, "linear", lambda *a: slow.append(1) or prepare(*a))
+    prepare = cq.ops.matmul.on_gpu.linear
+    monkeypatch.setattr(cq.ops.matmul.on_gpu, "linear", lambda *a: slow.append(1) or prepare(*a))
     return slow
 
 

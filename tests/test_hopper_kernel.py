@@ -29,8 +29,9 @@ from prepack_cases import LAID
 from products import TINY, ULP, UNIT, Products, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops.kernels import hopper, stream, tiles
-from cuquant.ops.kernels.tiles import Shape
+from cuquant.ops.matmul import hopper, stream
+from cuquant.ops.matmul import hopper_tiles as tiles
+from cuquant.ops.matmul.hopper_tiles import Shape
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32

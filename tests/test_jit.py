@@ -22,6 +22,7 @@ from cuquant.gpu import cubins, elf, jit
 from cuquant.gpu import source as sources
 from cuquant.gpu.cubins import CacheWarning, Compiled
 from cuquant.gpu.jit import Program
+from cuquant.ops import print_source
 
 # ---- sources ------------------------------------------------------------------------------------
 
@@ -503,20 +504,22 @@ def test_the_wanted_kernel_is_picked(nvrtc, kernels):
             elf.resources(code, entry)
 
 
-# ---- python -m cuquant.gpu.jit ------------------------------------------------------------------
+# ---- python -m cuquant.ops.print_source ----------------------------------------------------------
 
 
 def test_the_text_of_an_operation_is_printed(kernels, operation, capsys):
-    jit.main(["quantize", "nf4"])
+    print_source.main(["quantize", "nf4"])
     text = capsys.readouterr().out
     assert text.count("using i64") == 1, "kernels of one text print it once"
     assert all(f"// cuquant::affine<formats::twice, {n}>\n" in text for n in (3, 10, 11))
     for wrong in ([], ["matmul", "nf4"], ["quantize", "nf5"]):
         with pytest.raises(SystemExit, match=r"quantize|nf5"):
-            jit.main(wrong)
+            print_source.main(wrong)
 
 
 def test_it_runs_as_a_module_without_a_warning():
-    command = [sys.executable, "-W", "error", "-m", "cuquant.gpu.jit", "none", "nf4"]
+    command = [sys.executable, "-W", "error", "-m", "cuquant.ops.print_source", "none", "nf4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("usage: python -m cuquant.gpu.jit")
+    assert done.returncode == 1 and done.stderr.startswith(
+        "usage: python -m cuquant.ops.print_source"
+    )

@@ -10,7 +10,7 @@ from oracle import DTYPES, bits_equal
 from products import exact, is_close
 
 import cuquant as cq
-from cuquant.ops.matmul import Activation
+from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS, erf
 
 NAMES = cq.list_formats()

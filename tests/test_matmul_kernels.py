@@ -12,11 +12,11 @@ from oracle import DTYPES, bits_equal
 from products import CASES, Products, exact, finished, is_close, normal, values, weight
 
 import cuquant as cq
-from cuquant.ops import multiply
-from cuquant.ops.kernels.operands import Dense, Problem, Product
-from cuquant.ops.kernels.product import ORCHESTRATORS, choose
-from cuquant.ops.kernels.route import route, route_bytes
-from cuquant.ops.product import Finish, Operand
+from cuquant.ops.matmul import on_gpu as multiply
+from cuquant.ops.matmul.check import Finish, Operand
+from cuquant.ops.matmul.choose import ORCHESTRATORS, choose
+from cuquant.ops.matmul.problem import Dense, Problem, Product
+from cuquant.ops.matmul.route import route, route_bytes
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32

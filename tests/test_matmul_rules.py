@@ -15,10 +15,12 @@ from kernel_arrays import LEVELS
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.formats import Codebook, Minifloat
-from cuquant.ops.kernels import prepacked, stream, tiles
-from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight
-from cuquant.ops.kernels.prepacked import Groups
-from cuquant.ops.kernels.product import ORCHESTRATORS, choose
+from cuquant.ops.layout import packed_weight as prepacked
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul import hopper_tiles as tiles
+from cuquant.ops.matmul import stream
+from cuquant.ops.matmul.choose import ORCHESTRATORS, choose
+from cuquant.ops.matmul.problem import Dense, Problem, Product, Weight
 
 # ---- groups, tables, numbers --------------------------------------------------------------------
 

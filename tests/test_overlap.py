@@ -20,6 +20,7 @@ from cuquant.gpu.elf import Resources
 from cuquant.gpu.jit import Program
 from cuquant.gpu.kernel import Kernel
 from cuquant.gpu.source import kernel_folder
+from cuquant.ops.programs import PROGRAMS
 
 # ---- how they are started -----------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ def programs(name: str) -> list[Program]:
     found = [
         program
         for operation in ("quantize", "matmul", "gemm_q8_1")
-        for program in jit.PROGRAMS[operation](named(name), dtypes=("float16",), arch=90)
+        for program in PROGRAMS[operation](named(name), dtypes=("float16",), arch=90)
     ]
     return list(dict.fromkeys(found))
 

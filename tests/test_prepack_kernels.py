@@ -10,8 +10,8 @@ from prepack_cases import Case, same, same_parts
 
 import cuquant as cq
 from cuquant.array.fragments import Fragments
-from cuquant.gpu import jit
-from cuquant.ops.kernels.prepack import Prepack
+from cuquant.ops.layout.prepack import Prepack
+from cuquant.ops.programs import PROGRAMS
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def test_kernels_make_what_numpy_makes(case, built):
 def test_programs_are_known_ahead(name, built):
     fmt = cq.get_format(name)
     own = [case for case in cases.BASICS if case.format == name]
-    recorder, known = Recorder(), set(jit.PROGRAMS["prepack"](fmt))
+    recorder, known = Recorder(), set(PROGRAMS["prepack"](fmt))
     for case in own:
         layout = Prepack(Fragments(fmt, case.shape))
         layout.rows(recorder, layout.lay_out(recorder, case.weight().arrays()))
     assert set(recorder.programs) == known
-    assert not jit.PROGRAMS["prepack"](cq.get_format("fp16"))
+    assert not PROGRAMS["prepack"](cq.get_format("fp16"))
 
 
 LIBRARIES = ["cupy", pytest.param("torch", marks=needs_torch)]

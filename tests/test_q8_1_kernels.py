@@ -13,7 +13,7 @@ import cuquant as cq
 import cuquant.functional as F
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.gpu import limits as gpus
-from cuquant.ops.kernels import q8_1
+from cuquant.ops.matmul import q8_1
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

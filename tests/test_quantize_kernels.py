@@ -12,8 +12,8 @@ from oracle import DTYPES
 
 import cuquant as cq
 from cuquant.formats.search import SEARCHES
-from cuquant.ops.kernels.finite import first_nonfinite
-from cuquant.ops.kernels.search import Search
+from cuquant.ops.quantize.finite import first_nonfinite
+from cuquant.ops.quantize.search import Search
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

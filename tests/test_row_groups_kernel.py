@@ -10,9 +10,9 @@ from products import ULP, Products, normal, values
 from test_stream_kernel import gated, swiglu_bound
 
 import cuquant as cq
-from cuquant.ops.kernels import stream
-from cuquant.ops.kernels.operands import Problem, Weight
-from cuquant.ops.kernels.rows import AT_OPERANDS, AT_SUMS
+from cuquant.ops.matmul import stream
+from cuquant.ops.matmul.problem import Problem, Weight
+from cuquant.ops.matmul.stream_rows import AT_OPERANDS, AT_SUMS
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

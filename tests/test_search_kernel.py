@@ -9,7 +9,7 @@ from cuquant import reference
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.formats.search import SEARCHES
-from cuquant.ops.kernels.search import MOST_PIECES, Search, pieces, search_facts
+from cuquant.ops.quantize.search import MOST_PIECES, Search, pieces, search_facts
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
@@ -137,7 +137,7 @@ def test_no_blocks_need_no_launch():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_few_threads_loop_over_many_blocks(name, rng, monkeypatch):
-    monkeypatch.setattr("cuquant.ops.kernels.search.MOST_GRID", 2)
+    monkeypatch.setattr("cuquant.ops.quantize.search.MOST_GRID", 2)
     x = rng.standard_normal((1, 40 * ELEMENTS)).astype(F32)
     assert Search(get_format(name)).launch(x.dtype, x.size // 32).grid == (2, 1, 1)
     found, wanted = both(name, x, "propagate")

@@ -16,8 +16,8 @@ from products import ULP, Products, normal, values
 from test_stream_kernel import divided, gated, swiglu_bound
 
 import cuquant as cq
-from cuquant.ops.kernels import hopper, stream
-from cuquant.ops.kernels.operands import Problem, Weight
+from cuquant.ops.matmul import hopper, stream
+from cuquant.ops.matmul.problem import Problem, Weight
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 

@@ -25,8 +25,9 @@ from products import ULP, UNIT, Products, exact, is_close, normal, values, weigh
 
 import cuquant as cq
 from cuquant.gpu.jit import Launch, Program
-from cuquant.ops.kernels import prepacked, stream
-from cuquant.ops.kernels.stream import Shape
+from cuquant.ops.layout import packed_weight as prepacked
+from cuquant.ops.matmul import stream
+from cuquant.ops.matmul.stream import Shape
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.array.packed_weight import ROWS_LAYOUT, layout_components
-from cuquant.ops.kernels import stream
-from cuquant.ops.kernels.operands import Dense, Problem, Product, Weight, shared_evenly
-from cuquant.ops.kernels.plan import Plan
-from cuquant.ops.kernels.prepacked import Groups
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul import stream
+from cuquant.ops.matmul.problem import Dense, Problem, Product, Weight, shared_evenly
+from cuquant.ops.programs import Plan
 
 PRESSURES = [stream.LIGHT, stream.USUAL, stream.BLOCKS, stream.FINE]
 

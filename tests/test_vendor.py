@@ -23,8 +23,9 @@ import cuquant as cq
 from cuquant import interop
 from cuquant.gpu import arrays as gpu
 from cuquant.gpu import cublas, jit, workspace
-from cuquant.ops.kernels import product, vendor
-from cuquant.ops.kernels.operands import Weight
+from cuquant.ops.matmul import choose as product
+from cuquant.ops.matmul import vendor
+from cuquant.ops.matmul.problem import Weight
 from cuquant.reference import ACTIVATIONS
 
 F32 = np.float32
@@ -407,7 +408,7 @@ def test_arrays_of_libraries(kind, monkeypatch, built):
     there, bias = to(x), to(normal((35,)))
     with by_vendor():
         first, ended = cq.linear(there, moved), cq.linear(there, moved, bias)
-        with mock.patch.object(cq.ops.multiply, "linear", None):  # by the plan
+        with mock.patch.object(cq.ops.matmul.on_gpu, "linear", None):  # by the plan
             again = cq.linear(there, moved)
     assert bits_equal(interop.to_host(again), interop.to_host(first))
     wanted = expect(x, q)

@@ -17,8 +17,8 @@ from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import MIN_REPEATS, copies, host_time, measure
 from cuquant.formats import Format
 from cuquant.interop import float_dtype
-from cuquant.ops.matmul import linear
-from cuquant.ops.quantize import quantize
+from cuquant.ops.matmul.door import linear
+from cuquant.ops.quantize.door import quantize
 
 FORMULA = (
     "TB/s = (weight and scales + x + y) / time; TFLOP/s = 2 M N K / time; the floor is the longer "

@@ -16,8 +16,8 @@ from cuquant.bench.timing import MIN_REPEATS, copies, measure
 from cuquant.errors import did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.interop import INPUT_DTYPES, float_dtype
-from cuquant.ops.dequantize import dequantize
-from cuquant.ops.quantize import quantize
+from cuquant.ops.dequantize.door import dequantize
+from cuquant.ops.quantize.door import quantize
 
 FORMULA = (
     "TB/s = bytes / time; bytes = values + all components, each read or written once; the values "

@@ -24,7 +24,7 @@ from cuquant.errors import BackendUnavailable
 from cuquant.formats import Format, get_format
 from cuquant.gpu.device import resolve, synchronize, use
 from cuquant.interop import load_cupy, to_device
-from cuquant.ops.quantize import quantize
+from cuquant.ops.quantize.door import quantize
 
 MODEL = "all-MiniLM-L6-v2"
 WORDS = "embeddings.word_embeddings.weight"

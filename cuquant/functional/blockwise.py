@@ -12,8 +12,8 @@ from cuquant.errors import FormatError
 from cuquant.formats import MAPS, get_format
 from cuquant.formats.scales import NESTED_BLOCK
 from cuquant.functional.checks import extents, flat, floats, integer, like, number, typed
-from cuquant.ops.plain import nested_absmax
-from cuquant.ops.quantize import quantize
+from cuquant.ops.plain_arrays import nested_absmax
+from cuquant.ops.quantize.door import quantize
 
 NESTED_PARTS = ("absmax_q", "nested_absmax", "nested_map", "offset")
 

@@ -14,9 +14,9 @@ from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.functional.checks import floats, integer, like, real, typed
-from cuquant.ops import q8_1
-from cuquant.ops.blocks import interleave
-from cuquant.ops.quantize import quantize
+from cuquant.ops.ggml import interleave
+from cuquant.ops.matmul import q8_1_on_gpu
+from cuquant.ops.quantize.door import quantize
 
 F32 = np.float32
 SUMS = ("quants", "values")
@@ -201,7 +201,7 @@ def _gemm(name: str) -> Callable[[Any, Any, int, int, int], Any]:
         blocks = _check_blocks(weight_q, name, "weight_q", (M, K), weight_q)
         active = _check_blocks(activation_q, "q8_1", "activation_q", (N, K), weight_q)
         if interop.is_on_gpu(weight_q):
-            return q8_1.gemm(name, blocks, active, (M, N, K))
+            return q8_1_on_gpu.gemm(name, blocks, active, (M, N, K))
         weight = _values(weight_q, name, "weight_q", K)
         activation = _values(activation_q, "q8_1", "activation_q", K)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -335,7 +335,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     host = floats(x, "x", near=x)
     fmt.check_shape(tuple(host.shape))
     if interop.is_on_gpu(host):
-        return q8_1.quantize_values(host)
+        return q8_1_on_gpu.quantize_values(host)
     layout = BLOCK_LAYOUTS["q8_1"]
     *rows, columns = host.shape
     blocks = _q8_1_of_values(host.astype(F32).reshape(-1, layout.elements))

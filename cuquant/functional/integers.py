@@ -9,8 +9,8 @@ from cuquant import interop
 from cuquant.errors import FormatError
 from cuquant.formats import Packing, Uniform, get_format
 from cuquant.functional.checks import integer, integers, like, numbers, real, typed
-from cuquant.ops.plain import pack_codes, quotients, scaled, unpack_codes
-from cuquant.ops.quantize import quantize
+from cuquant.ops.plain_arrays import pack_codes, quotients, scaled, unpack_codes
+from cuquant.ops.quantize.door import quantize
 
 INT4 = Packing(4, "low")
 

@@ -11,8 +11,8 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import Codebook, Format, Packing, get_format
 from cuquant.functional.checks import extents, flat, floats, integer, like, typed
-from cuquant.ops.plain import pack_codes, unpack_codes
-from cuquant.ops.quantize import quantize
+from cuquant.ops.plain_arrays import pack_codes, unpack_codes
+from cuquant.ops.quantize.door import quantize
 
 MAP_ENTRIES = 256
 

@@ -14,7 +14,7 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.functional.checks import floats, integer, like, number
 from cuquant.ops.outputs import writable_out
-from cuquant.ops.quantize import quantize
+from cuquant.ops.quantize.door import quantize
 from cuquant.reference import silu
 
 F32 = np.float32

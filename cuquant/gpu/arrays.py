@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -326,3 +326,17 @@ def backend_of(x: Any, stream: object = None) -> Iterator[GpuBackend]:
     finally:
         if before != index:
             cupy.cuda.runtime.setDevice(before)
+
+
+def contiguous(backend: GpuBackend, parts: Mapping[str, Any], alignment: int = 1) -> dict[str, Any]:
+    """Arrays in C order that start on whole elements and on `alignment` bytes, or copies."""
+    found = dict(parts)
+    for name, part in parts.items():
+        view = backend.view(part)
+        if view.is_contiguous and view.pointer % max(view.dtype.itemsize, alignment) == 0:
+            continue
+        if part.ndim:
+            found[name] = backend.contiguous(part, -1)
+        elif view.pointer % view.dtype.itemsize:
+            found[name] = backend.broadcast(part, (), view.dtype)
+    return found

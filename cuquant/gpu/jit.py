@@ -1,6 +1,7 @@
 """Kernels compiled at run time: a program -> its text -> NVRTC -> a cubin -> a launch.
 
-`python -m cuquant.gpu.jit quantize nf4` prints what NVRTC is given for an operation and a format.
+`python -m cuquant.ops.print_source quantize nf4` prints what NVRTC is given for an operation and a
+format.
 
 Environment variables
 ---------------------
@@ -23,14 +24,12 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuquant.errors import BackendUnavailable, CompileError
-from cuquant.formats import get_format
 from cuquant.gpu import cubins, driver, elf
 from cuquant.gpu.cubins import Compiled
 from cuquant.gpu.kernel import Kernel
@@ -47,11 +46,6 @@ from cuquant.lazy import lazy
 
 NEEDED_NVRTC = (12, 9)
 OVERLAP_ARCH = 90  # and newer: kernels can wait for those before them
-__path__: list[str] = []  # else runpy warns that `import cuquant` has imported this file already
-
-# By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs; filled
-# by cuquant.ops.
-PROGRAMS: dict[str, Callable[..., list["Program"]]] = {}
 
 _ERROR = re.compile(r"^[^\s(][^(\n]*\(\d+\): (?:catastrophic )?error: .*$", re.MULTILINE)
 _PTX_ENTRY = re.compile(rb"\.entry\s+([\w$]+)")
@@ -256,8 +250,8 @@ def _complaint(program: Program, target: str, log: str) -> str:
     return (
         f"{first}\n{program.name} of kernels/{program.file} does not compile for {target}. "
         f"CUQUANT_PRINT_SOURCE=1 prints what NVRTC is given, CUQUANT_DUMP=FOLDER writes it, "
-        "python -m cuquant.gpu.jit OPERATION FORMAT shows that of a format. NVRTC says:\n"
-        f"{log.strip()}"
+        "python -m cuquant.ops.print_source OPERATION FORMAT shows that of a format. "
+        f"NVRTC says:\n{log.strip()}"
     )
 
 
@@ -395,27 +389,3 @@ def _after_fork() -> None:
 
 with suppress(AttributeError):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
-
-
-# ---- python -m cuquant.gpu.jit ------------------------------------------------------------------
-
-
-def main(arguments: list[str]) -> None:
-    """Print the texts of an operation for a format: each once, after the kernels made of it."""
-    if len(arguments) != 2 or arguments[0] not in PROGRAMS:
-        known = " | ".join(sorted(PROGRAMS)) or "(none in this version)"
-        raise SystemExit(f"usage: python -m cuquant.gpu.jit OPERATION FORMAT\nOPERATION: {known}")
-    operation, name = arguments
-    try:
-        fmt = get_format(name)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    texts: defaultdict[str, list[str]] = defaultdict(list)
-    for program in PROGRAMS[operation](fmt):
-        texts[source(program)].append(program.name)
-    for text, names in texts.items():
-        sys.stdout.write("".join(f"// {name}\n" for name in names) + text)
-
-
-if __name__ == "__main__":  # this is the file's second run: the first one has what ops put in
-    importlib.import_module("cuquant.gpu.jit").main(sys.argv[1:])

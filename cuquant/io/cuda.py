@@ -14,7 +14,7 @@ from cuquant.formats.format import Component
 from cuquant.gpu.device import use
 from cuquant.interop import load_cupy
 from cuquant.io.pipeline import Job, Made
-from cuquant.ops.quantize import quantize
+from cuquant.ops.quantize.door import quantize
 
 ALIGNMENT = 256  # bytes: where components start in the staging memory
 SUMS = Component("", np.dtype(np.float64), (2,))  # signal and noise

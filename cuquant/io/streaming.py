@@ -23,7 +23,7 @@ from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
 from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.io.safetensors.tensors import quote
-from cuquant.ops.quantize import quantize
+from cuquant.ops.quantize.door import quantize
 
 SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is written
 

@@ -14,7 +14,7 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
 from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
-from cuquant.ops.quantize import quantize
+from cuquant.ops.quantize.door import quantize
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.op import DEQUANTIZE, LINEAR, weight_of
 from cuquant.torch.spec import (

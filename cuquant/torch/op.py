@@ -20,8 +20,8 @@ import torch
 
 from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight, unpack
-from cuquant.ops.dequantize import dequantize
-from cuquant.ops.matmul import linear
+from cuquant.ops.dequantize.door import dequantize
+from cuquant.ops.matmul.door import linear
 from cuquant.torch.spec import Weight, WeightSpec
 
 _product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway

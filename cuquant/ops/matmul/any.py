@@ -1,0 +1,111 @@
+"""Products by the plain kernels."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.ops.geometry import CHUNK
+from cuquant.ops.matmul.problem import Operand, Product
+
+MOST_GRID = 2**31 - 1  # thread blocks along x
+MOST_DIMS = 6  # matmul/any.cu's Batch::most
+THREADS, WARP = 256, 32
+TILE, FEW = 64, 8  # rows of x that a block of matmul_tiles and of matmul_rows takes
+PAIR = 2  # rows of weights that a warp of matmul_rows takes
+
+
+@dataclass(frozen=True)
+class Plain:
+    """matmul_plain.cu: operands of any kind, format, shape and strides.
+
+    Attributes
+    ----------
+    entry
+        "matmul_tiles" or "matmul_rows".
+    height
+        Rows of x that a thread block takes.
+    """
+
+    entry: str
+    height: int
+
+    layouts = ("rows/1", "dense")
+
+    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+        first, second = product.weights[0], product.weights[-1]
+        routing, batch = product.routing, product.batch
+        down = routing.most if routing else -(-product.rows // self.height)
+        splits = self.splits(product, down, backend.multiprocessors)
+        across = -(-product.columns // self.width(splits, len(product.weights) > 1))
+        tiles = down * across * product.batches
+        launch = self.launch((first, second), tiles)
+        x_steps, weight_steps = (tuple(dim[i] for dim in batch) for i in (1, 2))
+        x = product.x.pack(backend, x_steps)[8:]
+        first_ = first.pack(backend, weight_steps)
+        second_ = first_ if second is first else second.pack(backend, weight_steps)
+        numbers = self._problem(backend, product, down, across, tiles, splits)
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            given = pointer.to_bytes(8, "little") + x
+            backend.launch(launch, given, first_, second_, epilogue, numbers)
+
+        return run
+
+    def splits(self, product: Product, down: int, multiprocessors: int) -> int:
+        """Warps of matmul_rows that share rows of weights, so that there is work for all."""
+        if self.entry == "matmul_tiles":
+            return 1
+        each = 1 if len(product.weights) > 1 else PAIR
+        warps = down * product.batches * -(-product.columns // each)
+        wanted = min(48 * multiprocessors // max(warps, 1), product.depth // (WARP * CHUNK))
+        return 1 << min(max(wanted, 1).bit_length() - 1, 3)
+
+    def width(self, splits: int, gated: bool) -> int:
+        """Rows of weights that a thread block takes, of each matrix."""
+        if self.entry == "matmul_tiles":
+            return TILE if gated else 2 * TILE
+        return THREADS // WARP // splits * (1 if gated else PAIR)
+
+    @staticmethod
+    def _problem(
+        backend: Backend, product: Product, down: int, across: int, tiles: int, splits: int
+    ) -> bytes:
+        """The Problem struct of matmul/any.cu."""
+        routing, batch = product.routing, product.batch
+        pointers = (routing.order, routing.segments, routing.count) if routing else (0, 0, 0)
+        padded = [*batch, *[(1, 0, 0, 0)] * (MOST_DIMS - len(batch))]
+        columns = [n for column in zip(*padded, strict=True) for n in column]
+        return struct.pack(
+            "<6q3Qq2iq25q",
+            product.rows,
+            product.columns,
+            product.depth,
+            down,
+            across,
+            tiles,
+            *pointers,
+            routing.step if routing else 0,
+            len(product.weights) > 1,
+            product.swapped,
+            splits,
+            len(batch),
+            *columns,
+        )
+
+    def launch(self, weights: tuple[Operand, Operand], tiles: int) -> Launch:
+        """Of the kernel for two operands."""
+        return _plain_launch(
+            self.entry,
+            tuple(w.type for w in weights),
+            "".join(dict.fromkeys(w.facts for w in weights)),
+            min(tiles, MOST_GRID),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _plain_launch(entry: str, types: tuple[str, ...], facts: str, grid: int) -> Launch:
+    program = Program("matmul/any.cu", entry, types, facts)
+    return Launch(program, (grid, 1, 1), THREADS)

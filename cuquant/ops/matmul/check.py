@@ -1,0 +1,251 @@
+"""What products are made of, checked: operands, and what happens to a product at its end.
+
+The checks are the same wherever the arrays are; NumPy's and torch's on the CPU are also multiplied
+here, by BLAS. `cuquant.ops.matmul.on_gpu` has the GPU's part.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.quant_array import QuantArray
+from cuquant.lazy import lazy
+from cuquant.ops.outputs import check_out, writable_out
+from cuquant.reference import ACTIVATIONS
+from cuquant.reference.memory import empty
+
+F32 = np.float32
+
+
+@dataclass(frozen=True)
+class Place:
+    """A library and a device: "numpy", "cupy" or "torch", and "cpu", "cuda:0", ..."""
+
+    kind: str
+    device: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def __str__(self) -> str:
+        return f"a {self.kind} array on {self.device}"
+
+    def check(self, other: "Place", name: str, own: str) -> None:
+        """TypeError or ValueError where `other`, that of `name`, cannot be worked on with this.
+
+        Arrays of NumPy and of torch on the CPU can: they share memory.
+        """
+        if self == other or not (self.is_gpu or other.is_gpu):
+            return
+        error = TypeError if self.kind != other.kind else ValueError
+        raise error(f"{name} is {other}, and {own} {self}; move one to where the other is")
+
+
+def place_of(value: Any, name: str) -> Place:
+    """Where an array lies.
+
+    Raises
+    ------
+    TypeError
+        For anything that is no array.
+    ValueError
+        For one on a GPU whose elements do not start on their own size.
+    BackendUnavailable
+        For a device that is neither the CPU nor a CUDA one.
+    """
+    if interop.is_on_gpu(value):
+        interop.refuse_misaligned(value, name)
+        return Place(str(interop.kind(value)), interop.device(value))
+    interop.to_numpy(value, name)
+    return Place(str(interop.kind(value)), "cpu")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product: what it came as, and how to get its float32 values."""
+
+    name: str
+    source: Any
+    shape: tuple[int, ...]
+    place: Place
+    dtype: np.dtype | None  # of a plain array; None for a quantized one
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> "Operand":
+        if isinstance(value, (QuantArray, PackedWeight)):
+            value.check()
+            first = next(iter(value.components.values()))
+            if not interop.is_on_gpu(first):
+                interop.refuse_gpu(first, name)
+            place = Place(interop.kind(first) or "numpy", interop.device(first))
+            return cls(name, value, tuple(value.shape), place, None)
+        interop.refuse_gradient(value, name)
+        place = place_of(value, name)
+        dtype = interop.float_dtype(interop.dtype_of(value), name)
+        return cls(name, value, tuple(value.shape), place, dtype)
+
+    @lazy
+    def quantized(self) -> QuantArray:
+        """A quantized operand, unpacked where it is a PackedWeight."""
+        return unpack(self.source) if isinstance(self.source, PackedWeight) else self.source
+
+    def values(self) -> np.ndarray:
+        """The float32 values, on the CPU."""
+        if self.dtype is None:
+            return self.quantized.numpy().dequantize(dtype=F32)
+        return interop.to_numpy(self.source).astype(F32, copy=False)
+
+    def memory(self) -> list[Any]:
+        """The arrays that an `out` must not overlap."""
+        return [self.source] if self.dtype is not None else list(self.source.components.values())
+
+
+def weight(value: Any, name: str, ndim: int) -> Operand:
+    """The operand of a weight, [N, K] or [E, N, K]; TypeError or ValueError for anything else."""
+    if not isinstance(value, (QuantArray, PackedWeight)):
+        raise TypeError(f"{name} must be a QuantArray or PackedWeight, got {type(value).__name__}")
+    if len(value.shape) != ndim:
+        wanted = "[N, K]" if ndim == 2 else "[E, N, K]"
+        raise ValueError(f"{name} has shape {value.shape}; it must be {wanted}")
+    return Operand.of(value, name)
+
+
+def linear_shape(x: Operand, w: Operand) -> tuple[int, ...]:
+    """Of x @ w.T."""
+    if not x.shape or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"x has shape {x.shape}; with w {w.shape} its last axis must be {w.shape[1]}"
+        )
+    return (*x.shape[:-1], w.shape[0])
+
+
+def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a @ b by NumPy's rules."""
+    if not a or not b or a[-1] != b[-2 if len(b) > 1 else 0]:
+        raise ValueError(
+            f"shapes {a} and {b} do not multiply: a's last axis must equal b's last but one"
+        )
+    try:
+        batch = np.broadcast_shapes(a[:-2], b[:-2])
+    except ValueError as error:
+        raise ValueError(f"the leading axes of {a} and {b} do not broadcast") from error
+    return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What happens to a product: bias, activation and residual in float32, then one rounding.
+
+    Attributes
+    ----------
+    place
+        Of all arrays, on a GPU; of the result, on the CPU.
+    shape, dtype
+        Of the result.
+    bias, residual
+        [N] and of the result's shape, or None; NumPy's or on the GPU.
+    out
+        What the caller gave, or None.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    bias: Any = None
+    activation: str | None = None
+    residual: Any = None
+    out: Any = None
+
+    @classmethod
+    def check(
+        cls,
+        operands: list[Operand],
+        shape: tuple[int, ...],
+        *,
+        bias: Any = None,
+        activation: str | None = None,
+        residual: Any = None,
+        out_dtype: object = None,
+        out: Any = None,
+        stream: object = None,
+    ) -> "Finish":
+        """Every check of a product's other arguments, before anything is computed."""
+        first = operands[0]
+        for other in operands[1:]:
+            first.place.check(other.place, other.name, first.name)
+        if not first.place.is_gpu:
+            interop.reject_stream(stream)
+        if activation is not None and activation not in tuple(ACTIVATIONS):
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+        added = _addend(bias, "bias", shape[-1:], first)
+        carried = _addend(residual, "residual", shape, first)
+        dtype = _result_dtype(operands, out_dtype)
+        if out is not None:
+            memory = [part for operand in operands for part in operand.memory()]
+            memory += [part for part in (added, carried) if part is not None]
+            dtype = _check_out(out, shape, out_dtype, memory, first)
+        plain = next((o for o in operands if o.dtype is not None), first)
+        return cls(plain.place, shape, dtype, added, activation, carried, out)
+
+    def __call__(self, product: Callable[[], np.ndarray]) -> Any:
+        """The result on the CPU, of a function that multiplies there."""
+        with np.errstate(all="ignore"):  # NaN and infinity go through, as they do in BLAS
+            return self._finish(np.asarray(product()))
+
+    def _finish(self, result: np.ndarray) -> Any:
+        if self.bias is not None:
+            result = result + self.bias.astype(F32)
+        if self.activation is not None:
+            result = ACTIVATIONS[self.activation](result)
+        if self.residual is not None:
+            result = result + self.residual.astype(F32)
+        if self.out is None:
+            made = empty(result.shape, self.dtype)
+            made[...] = result
+            return interop.from_numpy(made, self.place.kind)
+        interop.to_numpy(self.out)[...] = result
+        return self.out
+
+
+def _addend(value: Any, name: str, shape: tuple[int, ...], near: Operand) -> Any:
+    """bias or residual, as it is on a GPU and as NumPy's on the CPU."""
+    if value is None:
+        return None
+    interop.refuse_gradient(value, name)
+    near.place.check(place_of(value, name), name, near.name)
+    interop.float_dtype(interop.dtype_of(value), name)
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
+    return value if near.place.is_gpu else interop.to_numpy(value, name)
+
+
+def _check_out(
+    out: Any, shape: tuple[int, ...], dtype: object, memory: list[Any], near: Operand
+) -> np.dtype:
+    """The dtype of `out`, after every check of it."""
+    near.place.check(place_of(out, "out"), "out", near.name)
+    if not near.place.is_gpu:
+        return writable_out(out, shape, interop.kind(out), dtype, memory).dtype
+    return check_out(out, shape, dtype, memory)
+
+
+def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:
+    if out_dtype is not None:
+        return interop.float_dtype(out_dtype, "out_dtype")
+    plain = [operand.dtype for operand in operands if operand.dtype is not None]
+    return plain[0] if plain else np.dtype(F32)
+
+
+def flat_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """np.matmul; leading axes of `a` become rows, or NumPy calls BLAS once for each of them."""
+    if b.ndim != 2 or a.ndim < 3:
+        return np.matmul(a, b)
+    rows = math.prod(a.shape[:-1])
+    return np.matmul(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])

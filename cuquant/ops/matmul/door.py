@@ -1,0 +1,309 @@
+"""Products with quantized operands, in float32 with one rounding at the end."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array.components import OPERATIONS, ArrayT
+from cuquant.array.packed_weight import PackedWeight
+from cuquant.array.quant_array import QuantArray
+from cuquant.ops.matmul import on_gpu
+from cuquant.ops.matmul.check import (
+    F32,
+    Finish,
+    Operand,
+    flat_matmul,
+    linear_shape,
+    place_of,
+    product_shape,
+    weight,
+)
+from cuquant.ops.matmul.prepared import Call, again
+from cuquant.reference import ACTIVATIONS
+
+Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers
+
+
+@interop.untraced
+def matmul(
+    a: ArrayT | QuantArray[ArrayT],
+    b: ArrayT | QuantArray[ArrayT],
+    *,
+    bias: Any = None,
+    activation: Activation | None = None,
+    out_dtype: object = None,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
+    """activation(a @ b + bias) with a QuantArray on either or both sides.
+
+    Parameters
+    ----------
+    a, b
+        [..., M, K] and [..., K, N] by NumPy's rules (1-D and broadcast too); arrays of float32,
+        float16 or bfloat16, and at least one QuantArray.
+    bias
+        [N], or None.
+    activation
+        None, "relu", "gelu" (exact) or "silu".
+    out_dtype
+        None: the plain operand's dtype; float32 where both are quantized.
+    out
+        An array to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
+
+    Returns
+    -------
+    Array [..., M, N] of the plain operand's kind; sums are float32, rounded once at the end.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> x = np.ones((3, 64), np.float32)
+    >>> w = cq.quantize(np.eye(64, dtype=np.float32), "int8")
+    >>> bool(np.allclose(x @ w.T, x)), cq.matmul(x, w.T, activation="relu").shape
+    (True, (3, 64))
+    """
+    call = Call("matmul", a, (b,), bias, None, out, activation, out_dtype)
+    if stream is None and (made := again(call)) is not None:
+        return made
+    left, right = Operand.of(a, "a"), Operand.of(b, "b")
+    if left.dtype is not None and right.dtype is not None:
+        raise TypeError(
+            "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
+        )
+    finish = _finish(call, [left, right], product_shape(left.shape, right.shape), stream)
+    if finish.place.is_gpu:
+        return on_gpu.matmul(left, right, finish, stream, call)
+    return finish(lambda: flat_matmul(left.values(), right.values()))
+
+
+@interop.untraced
+def linear(
+    x: ArrayT | QuantArray[ArrayT],
+    w: QuantArray[Any] | PackedWeight[Any],
+    bias: Any = None,
+    *,
+    activation: Activation | None = None,
+    residual: Any = None,
+    out_dtype: object = None,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
+    """activation(x @ w.T + bias) + residual, a linear layer with a quantized weight.
+
+    Parameters
+    ----------
+    x
+        [..., K], an array of float32, float16 or bfloat16, or a QuantArray.
+    w
+        QuantArray or PackedWeight [N, K].
+    bias
+        [N], or None.
+    activation
+        None, "relu", "gelu" (exact) or "silu".
+    residual
+        [..., N], added last; or None.
+    out_dtype
+        None: x's dtype, float32 where x is quantized.
+    out
+        An array [..., N] to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
+
+    Returns
+    -------
+    Array [..., N] of x's kind.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> w = cq.quantize(np.ones((4, 64), np.float32), "nf4")
+    >>> cq.linear(np.ones((2, 64), np.float32), w, np.zeros(4, np.float32))[0]
+    array([64., 64., 64., 64.], dtype=float32)
+    """
+    call = Call("linear", x, (w,), bias, residual, out, activation, out_dtype)
+    if stream is None and (made := again(call)) is not None:
+        return made
+    left, right = Operand.of(x, "x"), weight(w, "w", 2)
+    finish = _finish(call, [left, right], linear_shape(left, right), stream)
+    if finish.place.is_gpu:
+        return on_gpu.linear(left, (right,), finish, stream, call)
+    return finish(lambda: flat_matmul(left.values(), right.values().T))
+
+
+@interop.untraced
+def swiglu(
+    x: ArrayT | QuantArray[ArrayT],
+    w_gate: QuantArray[Any] | PackedWeight[Any],
+    w_up: QuantArray[Any] | PackedWeight[Any],
+    *,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
+    """silu(x @ w_gate.T) * (x @ w_up.T): the gated half of a transformer's MLP (Shazeer, 2020).
+
+    Parameters
+    ----------
+    x
+        [..., K], an array of float32, float16 or bfloat16, or a QuantArray.
+    w_gate, w_up
+        QuantArray or PackedWeight [N, K].
+    out
+        An array [..., N] to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
+
+    Returns
+    -------
+    Array [..., N] of x's kind, and of its dtype or float32 where x is quantized.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands that do not fit, or are not in one place: on a GPU all arrays must be of one
+        library and device.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> w = cq.quantize(np.ones((4, 64), np.float32), "int8")
+    >>> cq.swiglu(np.ones((1, 64), np.float32), w, w)[0, 0]
+    np.float32(4096.0)
+    """
+    call = Call("linear", x, (w_gate, w_up), out=out)
+    if stream is None and (made := again(call)) is not None:
+        return made
+    left, gate, up = Operand.of(x, "x"), weight(w_gate, "w_gate", 2), weight(w_up, "w_up", 2)
+    shape = linear_shape(left, gate)
+    if up.shape != gate.shape:
+        raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
+    finish = _finish(call, [left, gate, up], shape, stream)
+    if finish.place.is_gpu:
+        return on_gpu.linear(left, (gate, up), finish, stream, call)
+
+    def product() -> np.ndarray:
+        values = left.values()
+        gated = ACTIVATIONS["silu"](flat_matmul(values, gate.values().T))
+        return gated * flat_matmul(values, up.values().T)
+
+    return finish(product)
+
+
+@interop.untraced
+def grouped_linear(
+    x: ArrayT | QuantArray[ArrayT],
+    w: QuantArray[Any] | PackedWeight[Any],
+    experts: Any,
+    *,
+    out: Any = None,
+    stream: object = None,
+) -> ArrayT:
+    """Each row of x through its own expert's weight: y[i] = x[i] @ w[experts[i]].T.
+
+    Parameters
+    ----------
+    x
+        [T, K], an array of float32, float16 or bfloat16, or a QuantArray.
+    w
+        QuantArray or PackedWeight [E, N, K].
+    experts
+        T integers in 0..E - 1, of the host or on x's device. On a GPU they are not looked at
+        beforehand, which would mean to wait for it: a row whose expert does not exist becomes NaN.
+    out
+        An array [T, N] to write the result to.
+    stream
+        For arrays on a GPU, as in `quantize`.
+
+    Returns
+    -------
+    Array [T, N] of x's kind, and of its dtype or float32 where x is quantized.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands that do not fit or an expert that does not exist.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> w = cq.quantize(np.stack([np.zeros((2, 64)), np.ones((2, 64))]).astype(np.float32), "int8")
+    >>> cq.grouped_linear(np.ones((3, 64), np.float32), w, np.array([0, 1, 0]))[:, 0]
+    array([ 0., 64.,  0.], dtype=float32)
+    """
+    left, right = Operand.of(x, "x"), weight(w, "w", 3)
+    known, width, depth = right.shape
+    if len(left.shape) != 2 or left.shape[1] != depth:
+        raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
+    finish = Finish.check([left, right], (left.shape[0], width), out=out, stream=stream)
+    chosen = _experts(experts, left, known)
+    if finish.place.is_gpu:
+        return on_gpu.grouped_linear(left, right, chosen, finish, stream)
+
+    def product() -> np.ndarray:
+        values = left.values()
+        result = np.zeros((len(chosen), width), F32)
+        stored = right.quantized.numpy()
+        stacked = stored.axes == (0, 1, 2)  # else an expert has no components of its own
+        whole = None if stacked else stored.dequantize(dtype=F32)
+        for expert in np.unique(chosen):
+            part = stored[int(expert)].dequantize(dtype=F32) if whole is None else whole[expert]
+            result[chosen == expert] = np.matmul(values[chosen == expert], part.T)
+        return result
+
+    return finish(product)
+
+
+def _finish(call: Call, operands: list[Operand], shape: tuple[int, ...], stream: object) -> Finish:
+    """What a call's arguments but its operands ask for, after every check of them."""
+    return Finish.check(
+        operands,
+        shape,
+        bias=call.bias,
+        activation=call.activation,
+        residual=call.residual,
+        out_dtype=call.out_dtype,
+        out=call.out,
+        stream=stream,
+    )
+
+
+def _experts(experts: Any, x: Operand, known: int) -> Any:
+    """One integer for each row of x: NumPy int64, or as they are on the GPU where x is."""
+    if interop.is_on_gpu(experts):
+        x.place.check(place_of(experts, "experts"), "experts", x.name)
+        _check_experts(interop.dtype_of(experts), tuple(experts.shape), x.shape[0])
+        return experts
+    chosen = interop.to_numpy(experts, "experts") if interop.kind(experts) else np.asarray(experts)
+    if not chosen.size:
+        chosen = chosen.astype(np.int64)
+    _check_experts(chosen.dtype, chosen.shape, x.shape[0])
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < known):
+        which = f"in 0..{known - 1}" if known else "none, as w has none"
+        raise ValueError(f"experts must be {which}, got {chosen.min()}..{chosen.max()}")
+    return chosen.astype(np.int64)
+
+
+def _check_experts(dtype: np.dtype, shape: tuple[int, ...], count: int) -> None:
+    if dtype.kind not in "iu":
+        raise TypeError(f"experts must be integers, got {dtype}")
+    if shape != (count,):
+        raise ValueError(f"experts has shape {shape}; x has {count} rows")
+
+
+OPERATIONS["matmul"] = matmul
+OPERATIONS["linear"] = linear

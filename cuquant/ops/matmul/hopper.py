@@ -1,0 +1,185 @@
+"""Many rows of x times a prepacked weight on Hopper's tensor cores: matmul/hopper.cu."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP
+from cuquant.formats import Format, Uniform
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.tensor_map import MAP_BYTES
+from cuquant.ops import cpp
+from cuquant.ops.layout import packed_weight
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul.epilogue import TYPES, UNPACK
+from cuquant.ops.matmul.hopper_tiles import (
+    BOX_ALIGNMENT,
+    Shape,
+    box_of,
+    halves_of,
+    is_heavy,
+    rows_of_tile,
+    shape_of,
+    shared_bytes,
+    tokens_of_tile,
+)
+from cuquant.ops.matmul.problem import Problem, Product, Weight
+from cuquant.ops.matmul.route import ELEMENT_BYTES, gather, gathered, pitch
+
+NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
+NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
+FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul/stream.cu little to overlap
+
+
+def takes_few(p: Problem) -> bool:
+    """Whether it is faster than matmul/stream.cu for up to 16 rows of x.
+
+    Above 8 it is where weights are looked up in the large table by whole units, or where what is
+    not an integer has several groups in a unit and few strips for each multiprocessor; above 4
+    where they are looked up, groups are whole units, most multiprocessors have a tile, and a
+    block's warpgroups all have the same rows. Of two weights it never is.
+    """
+    assert p.format is not None
+    if p.rows <= 4 or p.gated:
+        return False
+    shape = shape_of(p)
+    fine = Groups.of(p.format, p.depth).fine > 1
+    if p.rows <= 8:
+        full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
+        return shape.wide and full and shape.row_groups == 1 and not fine
+    if fine:
+        few = 2 * -(-p.columns // STRIP) < FEW_STRIPS * p.multiprocessors
+        return few and not isinstance(p.format.codec, Uniform)
+    return shape.wide
+
+
+def takes_experts(problem: Problem) -> bool:
+    """Whether it multiplies rows of x, wherever these lie, with those of experts' weights."""
+    p = problem
+    plain = p.batches == 1 and not p.gated and not p.swapped and p.depth > 0
+    return p.experts > 0 and p.arch == 90 and p.layout == FRAGMENTS_LAYOUT and plain
+
+
+def segment_rows(problem: Problem) -> int:
+    """Rows of x of a tile, where a Problem has experts.
+
+    An expert's rows are about as many as the others', so that most of them have one tile, or large
+    ones.
+    """
+    fmt = problem.format
+    assert fmt is not None
+    tokens = next((n for n in (16, 32, 64) if 3 * problem.rows <= 2 * n), 256)
+    heavy = is_heavy(fmt, problem.depth)
+    return 128 if tokens == 256 and (problem.rows <= 128 or heavy) else tokens
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """The orchestrator of matmul/hopper.cu."""
+
+    layouts = (FRAGMENTS_LAYOUT,)
+    height = 0  # as segment_rows says
+
+    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+        weights = [weight for weight in product.weights if isinstance(weight, Weight)]
+        fmt, dtype, routing = weights[0].fmt, product.x.dtype.name, product.routing
+        rows, columns, depth = product.rows, product.columns, product.depth
+        shape = shape_of(product.problem(backend), routing.height if routing else 0)
+        token_tiles = routing.most if routing else -(-rows // shape.tokens)
+        tile_tokens = shape.tokens if routing else tokens_of_tile(rows, token_tiles)
+        tile_rows = rows_of_tile(shape, columns, token_tiles, backend.multiprocessors)
+        row_tiles = -(-columns // tile_rows)
+        tiles = token_tiles * row_tiles
+        if shape.halved:  # a block's own
+            row_tiles, tiles, _ = halves_of(shape, columns, backend.multiprocessors)
+        whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
+        launch = _launch(
+            _program(fmt, dtype, shape, Groups.of(fmt, depth)),
+            shape,
+            tiles,
+            shared_bytes(shape, fmt.bits, table := packed_weight.table_bytes(fmt, shape.wide)),
+            backend.multiprocessors,
+        )
+        sends = shape.sends and table % BOX_ALIGNMENT == 0
+        packed = [
+            packed_weight.pack(backend, fmt, weight.parts, (columns, depth)) for weight in weights
+        ]
+        packed_pair = (packed[0], packed[-1])
+        numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
+        if routing is not None:
+            copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
+            routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
+            lines = gathered(rows, routing.height)
+
+            def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                copy(backend, pointer)
+                x = backend.tensor_map(routing.end, lines, depth, stride, shape.tokens, dtype)
+                backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
+
+            return run_sorted
+
+        def map_of_results(backend: Backend, epilogue: bytes) -> bytes:
+            """Of those of x's type, in rows of whole vectors: the kernel sends no others."""
+            out, _, _, out_stride, out_column, _, out_type, *_ = UNPACK(epilogue)
+            whole = out_column == 1 and not (out | out_stride * ELEMENT_BYTES) % 16
+            if not whole or out_type != TYPES[dtype]:
+                return NO_MAP
+            matrix = (rows, columns, out_stride * ELEMENT_BYTES)
+            box = box_of(shape, token_tiles, tile_tokens)
+            return backend.tensor_map(out, *matrix, box, dtype)
+
+        # One row may have any stride, but a tensor map wants one of whole vectors.
+        stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES
+
+        box_rows = tile_tokens // (2 if shape.shared_x else 1)
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            x = backend.tensor_map(pointer, rows, depth, stride, box_rows, dtype)
+            y = map_of_results(backend, epilogue) if sends else NO_MAP
+            backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
+
+        return run
+
+
+def _launch(
+    program: Program, shape: Shape, tiles: int, shared: int, multiprocessors: int
+) -> Launch:
+    blocks = min(tiles, multiprocessors) if shape.persistent else tiles * shape.split
+    return Launch(program, (blocks, 1, 1), shape.threads, shared)
+
+
+@lru_cache(maxsize=4096)
+def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
+    facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
+    arguments = (
+        facts.type,
+        cpp.ELEMENTS[dtype],
+        shape.tokens,
+        shape.row_groups,
+        shape.depth_groups,
+        shape.split,
+        shape.stages,
+        shape.span,
+        shape.buffers,
+        shape.slices,
+        groups.units,
+        groups.fine,
+        packed_weight.lie(fmt, FRAGMENTS_LAYOUT),
+        shape.kind,
+        int(shape.wide),
+        int(shape.paired),
+        int(shape.beside),
+        int(shape.shared_x),
+        int(shape.halved),
+    )
+    return Program(
+        "matmul/hopper.cu",
+        "matmul_hopper",
+        arguments,
+        facts.text,
+        features=True,
+        contract=True,
+        overlaps=True,
+    )

@@ -1,0 +1,421 @@
+"""Many rows of x: the weight is decoded to x's dtype, and the vendor's GEMM multiplies.
+
+What is decoded lies in a workspace that all products of a stream share; a weight that is larger
+than DECODED is multiplied in slabs of its rows. Each weight is rounded once to x's dtype, and sums
+are float32. Where something happens to them (bias, activation, residual, a gated unit, strides that
+a GEMM does not take), slabs of them stay float32 until an Epilogue has been applied.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
+from cuquant.formats import Format
+from cuquant.formats.blocks import Run
+from cuquant.gpu.backend import Backend, Gemm, Matrix, aligned
+from cuquant.gpu.jit import Launch, Program
+from cuquant.ops import cpp
+from cuquant.ops.geometry import CHUNK
+from cuquant.ops.layout import packed_weight
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul.epilogue import GATED, PACK, TYPES, UNPACK
+from cuquant.ops.matmul.problem import MOST_STRIDE, Operand, Problem, Product, Weight
+from cuquant.ops.quantize.nested import E4M3_PEAK
+
+DECODED = 256 << 20  # bytes of decoded weights, at most, unless 256 rows have more
+SUMS = 64 << 20  # bytes of float32 sums; with more a GPU's caches would not hold them
+SLAB = 256  # rows of a weight or of x, of which slabs are made
+NAMES = {code: name for name, code in TYPES.items()}
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+THREADS, EACH = 256, 2  # of dequantize_rows, and the chunks of a thread
+WARPS, UNITS = 4, 4  # of dequantize_fragments, and the units of a warp
+FOUR = 4  # columns of a thread of finish_sums
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a product is cut, and its workspace: decoded weights, sums, what the GEMM uses.
+
+    Attributes
+    ----------
+    wide, tall
+        Rows of the weights, and of x where there are sums, that are multiplied at a time.
+    pitch, sums_pitch
+        Elements from row to row of a decoded weight, and of sums.
+    decoded, sums
+        Bytes of one of each.
+    scratch
+        Bytes for the GEMM itself.
+    """
+
+    wide: int
+    tall: int
+    pitch: int
+    sums_pitch: int
+    decoded: int
+    sums: int
+    scratch: int
+
+
+def _slab(count: int, most: int) -> int:
+    """How many of `count` rows to take at a time, where `most` have room."""
+    return min(count, max(most // SLAB, 1) * SLAB)
+
+
+@lru_cache(maxsize=4096)
+def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arch: int) -> Division:
+    """How to cut x [rows, depth] times so many weights [columns, depth]."""
+    pitch = -(-depth // CHUNK) * CHUNK
+    wide = _slab(columns, DECODED // (pitch * itemsize * weights))
+    wide = _slab(wide, SUMS // (SLAB * 4 * weights))
+    sums_pitch = -(-wide // FOUR) * FOUR
+    tall = _slab(rows, SUMS // (sums_pitch * 4 * weights))
+    scratch = (32 if arch >= 90 else 4) << 20  # NVIDIA's recommendation for cublasSetWorkspace
+    decoded, sums = aligned(wide * pitch * itemsize), aligned(tall * sums_pitch * 4)
+    return Division(wide, tall, pitch, sums_pitch, decoded, sums, scratch)
+
+
+# ---- where it wins ------------------------------------------------------------------------------
+
+# Operations in the time in which a GPU moves a byte of its memory: of cuBLAS with tensor cores (150
+# on an A100, 130 on an RTX 4090, 230 on an H100) and with float32, and of matmul/any.cu.
+TENSOR, FLOAT32, PLAIN = 160, 14, 10
+TENSOR_90 = 230
+LEAST_ROWS = 17
+LAUNCHES = 8e6  # bytes in the time that two more launches take
+# By how much of the GEMM's time matmul/hopper.cu is slower for ggml's blocks, of up to 4 bits and
+# of more. Else it is faster: at 4096 x 4096 x 14336 on an H100 nf4 took 624 us, where decoding and
+# cuBLAS took 674, q4_k 670 and 659, q6_k 731 and 669.
+SLOWER_BY_4, SLOWER_BY_8 = 1 / 8, 1 / 5
+
+
+def takes(p: Problem) -> bool:
+    """Whether Vendor multiplies a Problem of one matrix."""
+    most = max(p.rows, p.columns, p.depth)
+    known = p.dtype != "bfloat16" or p.arch >= 80
+    return p.vendor and p.rows >= LEAST_ROWS and most < MOST_STRIDE and known
+
+
+def _cost(p: Problem) -> float:
+    """The time that Vendor takes, for each weight, as bytes that the GPU moves meanwhile."""
+    assert p.format is not None
+    size = _SIZES[p.dtype]
+    rate = FLOAT32 if size == 4 else TENSOR
+    return p.format.bits / 8 + size + max(2 * p.rows / rate, size) + _fixed(p)
+
+
+def _fixed(p: Problem) -> float:
+    """The same of launches, and of the sums of a gated unit: written and read."""
+    weights = p.columns * p.depth * (1 + p.gated)
+    return LAUNCHES / weights + (8 * p.rows / p.depth if p.gated else 0)
+
+
+def beats_plain(p: Problem) -> bool:
+    """Whether it is faster than matmul/any.cu."""
+    return _cost(p) < 2 * p.rows / PLAIN
+
+
+def beats_stream(p: Problem, tokens: int) -> bool:
+    """Whether it is faster than matmul/stream.cu, which decodes anew for each `tokens` rows of x.
+
+    A pass of 32 rows takes as long as it takes to read about 1.2 bytes a weight, one of 8 rows
+    0.7: that was measured on an H100.
+    """
+    assert p.format is not None
+    return _cost(p) < -(-p.rows // tokens) * max(p.format.bits / 8, 0.5 + tokens / 48)
+
+
+def beats_hopper(p: Problem) -> bool:
+    """Whether what matmul/hopper.cu takes longer than a GEMM is well above the time to decode.
+
+    That is half as much again, for the memory that it takes.
+    """
+    assert p.format is not None
+    if not p.format.is_blocks:
+        return False
+    part = SLOWER_BY_4 if p.format.bits <= 4 else SLOWER_BY_8
+    decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
+    return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
+
+
+# ---- the product --------------------------------------------------------------------------------
+
+# Writes rows first .. first + count - 1 of a weight to an address, times the number at another one.
+Decode = Callable[[Backend, int, int, int, int], None]
+# Finds that number, a power of two, in UNIT_BYTES at an address; and says where it is, or 0.
+FindUnit = Callable[[Backend, int], int]
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """The orchestrator of decoding and the vendor's GEMM."""
+
+    layouts = (Weight.layout, FRAGMENTS_LAYOUT)
+    height = 0
+
+    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+        rows, columns, depth = product.rows, product.columns, product.depth
+        dtype, count = product.x.dtype.name, len(product.weights)
+        d = divide(rows, columns, depth, product.x.dtype.itemsize, count, backend.arch)
+        decoders = [
+            (*_decoder(backend, weight, dtype, depth, d), i * d.decoded, i * UNIT_BYTES)
+            for i, weight in enumerate(product.weights)
+        ]
+        all_units, all_decoded, all_sums = count * UNIT_BYTES, count * d.decoded, count * d.sums
+        sum_places = [all_units + all_decoded + i * d.sums for i in range(count)]
+        slabs, row_slabs = _slabs(columns, d.wide), _slabs(rows, d.tall)
+        x_stride = max(product.x.row_stride, depth)  # of one row it may be anything
+        row_bytes = x_stride * product.x.dtype.itemsize
+
+        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+            end = Ending(*UNPACK(epilogue))
+            straight = count == 1 and end.is_plain(dtype, rows, columns)
+            taken = all_units + all_decoded + (0 if straight else all_sums)
+            with backend.workspace(taken + d.scratch) as start:
+                at, free = start + all_units, (start + taken, d.scratch)
+                sums = [start + place for place in sum_places]
+                units = [unit(backend, start + of_unit) for _, unit, _, of_unit in decoders]
+                for column, wide in slabs:
+                    for (decode, _, place, _), unit in zip(decoders, units, strict=True):
+                        decode(backend, at + place, unit, column, wide)
+                    out = end.matrix(column, columns) if straight else None
+                    for row, tall in ((0, rows),) if straight else row_slabs:
+                        x = Matrix(pointer + row * row_bytes, x_stride, dtype)
+                        for (*_, place, _), unit, to in zip(decoders, units, sums, strict=True):
+                            y = out or Matrix(to, d.sums_pitch, "float32")
+                            weights = Matrix(at + place, d.pitch, dtype)
+                            factor = unit and unit + INVERSE
+                            backend.gemm(Gemm((tall, wide, depth), x, weights, y, factor, free))
+                        if not straight:
+                            end.finish(backend, sums, d.sums_pitch, (row, column), (tall, wide))
+
+        return run
+
+
+def _slabs(count: int, step: int) -> list[tuple[int, int]]:
+    """The first of each slab, and how many it has."""
+    return [(first, min(step, count - first)) for first in range(0, count, step)]
+
+
+# ---- decoding -----------------------------------------------------------------------------------
+
+
+def _decoder(
+    backend: Backend, weight: Operand, dtype: str, depth: int, d: Division
+) -> tuple[Decode, FindUnit]:
+    """What decodes rows of a weight, and what finds the number that they are multiplied by."""
+    assert isinstance(weight, Weight)
+    laid_out = weight.layout == FRAGMENTS_LAYOUT
+    make = _fragments_decoder if laid_out else _rows_decoder
+    decode = make(backend, weight, TYPES[dtype], depth, d.pitch)
+    return decode, _unit_finder(backend, weight, dtype)
+
+
+def _unit_finder(backend: Backend, weight: Weight, dtype: str) -> FindUnit:
+    """What brings the largest weight below 2^14 where x is float16.
+
+    The scales are read on the device, in stream order: they may have been overwritten.
+    """
+    scales = _scales(backend, weight) if dtype == "float16" else []
+    if not scales:
+        return lambda *_: 0
+    structs = [*scales, NO_SCALES][:2]
+    blocks = min(-(-max(s.many for s in scales) // SCALE_THREADS), MOST_SIZES)
+    sizes = Launch(_SIZES_OF, (blocks, 1, 1), SCALE_THREADS)
+    packed, reach = [s.pack() for s in structs], cpp.largest_value(weight.fmt)
+
+    def find(backend: Backend, at: int) -> int:
+        backend.launch(sizes, *packed, at + SIZES_AT)
+        backend.launch(_UNIT_OF_SIZES, at + SIZES_AT, blocks, reach, at)
+        return at
+
+    return find
+
+
+class _Scales(NamedTuple):
+    """unit.cu's Scales."""
+
+    pointer: int
+    many: int
+    step: int  # bytes
+    kind: int
+    reach: float
+
+    def pack(self) -> bytes:
+        return struct.pack("<Q2qif", *self)
+
+
+NO_SCALES = _Scales(0, 0, 0, 0, 0.0)
+FLOAT, HALF, EXPONENT = 0, 1, 2  # matmul/float16_range.cu's ScaleType
+SCALE_THREADS, MOST_SIZES = 512, 128  # of scale_sizes, and its blocks at most
+INVERSE, SIZES_AT = 4, 16  # bytes, from the unit on
+UNIT_BYTES = aligned(SIZES_AT + 4 * MOST_SIZES)
+_SIZES_OF = Program("matmul/float16_range.cu", "scale_sizes", (SCALE_THREADS,))
+_UNIT_OF_SIZES = Launch(Program("matmul/float16_range.cu", "unit_of_sizes", (32,)), (1, 1, 1), 32)
+
+
+def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
+    """What a weight's numbers are multiplied by at most: one array of scales, or the sum of two."""
+    fmt, parts, reach = weight.fmt, weight.parts, cpp.largest_value(weight.fmt)
+
+    def of(name: str, kind: int, reach: float) -> _Scales:
+        part = parts[name]
+        size = (4, 2, 1)[kind]
+        return _Scales(backend.pointer(part), math.prod(part.shape), size, kind, reach)
+
+    if fmt.is_blocks:
+        layout = fmt.layout
+        reach *= _largest_field(layout.sc_runs)
+        added = _largest_field(layout.m_runs)
+        if "blocks" in parts:
+            count = math.prod(parts["blocks"].shape) // layout.nbytes
+            at = backend.pointer(parts["blocks"])
+            kind = {"half": HALF, "e8m0": EXPONENT}[layout.scale_kind]
+            found = [_Scales(at + layout.scale_byte, count, layout.nbytes, kind, reach)]
+            if layout.minimum_byte is not None:
+                place = at + layout.minimum_byte
+                found.append(_Scales(place, count, layout.nbytes, HALF, added))
+            return found
+        found = [of("scale", HALF, reach)]
+        return [*found, of("minimum", HALF, added)] if "minimum" in parts else found
+    if fmt.scale is None:
+        return []
+    if "nested_scale" in parts:
+        return [of("nested_scale", FLOAT, reach), of("nested_offset", FLOAT, reach)]
+    if "global_scale" in parts:
+        return [of("global_scale", FLOAT, reach * E4M3_PEAK)]
+    kind = {"float32": FLOAT, "float16": HALF, "e8m0": EXPONENT}[fmt.scale.dtype]
+    return [of("scale", kind, reach)]
+
+
+def _largest_field(runs: tuple[Run, ...]) -> int:
+    """What the integers of ggml's sub-blocks are at most; 1 where there are none."""
+    bits = 0
+    for run in runs:
+        bits |= run.mask << run.shift
+    return bits or 1
+
+
+def _rows_decoder(backend: Backend, weight: Weight, kind: int, depth: int, pitch: int) -> Decode:
+    program = _rows_program(weight.type, weight.facts)
+    operand, chunks = weight.pack(backend), pitch // CHUNK
+
+    @cache
+    def launch(count: int) -> Launch:
+        return Launch(program, (-(-count * chunks // (THREADS * EACH)), 1, 1), THREADS)
+
+    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
+        backend.launch(launch(count), operand, to, kind, unit, first, count, depth, pitch)
+
+    return decode
+
+
+@lru_cache(maxsize=1024)
+def _rows_program(operand: str, facts: str) -> Program:
+    return Program("matmul/vendor_rows.cu", "dequantize_rows", (operand, THREADS, EACH), facts)
+
+
+def _fragments_decoder(
+    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int
+) -> Decode:
+    fmt, units, groups = weight.fmt, -(-depth // UNIT), Groups.of(weight.fmt, depth)
+    program = _fragments_program(fmt)
+    packed = packed_weight.pack(backend, fmt, weight.parts, weight.stored)
+    lookup = cpp.lookup(fmt.codec, backend)
+
+    @cache
+    def launch(count: int) -> Launch:
+        blocks = -(-(-(-count // STRIP) * units) // (WARPS * UNITS))
+        return Launch(program, (blocks, 1, 1), 32 * WARPS)
+
+    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
+        numbers = first // STRIP, count, depth, pitch, groups.units, groups.fine
+        backend.launch(launch(count), packed, lookup, to, kind, unit, *numbers)
+
+    return decode
+
+
+@lru_cache(maxsize=1024)
+def _fragments_program(fmt: Format) -> Program:
+    facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
+    arguments = (facts.type, packed_weight.lie(fmt, FRAGMENTS_LAYOUT), WARPS, UNITS)
+    return Program("matmul/vendor_fragments.cu", "dequantize_fragments", arguments, facts.text)
+
+
+# ---- what happens to the sums -------------------------------------------------------------------
+
+_FINISH = Program("matmul/vendor_finish.cu", "finish_sums", contract=True)
+
+
+class Ending(NamedTuple):
+    """An Epilogue struct, of which slabs have their own.
+
+    Attributes
+    ----------
+    out, bias, residual
+        Addresses; 0 where there is none.
+    out_stride, out_column, residual_stride
+        In elements.
+    out_type, bias_type, residual_type, activation
+        Numbers of matmul/epilogue.cuh.
+    """
+
+    out: int
+    bias: int
+    residual: int
+    out_stride: int
+    out_column: int
+    residual_stride: int
+    out_type: int
+    bias_type: int
+    residual_type: int
+    activation: int
+
+    def is_plain(self, dtype: str, rows: int, columns: int) -> bool:
+        """Whether a GEMM of x of `dtype` can store to `out` itself."""
+        untouched = not (self.bias or self.residual or self.activation)
+        apart = rows == 1 or columns <= self.out_stride < MOST_STRIDE
+        known = NAMES[self.out_type] in (dtype, "float32")
+        return untouched and apart and known and self.out_column == 1
+
+    def matrix(self, column: int, columns: int) -> Matrix:
+        """`out` from a column on."""
+        name = NAMES[self.out_type]
+        return Matrix(self.out + column * _SIZES[name], max(self.out_stride, columns), name)
+
+    def finish(
+        self,
+        backend: Backend,
+        sums: list[int],
+        pitch: int,
+        start: tuple[int, int],
+        shape: tuple[int, int],
+    ) -> None:
+        """Store a slab of the result, of sums that begin at its row and column `start`."""
+        (row, column), (tall, wide) = start, shape
+        out = self.out + self._size(self.out_type) * (
+            row * self.out_stride + column * self.out_column
+        )
+        if len(sums) > 1:
+            residual, stride, kind, activation = sums[0], pitch, TYPES["float32"], GATED
+        else:
+            stride, kind, activation = self.residual_stride, self.residual_type, self.activation
+            residual = self.residual
+            residual += self._size(kind) * (row * stride + column) if residual else 0
+        bias = self.bias + self._size(self.bias_type) * column if self.bias else 0
+        types = self.out_type, self.bias_type, kind, activation
+        struct = PACK(out, bias, residual, self.out_stride, self.out_column, stride, *types)
+        backend.launch(_finish_launch(tall, wide), sums[-1], struct, tall, wide, pitch)
+
+    @staticmethod
+    def _size(kind: int) -> int:
+        return _SIZES[NAMES[kind]]
+
+
+@lru_cache(maxsize=4096)
+def _finish_launch(tall: int, wide: int) -> Launch:
+    return Launch(_FINISH, (-(-tall * -(-wide // FOUR) // THREADS), 1, 1), THREADS)

@@ -1,0 +1,268 @@
+"""Which programs an operation needs: the orchestrators run on arrays that do not exist."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
+from cuquant.formats import Format, Uniform
+from cuquant.formats.format import Component
+from cuquant.gpu.backend import Gemm
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
+from cuquant.gpu.view import View, c_strides
+from cuquant.ops.dequantize.decoder import decoder
+from cuquant.ops.geometry import axis_last
+from cuquant.ops.layout.prepack import Prepack
+from cuquant.ops.matmul import q8_1
+from cuquant.ops.matmul.choose import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
+from cuquant.ops.matmul.hopper import segment_rows
+from cuquant.ops.matmul.problem import Dense, Product, Weight
+from cuquant.ops.matmul.route import route
+from cuquant.ops.quantize.call import Known, Task
+from cuquant.ops.quantize.quantizer import quantizer
+
+ADDRESS = 1 << 20  # of everything
+MULTIPROCESSORS = 132
+ARCH = 90
+DTYPES = ("float32", "float16", "bfloat16")
+# Rows of weights and activations; blocks along the first axis; what the fast kernels do not take.
+SHAPES = (((256, 4096), -1), ((256, 14336), -1), ((4096, 256), 0), ((37, 131), -1))
+# Rows of x and weights [N, K] that matmul/stream.cu and matmul/hopper.cu divide in different ways.
+PRODUCTS = (
+    (1, (4096, 4096)),
+    (16, (4096, 4096)),
+    (32, (4096, 4096)),
+    (128, (14336, 4096)),
+    (512, (4096, 4096)),
+    (512, (14336, 4096)),
+    (16384, (4096, 4096)),
+)
+# Integers of few bits are divided in another way where there are many rows of the weight.
+FEW_BITS, FEW_BITS_PRODUCTS = 3, ((1, (28672, 8192)), (16, (28672, 8192)))
+# And those that matmul/ggml.cu divides in still other ways.
+BLOCK_PRODUCTS = ((1, (14336, 2048)), (8, (4096, 14336)), (16, (14336, 2048)))
+
+# Those of gated units, for the GPUs with kernels of their own; and experts.
+GATED_PRODUCTS = ((16, (4096, 4096)), (512, (4096, 4096)))
+EXPERTS, EXPERT, EXPERT_ROWS = 8, (4096, 4096), (4, 512)
+# What layouts depend on: rows that end inside a word and units, blocks of ggml's.
+LAID_OUT = ((32, 512), (37, 131))
+
+
+class _Nothing:
+    """An array of which only the shape is known."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+class Plan:
+    """A Backend that launches nothing and notes the programs."""
+
+    multiprocessors = MULTIPROCESSORS
+    has_vendor = True
+
+    def __init__(self, arch: int = ARCH) -> None:
+        self.arch = arch
+        self.programs: dict[Program, None] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def contiguous(self, x: Any, axis: int) -> Any:
+        return x
+
+    def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return _Nothing(shape)
+
+    def copy_into(self, target: Any, source: Any) -> None:
+        pass
+
+    def read(self, array: Any) -> np.ndarray:
+        return np.ones(array.shape, np.float32)
+
+    def tensor_map(
+        self,
+        pointer: int,
+        rows: int,
+        columns: int,
+        stride: int,
+        height: int,
+        dtype: str,
+        width: int = COLUMNS,
+    ) -> bytes:
+        return bytes(MAP_BYTES)
+
+    def pointer(self, array: Any) -> int:
+        return ADDRESS
+
+    def upload(self, array: np.ndarray) -> Any:
+        return _Nothing(array.shape)
+
+    def gemm(self, gemm: Gemm) -> None:
+        pass
+
+    def workspace(self, nbytes: int) -> AbstractContextManager[int]:
+        return nullcontext(ADDRESS)
+
+    def launch(self, launch: Launch, *arguments: int | float | bytes) -> None:
+        self.programs[launch.program] = None
+
+
+def _fits(fmt: Format, stored: tuple[int, ...]) -> bool:
+    try:
+        fmt.check_shape(stored)
+    except ValueError:
+        return False
+    return True
+
+
+def quantize_programs(
+    fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
+) -> list[Program]:
+    """The programs that quantize arrays of the usual shapes."""
+    plan = Plan(arch)
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for shape, axis in SHAPES:
+            axis %= len(shape)
+            stored = tuple(shape[a] for a in axis_last(len(shape), axis))
+            if not _fits(fmt, stored):
+                continue
+            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
+            view = View(ADDRESS, shape, c_strides(shape), dtype)
+            task = Task(view, axis, Known(), parts, False, False, 0)
+            quantizer(fmt)(plan, _Nothing(shape), task)
+    return list(plan.programs)
+
+
+def dequantize_programs(
+    fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
+) -> list[Program]:
+    """The programs that decode arrays of the usual shapes, and their codes and scales."""
+    plan = Plan(arch)
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for stored, _ in SHAPES:
+            if not _fits(fmt, stored):
+                continue
+            parts = {c.name: _Nothing(c.shape) for c in fmt.components(stored)}
+            target = View(ADDRESS, stored, c_strides(stored), dtype)
+            decoder(fmt)(plan, parts, stored, target)
+            decoder(fmt).codes(plan, parts, stored, _Nothing(stored))
+            if fmt.scale is not None and not fmt.scale_is_plain:
+                scale = _Nothing(fmt.scale.shape(stored))
+                if math.prod(scale.shape):
+                    decoder(fmt).scales(plan, parts, scale, scale if fmt.offset == "min" else None)
+    return list(plan.programs)
+
+
+def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
+    """The programs that multiply with weights of the usual shapes, and with decoded ones."""
+    plan = Plan(arch)
+    for rows in (1, 1 << 16):  # to be sorted by expert
+        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1, ADDRESS)
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for stored, _ in SHAPES:
+            if not _fits(fmt, stored):
+                continue
+            columns, depth = stored
+            x, decoded = (Dense(ADDRESS, d, depth, 1) for d in (dtype, np.dtype(np.float32)))
+            for weight in (Weight(fmt, _parts(fmt.components(stored)), stored), decoded):
+                for plain in (PLAIN_ROWS, PLAIN_TILES):
+                    product = Product(plain.height, columns, depth, x, (weight,))
+                    plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
+        for rows, *weights in _products(fmt, arch):
+            columns, depth = weights[0].stored
+            x = Dense(ADDRESS, dtype, depth, 1)
+            product = Product(rows, columns, depth, x, tuple(weights))
+            problem = product.problem(plan)
+            for vendor in {problem.vendor, False}:  # also where it is not installed
+                chosen = ORCHESTRATORS[choose(replace(problem, vendor=vendor))]
+                if chosen not in (PLAIN_ROWS, PLAIN_TILES):
+                    chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
+        _plan_experts(plan, fmt, dtype)
+    return list(plan.programs)
+
+
+def _plan_experts(plan: Plan, fmt: Format, dtype: np.dtype) -> None:
+    """Rows of x through the prepacked weights of experts, where there is a kernel for them."""
+    stored = (EXPERTS, *EXPERT)
+    if not takes(fmt, stored):
+        return
+    parts = _parts(Fragments(fmt, stored).components)
+    weight = Weight(fmt, parts, stored, layout=FRAGMENTS_LAYOUT)
+    for rows in EXPERT_ROWS:
+        x = Dense(ADDRESS, dtype, EXPERT[1], 1)
+        product = Product(rows * EXPERTS, *EXPERT, x, (weight,))
+        problem = replace(product.problem(plan), rows=rows, experts=EXPERTS)
+        chosen = ORCHESTRATORS[choose(problem)]
+        if chosen in (PLAIN_ROWS, PLAIN_TILES):
+            continue
+        height = chosen.height or segment_rows(problem)
+        numbers = View(ADDRESS, (rows * EXPERTS,), (1,), np.dtype(np.int64))
+        routed = replace(product, routing=route(plan, numbers, EXPERTS, height, EXPERT[0], ADDRESS))
+        chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
+
+
+def _parts(components: Iterable[Component]) -> dict[str, Any]:
+    return {c.name: _Nothing(c.shape) for c in components}
+
+
+def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of x, and one weight or the two of a gated unit."""
+    for rows, shape in PRODUCTS:
+        for weight in _weights(fmt, shape):
+            yield rows, weight
+            if arch == ARCH and (rows, shape) in GATED_PRODUCTS:
+                yield rows, weight, weight
+    few = isinstance(fmt.codec, Uniform) and fmt.bits <= FEW_BITS
+    for rows, shape in FEW_BITS_PRODUCTS if few else ():
+        for weight in _weights(fmt, shape):
+            yield rows, weight
+    for rows, (columns, depth) in BLOCK_PRODUCTS if fmt.is_blocks else ():
+        # With one block more the rows of most types do not start on 16 bytes.
+        for shape in ((columns, depth), (columns, depth + fmt.layout.elements)):
+            yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
+
+
+def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:
+    """A weight [N, K] as it is, and prepacked."""
+    if _fits(fmt, shape):
+        yield Weight(fmt, _parts(fmt.components(shape)), shape)
+    if takes(fmt, shape):
+        parts = _parts(Fragments(fmt, shape).components)
+        yield Weight(fmt, parts, shape, layout=FRAGMENTS_LAYOUT)
+
+
+def prepack_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = 0) -> list[Program]:
+    """The programs that lay out weights of a format, and those that bring them back."""
+    plan = Plan()
+    for shape in LAID_OUT:
+        if not takes(fmt, shape):
+            continue
+        layout = Fragments(fmt, shape)
+        for way, given in (("lay_out", fmt.components(shape)), ("rows", layout.components)):
+            parts = {part.name: plan.empty(part.shape, part.dtype) for part in given}
+            getattr(Prepack(layout), way)(plan, parts)
+    return list(plan.programs)
+
+
+# By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.
+PROGRAMS: dict[str, Callable[..., list[Program]]] = {
+    "quantize": quantize_programs,
+    "dequantize": dequantize_programs,
+    "matmul": matmul_programs,
+    "prepack": prepack_programs,
+    "gemm_q8_1": q8_1.programs,
+}
