@@ -48,7 +48,7 @@ def on_cpu(kind, **attributes):
     def tensor(x):
         if x.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(np.ascontiguousarray(x))
+        return torch.from_numpy(np.array(x))
 
     peer.tensor = tensor
     return peer

@@ -27,7 +27,6 @@ def layout_for(fmt: Format, shape: tuple[int, ...]) -> str:
     return FRAGMENTS_LAYOUT if fits else ROWS_LAYOUT  # 2^60 rows without elements
 
 
-@lru_cache(maxsize=1024)
 def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:
     """The arrays that hold a weight in a layout: names, dtypes, shapes.
 
@@ -38,6 +37,11 @@ def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple
     """
     if layout not in (ROWS_LAYOUT, FRAGMENTS_LAYOUT) or len(shape) not in (2, 3):
         raise FormatError(f"layout {layout!r} of {fmt} {shape} is unknown to this version")
+    return _layout_components(fmt, shape, layout)
+
+
+@lru_cache(maxsize=1024)
+def _layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple[Component, ...]:
     if layout == ROWS_LAYOUT:
         return fmt.components(shape)
     if not takes(fmt, shape):

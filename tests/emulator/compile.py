@@ -95,8 +95,7 @@ def source_of(programs: Sequence[Program]) -> str:
 
 
 def _libraries(groups: list[list[Program]], places: Sequence[Path]) -> list[Path]:
-    """A library for each group, two compiled at a time; without threads, which tests that fork or
-    exhaust memory maps may keep from starting."""
+    """A library for each group, two compiled at a time."""
     folders = [HERE, *places]
     include = [f"-I{folder}" for folder in folders]
     kept = [_cache_folder() / f"{_digest(source_of(group), folders)}.so" for group in groups]

@@ -273,8 +273,9 @@ inline void prepare(Fiber& fiber) {
 }
 
 // The kernel allows a process so many mappings, two of each stack, and a test run loads many libraries
-// with stacks of their own: those of large blocks are not kept.
-constexpr std::size_t kKept = 256;
+// with stacks of their own (256 threads of each of 120 libraries were all of them): those of blocks of
+// more than two warps are not kept.
+constexpr std::size_t kKept = 64;
 inline void drop_stacks(std::vector<Fiber>& fibers) {
     if (fibers.size() <= kKept) return;
     for (const Fiber& fiber : fibers)
