@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import cuquant as cq
-from cuquant.torch import quantize_
+from cuquant.torch import QuantLinear, quantize_
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     assert_type(cq.linear(t, t), torch.Tensor)
     assert_type(cq.matmul(numbers, q.T), np.ndarray)
     assert_type(cq.swiglu(tensor, t, t), torch.Tensor)
-    assert_type(quantize_(torch.nn.Linear(64, 64)), torch.nn.Linear)
+
+    class Block(torch.nn.Module): ...
+
+    assert_type(quantize_(Block(), "nf4:32", double_quant=True), Block)
+    layer = QuantLinear.from_linear(torch.nn.Linear(64, 64), "nf4")
+    assert_type(layer, QuantLinear)
+    assert_type(layer.weight, torch.Tensor)
 
     found = cq.load("model.safetensors")["weight"]
     if isinstance(found, cq.PackedWeight):
