@@ -39,6 +39,12 @@ _TORCH_FLOATS = {
 _kinds: dict[type, str] = {}  # what `kind` found; asked for many times at every call
 
 
+@cache
+def name_of(dtype: np.dtype) -> str:
+    """A dtype's name, "float16"; NumPy makes it anew each time, which takes 4 us."""
+    return dtype.name
+
+
 def kind(x: object) -> str | None:
     """ "numpy", "cupy" or "torch"; None for what is no array of these libraries."""
     found = _kinds.get(type(x))
@@ -263,7 +269,7 @@ def placed(x: np.ndarray, library: str, device: str, bytes_of_fp8: bool = False)
         return to_device(x, device)
     tensor = from_numpy(x, "torch")
     if x.dtype.name in _TORCH_FLOATS and x.dtype.itemsize == 1 and not bytes_of_fp8:
-        tensor = tensor.view(_torch_dtype(x.dtype))
+        tensor = tensor.view(torch_dtype(x.dtype))
     return tensor if device == "cpu" else to_device(tensor, device)
 
 
@@ -324,14 +330,14 @@ def astype(x: Any, dtype: object) -> Any:
     """The array converted to a NumPy dtype; itself where it has that dtype."""
     wanted = numpy_dtype(dtype)
     if kind(x) == "torch":
-        return x.to(_torch_dtype(wanted))
+        return x.to(torch_dtype(wanted))
     return x.astype(wanted, copy=False)
 
 
 def viewed(x: Any, dtype: object) -> Any:
     """The bits of an array as another dtype of the same size."""
     wanted = numpy_dtype(dtype)
-    return x.view(_torch_dtype(wanted) if kind(x) == "torch" else wanted)
+    return x.view(torch_dtype(wanted) if kind(x) == "torch" else wanted)
 
 
 def contiguous(x: Any) -> Any:
@@ -339,7 +345,9 @@ def contiguous(x: Any) -> Any:
     return x.contiguous() if kind(x) == "torch" else namespace(x).ascontiguousarray(x)
 
 
-def _torch_dtype(dtype: np.dtype) -> Any:
+@cache
+def torch_dtype(dtype: np.dtype) -> Any:
+    """torch's dtype of the same name."""
     return getattr(sys.modules["torch"], dtype.name)
 
 
@@ -446,6 +454,11 @@ def to_pickle(x: Any) -> Any:
 def from_pickle(x: Any, dtype: np.dtype) -> Any:
     """What `to_pickle` took, of the dtype it had."""
     return viewed(x, np.uint32) if kind(x) == "torch" and dtype == np.uint32 else x
+
+
+def is_contiguous(x: Any) -> bool:
+    """Whether an array's elements follow each other in C order."""
+    return x.is_contiguous() if kind(x) == "torch" else bool(x.flags.c_contiguous)
 
 
 def read_only(x: Any) -> Any:
@@ -581,7 +594,7 @@ def untraced(function: F) -> F:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if sys.modules.get("torch._dynamo") is None:  # nobody has compiled anything
+        if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
             return function(*args, **kwargs)
         if not hidden:
             hidden.append(sys.modules["torch"].compiler.disable(function))
@@ -591,6 +604,13 @@ def untraced(function: F) -> F:
     made: Any = called
     made.__code__ = made.__code__.replace(co_name=function.__name__)
     return made
+
+
+def _is_under_a_compiler() -> bool:
+    """Whether torch.compile looks at what runs now: it follows a call, or makes it in passing."""
+    torch = sys.modules["torch"]
+    watching = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return torch.compiler.is_compiling() or watching is None or watching() is not None
 
 
 def reject_stream(stream: object) -> None:

@@ -234,7 +234,7 @@ class TorchBackend(gpu.TorchBackend):
     """Memory of torch's on the CPU, whatever device it is asked for."""
 
     @property
-    def _name(self) -> str:
+    def _place(self) -> str:
         return "cpu"
 
     def empty(self, *args: Any) -> Any:

@@ -38,7 +38,7 @@ def fake(request) -> bool:
 @pytest.fixture
 def plans(monkeypatch):
     """The plans that a test makes, and whether the slow way was gone."""
-    monkeypatch.setattr(repeated, "_plans", Remembered())
+    monkeypatch.setattr(repeated, "_known", Remembered())
     slow = []
     prepare = cq.ops.matmul.on_gpu.linear
     monkeypatch.setattr(cq.ops.matmul.on_gpu, "linear", lambda *a: slow.append(1) or prepare(*a))
@@ -141,12 +141,62 @@ def test_rows_of_a_prepacked_weight_are_kept_once(to, plans):
     for rows in range(1, 9):
         cq.linear(there[:rows], p), cq.swiglu(there[:rows], p, other)
     assert not plans and len(unpacked._rows) == 2
-    kept = {id(part) for found in repeated._plans._entries.values() for plan in found.values()
+    kept = {id(part) for found in repeated._known._entries.values() for plan in found.plans.values()
             for part in plan.kept if not isinstance(part, cq.formats.Format)}  # fmt: skip
     assert kept == {id(part) for rows in unpacked._rows._entries.values() for part in rows.values()}
     del p, other, rows, kept
     gc.collect()
-    assert not unpacked._rows and not repeated._plans
+    assert not unpacked._rows and not repeated._known
+
+
+OTHER_ROWS = {
+    "plain": {},
+    "all": {"bias": (16,), "residual": (48, 16), "activation": "gelu"},
+    "out": {"out": (48, 16)},
+}
+
+
+@pytest.mark.parametrize("options", OTHER_ROWS.values(), ids=list(OTHER_ROWS))
+@pytest.mark.parametrize("name", ["int4", "nf4", "q4_0", "prepacked"])
+def test_other_rows_are_checked_no_more(name, options, to, fake, plans, monkeypatch):
+    """And give the bits that a first call gives: without what is kept, on the same rows."""
+    laid_out = name == "prepacked"
+    w = to(weight("int4" if laid_out else name, (16, 64)))
+    x = to(normal((48, 64), "float16" if laid_out else "float32"))
+    if laid_out:
+        w = cq.prepack(w)
+        if fake:  # Turing has no kernel for it
+            monkeypatch.setattr(backends, "_arch", lambda _: 80)
+    whole = {k: to(normal(v, seed=5)) if isinstance(v, tuple) else v for k, v in options.items()}
+
+    def called(rows):
+        own = {k: v[:rows] if k in ("residual", "out") else v for k, v in whole.items()}
+        return host(cq.linear(x[:rows], w, **own)).copy()
+
+    called(48)
+    counts = (2, 3, 8, 9, 16, 17, 31, 40)
+    del plans[:]
+    found = [called(rows) for rows in counts]
+    assert not plans
+    for rows, y in zip(counts, found, strict=True):
+        repeated._known._entries.clear()
+        assert bits_equal(called(rows), y), rows
+    assert len(plans) == len(counts)
+
+
+def test_other_rows_that_do_not_fit_are_refused(to, plans):
+    q, x = to(weight("int4", (16, 64))), to(normal((48, 64)))
+    residual = to(normal((48, 16)))
+    cq.linear(x, q, residual=residual)
+    cq.linear(x, q, out=to(normal((48, 16))))
+    with pytest.raises(ValueError, match="residual has shape"):
+        cq.linear(x[:7], q, residual=residual)
+    with pytest.raises(ValueError, match="out"):
+        cq.linear(x[:7], q, out=residual)
+    del plans[:]
+    wide = cq.linear(x[:40][::2], q)  # rows in steps
+    assert plans and bits_equal(host(wide), host(cq.linear(x[:40], q))[::2])
+    assert cq.linear(x[:0], q).shape == (0, 16)
 
 
 def test_a_component_in_steps_that_was_overwritten(to):
@@ -296,7 +346,7 @@ def test_finalizers_do_not_grow_with_calls(to):
     def held():
         gc.collect()
         references = sum(weakref.getweakrefcount(part) for part in q.arrays().values())
-        return references, len(weakref.finalize._registry), len(repeated._plans)
+        return references, len(weakref.finalize._registry), len(repeated._known)
 
     round_of_calls()
     before = held()
@@ -310,11 +360,12 @@ def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
     there = to(x)
     for rows in range(1, 150):
         cq.linear(there[:rows], q)
-    (kept,) = repeated._plans._entries.values()
-    assert 0 < len(kept) <= repeated.MOST
+    (kept,) = repeated._known._entries.values()
+    assert 0 < len(kept.plans) <= repeated.MOST
+    assert len(kept.rows) == 1
     del q, kept
     gc.collect()
-    assert not repeated._plans
+    assert not repeated._known
 
 
 @pytest.mark.gpu

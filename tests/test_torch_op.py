@@ -12,6 +12,7 @@ import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_models import DTYPES, NAMES, VARIANTS, Block, arguments, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
@@ -89,6 +90,51 @@ def test_equals_linear(fmt, dtype):
     out = op.LINEAR(x, *arguments(layer), layer.bias, "silu", residual, torch.float16)
     more = {"activation": "silu", "residual": residual, "out_dtype": torch.float16}
     assert torch.equal(out, cq.linear(x, q, plain.bias.detach(), **more))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_operators_sees_one_and_nobody_else_needs_to(monkeypatch):
+    """The layer's product is the operator for all that looks at operators; else the same bits come
+    without torch's dispatcher."""
+    layer, x = QuantLinear.from_linear(linear(), "int4", prepack=True), random(2, 256)
+    asked = []
+    product = op.LINEAR
+    monkeypatch.setattr(op, "LINEAR", lambda *a: asked.append(1) or product(*a))
+    with torch.no_grad():
+        wanted = layer(x)
+        assert not asked
+        modes = [torch.profiler.profile(), torch.device("cpu"), _Seen()]
+        for mode in modes:
+            with mode:
+                assert torch.equal(layer(x), wanted)
+        assert "cuquant::linear" in modes[2].names
+        assert "cuquant::linear" in {event.key for event in modes[0].key_averages()}
+        assert torch.equal(layer(x.as_subclass(Subclass)), wanted)
+        with pytest.raises(
+            RuntimeError, match=r"Batching rule not implemented for cuquant::linear"
+        ):
+            torch.func.vmap(layer)(x[None])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(layer, x, check_trace=False)
+        assert "cuquant::linear" in str(traced.inlined_graph) and torch.equal(traced(x), wanted)
+    assert len(asked) >= 5
+    assert torch.equal(layer(x), wanted)  # gradients are on, and nobody wants one
+    with pytest.raises(RuntimeError, match=r"x requires grad.*no_grad"):
+        layer(x.requires_grad_())
 
 
 @pytest.mark.parametrize("fmt", [*NAMES, *VARIANTS])

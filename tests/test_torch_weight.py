@@ -30,6 +30,20 @@ def quantized(fmt="int8", n=24, k=256, **options):
 
 
 @PREPACK
+def test_products_take_it_and_the_layer(prepack):
+    layer, _ = quantized(prepack=prepack)
+    other, x = quantized(prepack=prepack)[0], random(3, 256)
+    with torch.no_grad():
+        wanted = cq.linear(x, layer.quantized)
+        assert torch.equal(cq.linear(x, layer.weight), wanted)
+        assert torch.equal(cq.linear(x, layer), wanted)
+        gated = cq.swiglu(x, layer.quantized, other.quantized)
+        assert torch.equal(cq.swiglu(x, layer.weight, other), gated)
+    with pytest.raises(TypeError, match="w must be a QuantArray or PackedWeight, got Tensor"):
+        cq.linear(x, layer.weight.detach())
+
+
+@PREPACK
 def test_it_looks_as_an_nn_linears_weight(prepack):
     plain = linear().half()
     layer = QuantLinear.from_linear(plain, "nf4", prepack=prepack)

@@ -204,20 +204,20 @@ class TorchBackend(Gpu):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=_torch_dtype(dtype.name), device=self._name)
+        return torch.empty(shape, dtype=interop.torch_dtype(dtype), device=self._place)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         torch = sys.modules["torch"]
         wide = {"uint32": torch.int32, "uint64": torch.int64}.get(dtype.name)  # same zeros
-        return torch.zeros(shape, dtype=wide or _torch_dtype(dtype.name), device=self._name)
+        return torch.zeros(shape, dtype=wide or interop.torch_dtype(dtype), device=self._place)
 
     @property
-    def _name(self) -> str:
-        return f"cuda:{self.device}"
+    def _place(self) -> Any:
+        return _torch_device(self.device)
 
     def array(self, host: np.ndarray) -> Any:
         """A copy of a NumPy array."""
-        return interop.from_numpy(np.ascontiguousarray(host), "torch").to(self._name)
+        return interop.from_numpy(np.ascontiguousarray(host), "torch").to(self._place)
 
     def pointer(self, array: Any) -> int:
         return array.data.ptr if interop.kind(array) == "cupy" else array.data_ptr()
@@ -240,7 +240,7 @@ class TorchBackend(Gpu):
 
     def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A contiguous copy of an array of numbers, in this shape and dtype."""
-        return array.detach().to(_torch_dtype(dtype.name)).expand(shape).contiguous()
+        return array.detach().to(interop.torch_dtype(dtype)).expand(shape).contiguous()
 
     def copy_into(self, target: Any, source: Any) -> None:
         """target[...] = source."""
@@ -256,8 +256,15 @@ def _contiguous_format() -> Any:
 
 
 @cache
-def _torch_dtype(name: str) -> Any:
-    return getattr(sys.modules["torch"], name)
+def _torch_device(index: int) -> Any:
+    return sys.modules["torch"].device("cuda", index)
+
+
+def _torch_stream(device: int) -> int:
+    """The handle of torch's current stream; the short way where torch has it, as its compiler."""
+    torch = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream
 
 
 class _Handle:
@@ -290,7 +297,7 @@ def current_backend(kind: str, device: int) -> GpuBackend | None:
     if cuda.runtime.getDevice() != device:
         return None
     if kind == "torch":
-        return TorchBackend(device, sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+        return TorchBackend(device, _torch_stream(device))
     return CupyBackend(device, cuda.get_current_stream().ptr)
 
 
@@ -310,7 +317,7 @@ def backend_of(x: Any, stream: object = None) -> Iterator[GpuBackend]:
         if torch_tensor:
             torch = sys.modules["torch"]
             if stream is None:
-                yield TorchBackend(index, torch.cuda.current_stream(index).cuda_stream)
+                yield TorchBackend(index, _torch_stream(index))
                 return
             own = torch.cuda.ExternalStream(stream_handle(stream), device=index)
             with torch.cuda.stream(own):

@@ -16,7 +16,7 @@ from cuquant.formats.format import Component
 from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
 from cuquant.ops.quantize.door import quantize
 from cuquant.reference import ACTIVATIONS
-from cuquant.torch.op import DEQUANTIZE, LINEAR, weight_of
+from cuquant.torch.op import DEQUANTIZE, multiply, weight_of
 from cuquant.torch.spec import (
     DTYPES,
     Weight,
@@ -225,7 +225,7 @@ class QuantLinear(nn.Linear):
         if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
             interop.float_dtype(x.dtype, "x")
             x = x.to(torch.get_autocast_dtype(kind))
-        return LINEAR(x, self._parts(), *self._words, bias, activation)
+        return multiply(x, self._parts(), self._words, bias, activation)
 
     def _decoded(self) -> torch.Tensor:
         """The weight's values, a new tensor [N, K]."""

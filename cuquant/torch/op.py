@@ -9,6 +9,9 @@ describe (`WeightSpec`), and its values. They are registered once, when this mod
 CPU and CUDA tensors and, as a calculation of the result's shape, for fake and meta ones:
 torch.compile, export and CUDA graphs see one operator and do not look inside. They have no
 gradient.
+
+`multiply` is what layers call: the same product, without torch's dispatcher where nobody watches
+it. From Python through the dispatcher and back takes the host longer than the product itself.
 """
 
 import inspect
@@ -108,6 +111,34 @@ def _linear(
 ) -> torch.Tensor:
     weight = weight_of(components, format, layout, shape, dtype)
     return _product(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
+
+
+def multiply(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    words: tuple[str, str, tuple[int, int], torch.dtype],
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The operator's result, by the shortest way; `words` are its arguments behind components."""
+    if is_watched(x) or components[0].is_meta:
+        return LINEAR(x, components, *words, bias, activation)
+    return _product(x, weight_of(components, *words), bias, activation=activation)
+
+
+def is_watched(x: torch.Tensor) -> bool:
+    """Whether someone must see the operator that is called: a subclass of Tensor, torch.compile or
+    another tracer, a mode, a transform such as vmap, the profiler, or who only asks for a shape."""
+    return (
+        type(x) is not torch.Tensor
+        or x.is_meta
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def _fake_linear(

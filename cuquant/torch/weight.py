@@ -10,6 +10,7 @@ from cuquant import interop
 
 if TYPE_CHECKING:
     from cuquant.torch.module import QuantLinear
+    from cuquant.torch.spec import Weight
 
 _T: Any = torch.Tensor
 # Ways to a tensor's memory that go past torch's operators: they get the decoded values.
@@ -52,6 +53,11 @@ class QuantWeight(torch.Tensor):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         self._layer._fill(values)
+
+    @property
+    def quantized(self) -> "Weight":
+        """The QuantArray or PackedWeight."""
+        return self._layer.quantized
 
     def dequantize(self) -> torch.Tensor:
         """The decoded values, a new tensor [N, K]."""

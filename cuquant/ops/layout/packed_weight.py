@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ def table_bytes(fmt: Format, wide: bool = False) -> int:
     return (1 << (2 * bits if bits <= 4 else bits)) * apart
 
 
+@lru_cache(maxsize=256)
 def fits(fmt: Format) -> bool:
     """Whether what codes stand for has a place in 16-bit floats: levels that users gave may not.
 

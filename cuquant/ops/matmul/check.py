@@ -7,7 +7,7 @@ here, by BLAS. `cuquant.ops.matmul.on_gpu` has the GPU's part.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -104,6 +104,19 @@ class Operand:
     def memory(self) -> list[Any]:
         """The arrays that an `out` must not overlap."""
         return [self.source] if self.dtype is not None else list(self.source.components.values())
+
+
+class Layer(Protocol):
+    """What holds a quantized weight: QuantLinear, and what its `weight` gives."""
+
+    @property
+    def quantized(self) -> Any: ...
+
+
+def stored(value: Any) -> Any:
+    """The QuantArray or PackedWeight behind a layer or its `weight`; else the value itself."""
+    known = isinstance(value, (QuantArray, PackedWeight))
+    return value if known else getattr(value, "quantized", value)
 
 
 def weight(value: Any, name: str, ndim: int) -> Operand:

@@ -12,17 +12,20 @@ from cuquant.ops.matmul import on_gpu
 from cuquant.ops.matmul.check import (
     F32,
     Finish,
+    Layer,
     Operand,
     flat_matmul,
     linear_shape,
     place_of,
     product_shape,
+    stored,
     weight,
 )
 from cuquant.ops.matmul.prepared import Call, again
 from cuquant.reference import ACTIVATIONS
 
 Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers
+Weight = QuantArray[Any] | PackedWeight[Any] | Layer
 
 
 @interop.untraced
@@ -89,7 +92,7 @@ def matmul(
 @interop.untraced
 def linear(
     x: ArrayT | QuantArray[ArrayT],
-    w: QuantArray[Any] | PackedWeight[Any],
+    w: Weight,
     bias: Any = None,
     *,
     activation: Activation | None = None,
@@ -105,7 +108,7 @@ def linear(
     x
         [..., K], an array of float32, float16 or bfloat16, or a QuantArray.
     w
-        QuantArray or PackedWeight [N, K].
+        QuantArray or PackedWeight [N, K], or a QuantLinear or its weight.
     bias
         [N], or None.
     activation
@@ -136,7 +139,7 @@ def linear(
     >>> cq.linear(np.ones((2, 64), np.float32), w, np.zeros(4, np.float32))[0]
     array([64., 64., 64., 64.], dtype=float32)
     """
-    call = Call("linear", x, (w,), bias, residual, out, activation, out_dtype)
+    call = Call("linear", x, (w := stored(w),), bias, residual, out, activation, out_dtype)
     if stream is None and (made := again(call)) is not None:
         return made
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
@@ -149,8 +152,8 @@ def linear(
 @interop.untraced
 def swiglu(
     x: ArrayT | QuantArray[ArrayT],
-    w_gate: QuantArray[Any] | PackedWeight[Any],
-    w_up: QuantArray[Any] | PackedWeight[Any],
+    w_gate: Weight,
+    w_up: Weight,
     *,
     out: Any = None,
     stream: object = None,
@@ -162,7 +165,7 @@ def swiglu(
     x
         [..., K], an array of float32, float16 or bfloat16, or a QuantArray.
     w_gate, w_up
-        QuantArray or PackedWeight [N, K].
+        QuantArray or PackedWeight [N, K], or a QuantLinear or its weight.
     out
         An array [..., N] to write the result to.
     stream
@@ -185,6 +188,7 @@ def swiglu(
     >>> cq.swiglu(np.ones((1, 64), np.float32), w, w)[0, 0]
     np.float32(4096.0)
     """
+    w_gate, w_up = stored(w_gate), stored(w_up)
     call = Call("linear", x, (w_gate, w_up), out=out)
     if stream is None and (made := again(call)) is not None:
         return made

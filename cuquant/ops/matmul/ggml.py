@@ -240,7 +240,7 @@ class BlocksProduct:
         each = backend.multiprocessors if shape.spread else 0
         clusters, *taken = shared_evenly(strips, shape.strips, each)
         launch = Launch(
-            _program(name, product.x.dtype.name, -(-product.rows // TILE), shape, gated),
+            _program(name, product.x.type_name, -(-product.rows // TILE), shape, gated),
             (clusters * shape.split, 1, 1),
             WARP * shape.warps,
             shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),

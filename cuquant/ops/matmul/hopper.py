@@ -84,7 +84,7 @@ class Hopper:
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
-        fmt, dtype, routing = weights[0].fmt, product.x.dtype.name, product.routing
+        fmt, dtype, routing = weights[0].fmt, product.x.type_name, product.routing
         rows, columns, depth = product.rows, product.columns, product.depth
         shape = shape_of(product.problem(backend), routing.height if routing else 0)
         token_tiles = routing.most if routing else -(-rows // shape.tokens)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant import interop
 from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
 from cuquant.array.quant_array import QuantArray
@@ -154,7 +155,7 @@ def _result(backend: GpuBackend, finish: Finish) -> Any:
 
 
 def _name(backend: GpuBackend, array: Any) -> str:
-    return "float32" if array is None else backend.view(array).dtype.name
+    return "float32" if array is None else interop.name_of(backend.view(array).dtype)
 
 
 def linear(
@@ -194,7 +195,7 @@ def linear(
             as_given &= own
         epilogue = Epilogue(
             out=target,
-            out_type=finish.dtype.name,
+            out_type=interop.name_of(finish.dtype),
             out_stride=flat[1],
             out_column=flat[2],
             bias=bias,
@@ -353,7 +354,7 @@ def matmul(
         bias, _ = _unit_columns(backend, finish.bias)
         epilogue = Epilogue(
             out=target,
-            out_type=finish.dtype.name,
+            out_type=interop.name_of(finish.dtype),
             out_stride=out_row,
             out_column=out_column,
             bias=bias,
@@ -440,7 +441,7 @@ def grouped_linear(
         numbers = backend.array(experts) if on_host else experts
         height = orchestrator.height or segment_rows(problem)
         down, across = backend.view(out).strides
-        epilogue = Epilogue(out, finish.dtype.name, down, across)
+        epilogue = Epilogue(out, interop.name_of(finish.dtype), down, across)
         # What takes rows wherever they lie has a height of its own; else they are copied.
         copied = 0 if orchestrator.height else gather_bytes(rows, depth, height)
         with backend.workspace(route_bytes(rows, known, height) + copied) as at:

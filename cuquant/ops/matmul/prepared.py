@@ -3,10 +3,15 @@
 What a call needs is kept by all that it depends on but the addresses, as long as the arrays of its
 weights live: a model's layers are called over and over with the same shapes, and a call must
 cost less than its kernel. QuantArrays that are made anew of the same arrays share it, as `q.T`.
+
+What does not depend on the number of rows of x is kept beside it, so that another number of rows
+(each prompt has its own) is checked and prepared again only as far as it matters.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +20,16 @@ from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
-from cuquant.ops.matmul.choose import Run
+from cuquant.ops.matmul.choose import Run, orchestrator_of
 from cuquant.ops.matmul.epilogue import PACK
 from cuquant.ops.matmul.problem import Product
 from cuquant.ops.remember import Remembered
 
-MOST = 64  # kinds of calls that are kept for a weight
+MOST = 64  # kinds of calls that are kept for a weight, the latest ones
+LEAST_ROWS = 2  # of x, from which on it matters where the next one begins
 
 Span = tuple[int, int]  # of memory: the first byte, and the one behind the last
+Signature = Callable[[Any], tuple]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,31 @@ class Plan:
     around: Span
 
 
-# By the weights' components, then by _key.
-_plans: Remembered[dict[Any, Plan]] = Remembered()
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A plan whose x, residual and out are contiguous, and what multiplies other rows alike.
+
+    Attributes
+    ----------
+    plan
+        Of one number of rows.
+    product
+        The same, without the weights' arrays and without x's.
+    """
+
+    plan: Plan
+    product: Product
+
+
+class Known(NamedTuple):
+    """What is kept for weights: plans by _key, and Rows by the same of _ROWS."""
+
+    plans: dict[Any, Plan]
+    rows: dict[Any, Rows]
+
+
+# By the weights' components.
+_known: Remembered[Known] = Remembered()
 
 
 # ---- arrays of a library ------------------------------------------------------------------------
@@ -83,8 +113,19 @@ def _torch_signature(x: Any) -> tuple:
     return type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg()
 
 
+def _cupy_rows(x: Any) -> tuple:
+    data = x.data
+    return type(x), x.shape[-1], x.flags.c_contiguous, x.dtype, data.device_id, data.ptr & 15
+
+
+def _torch_rows(x: Any) -> tuple:
+    signature = type(x), x.shape[-1], x.is_contiguous(), x.dtype, x.device
+    return *signature, x.data_ptr() & 15, x.is_neg()
+
+
 _ADDRESS = {"cupy": _cupy_address, "torch": _torch_address}
 _SIGNATURE = {"cupy": _cupy_signature, "torch": _torch_signature}
+_ROWS = {"cupy": _cupy_rows, "torch": _torch_rows}  # the same, but for how many rows there are
 _STAYS = ("cupy",)  # whose arrays' memory is what it was when they were made
 
 
@@ -113,11 +154,14 @@ class Call(NamedTuple):
     out_dtype: object = None
 
 
-def _key(call: Call) -> Any:
-    """All but the components that decides how the product is made; None: no plan fits."""
+def _key(call: Call, signatures: Mapping[str, Signature] = _SIGNATURE) -> Any:
+    """All but the components that decides how the product is made; None: no plan fits.
+
+    Of x, residual and out it is what `signatures` say, of the bias all.
+    """
     operation, x, weights, bias, residual, out, activation, out_dtype = call
     kind = interop.kind(x)
-    signature = _SIGNATURE.get(kind)  # type: ignore[arg-type]
+    signature = signatures.get(kind)  # type: ignore[arg-type]
     if signature is None:
         return None
     if kind == "torch" and _wants_gradient(x, bias, residual, out):
@@ -131,11 +175,11 @@ def _key(call: Call) -> Any:
             _identity(first),
             None if len(weights) == 1 else tuple(map(_identity, weights[1:])),
             signature(x),
-            None if bias is None else signature(bias),
+            None if bias is None else _SIGNATURE[kind](bias),  # type: ignore[index]
             None if residual is None else signature(residual),
             None if out is None else signature(out),
         )
-    except AttributeError:
+    except (AttributeError, IndexError):
         return None
 
 
@@ -159,8 +203,11 @@ def again(call: Call) -> Any:
         if not isinstance(weight, (QuantArray, PackedWeight)):
             return None
     parts = _parts(call)
-    plans = _plans.get(parts)
-    plan = None if plans is None else plans.get(_key(call))
+    known = _known.get(parts)
+    if known is None:
+        return None
+    key = _key(call)
+    plan = known.plans.get(key) or _of_other_rows(call, known, key)
     if plan is None:
         return None
     address = _ADDRESS[plan.kind]
@@ -183,6 +230,38 @@ def again(call: Call) -> Any:
         interop.mark_written(out)
     plan.run(backend, at, PACK(to, bias, residual, *plan.constants))
     return out
+
+
+def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
+    """The plan of a call that only differs in the rows of x from one that was made, if any."""
+    rows = known.rows.get(_key(call, _ROWS)) if known.rows and key is not None else None
+    if rows is None:
+        return None
+    plan, product = rows.plan, rows.product
+    count, shape = math.prod(call.x.shape[:-1]), (*call.x.shape[:-1], product.columns)
+    backend = current_backend(plan.kind, plan.device)
+    fits = all(a is None or tuple(a.shape) == shape for a in (call.residual, call.out))
+    if count < LEAST_ROWS or not fits or backend is None:
+        return None
+    stored = zip(product.weights, call.weights, strict=True)
+    product = replace(
+        product,
+        rows=count,
+        x=replace(product.x, pointer=_ADDRESS[plan.kind](call.x)),
+        weights=tuple(replace(w, parts=own.components) for w, own in stored),
+    )
+    orchestrator = orchestrator_of(backend, product.problem(backend))
+    if any(w.layout not in orchestrator.layouts for w in product.weights):
+        return None
+    arrays = call.x, call.bias, call.residual, call.out
+    made = replace(
+        plan,
+        run=orchestrator.prepare(backend, product),
+        shape=shape,
+        reaches=tuple(_reach(array, plan.kind) for array in arrays),
+    )
+    _put(known.plans, key, made)
+    return made
 
 
 def _may_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> bool:
@@ -215,12 +294,12 @@ def keep(
         return
     parts = list(_parts(call))
     used = [part for w in product.weights for part in getattr(w, "parts", {}).values()]
+    others = [part for part in used if not any(part is own for own in parts)]
     spans = tuple(map(interop.span, parts))
     arrays = call.x, call.bias, call.residual, call.out
     plan = Plan(
         None if kind in _STAYS else list(map(_torch_address, parts)),
-        [w.format for w in call.weights]
-        + [part for part in used if not any(part is own for own in parts)],
+        [*(w.format for w in call.weights), *others],
         run,
         constants,
         tuple(out.shape),
@@ -231,12 +310,27 @@ def keep(
         spans,
         (min(first for first, _ in spans), max(end for _, end in spans)),
     )
-    plans = _plans.get(parts)
-    if plans is None:
-        plans = _plans.put(parts, {})
-    if len(plans) >= MOST:
-        plans.clear()
-    plans[key] = plan
+    known = _known.get(parts) or _known.put(parts, Known({}, {}))
+    _put(known.plans, key, plan)
+    if product.rows >= LEAST_ROWS and not others and all(map(_is_contiguous, arrays)):
+        bare = replace(
+            product,
+            x=replace(product.x, owner=None),
+            weights=tuple(replace(w, parts={}) for w in product.weights),
+        )
+        _put(known.rows, _key(call, _ROWS), Rows(plan, bare))
+
+
+def _put(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value; where there are MOST, the oldest goes."""
+    if len(kept) >= MOST:
+        with suppress(RuntimeError, StopIteration):  # another thread puts or clears meanwhile
+            kept.pop(next(iter(kept)), None)
+    kept[key] = value
+
+
+def _is_contiguous(array: Any) -> bool:
+    return array is None or interop.is_contiguous(array)
 
 
 def _reach(array: Any, kind: str) -> Span:

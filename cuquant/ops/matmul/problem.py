@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuquant import interop
 from cuquant.formats import Format
 from cuquant.gpu.backend import Backend
 from cuquant.ops import cpp, geometry
@@ -101,6 +102,11 @@ class Dense:
     def type(self) -> str:
         return "Dense"
 
+    @property
+    def type_name(self) -> str:
+        """Of an element."""
+        return interop.name_of(self.dtype)
+
     def is_aligned(self, steps: tuple[int, ...] = ()) -> bool:
         """Whether each 8 elements of a row are a vector of 16 bytes, or two."""
         strides = (self.row_stride, *steps)
@@ -115,7 +121,7 @@ class Dense:
             self.pointer,
             self.row_stride,
             self.column_stride,
-            TYPES[self.dtype.name],
+            TYPES[self.type_name],
             self.is_aligned(steps),
         )
 
@@ -297,7 +303,7 @@ class Product:
             depth=self.depth,
             format=first.fmt,
             layout=first.layout if alike else Weight.layout,
-            dtype=self.x.dtype.name,
+            dtype=self.x.type_name,
             aligned=self.x.is_aligned(tuple(step for _, step, _, _ in self.batch))
             and (self.rows == 1 or self.x.row_stride >= self.depth),
             contiguous=self.x.column_stride == 1,

@@ -358,7 +358,7 @@ class Stream:
         assert division is not None
         shape, groups, memory = division.shape, division.groups, division.memory
         strips = -(-product.columns // STRIP)
-        dtype = product.x.dtype.name
+        dtype = product.x.type_name
         each = backend.multiprocessors if shape.spread else 0
         clusters, *taken = shared_evenly(strips, shape.taken, each)
         units = -(-product.depth // UNIT)

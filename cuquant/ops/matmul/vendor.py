@@ -159,7 +159,7 @@ class Vendor:
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         rows, columns, depth = product.rows, product.columns, product.depth
-        dtype, count = product.x.dtype.name, len(product.weights)
+        dtype, count = product.x.type_name, len(product.weights)
         d = divide(rows, columns, depth, product.x.dtype.itemsize, count, backend.arch)
         decoders = [
             (*_decoder(backend, weight, dtype, depth, d), i * d.decoded, i * UNIT_BYTES)
