@@ -27,6 +27,7 @@ from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul.door import linear
 from cuquant.torch.spec import Weight, WeightSpec
 
+_C: Any = torch._C
 _product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway
 _decode, _rows = inspect.unwrap(dequantize), inspect.unwrap(unpack)
 _DEQUANTIZE = (
@@ -133,11 +134,11 @@ def is_watched(x: torch.Tensor) -> bool:
         type(x) is not torch.Tensor
         or x.is_meta
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or _C._autograd._profiler_enabled()
     )
 
 
