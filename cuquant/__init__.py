@@ -13,6 +13,7 @@ decoded and multiplied on their GPU, by kernels that compile themselves.
 from typing import TYPE_CHECKING
 
 from cuquant import functional
+from cuquant.ahead import precompile
 from cuquant.array.components import array_equal
 from cuquant.array.metrics import Error, error
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
@@ -24,7 +25,6 @@ from cuquant.io.quantized import load, save
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.matmul.door import grouped_linear, linear, matmul, swiglu
-from cuquant.ops.precompile import precompile
 from cuquant.ops.quantize.door import quantize
 
 __version__ = "0.1.0"

@@ -13,8 +13,8 @@ from on_emulator import OnEmulator
 from oracle import DTYPES
 
 import cuquant as cq
+from cuquant import ahead
 from cuquant.gpu import jit
-from cuquant.ops import precompile as ahead
 from cuquant.ops.programs import PROGRAMS
 from cuquant.ops.quantize.finite import first_nonfinite
 

@@ -56,6 +56,7 @@ LAYERS = [
     ["ops.programs"],
     ["ops"],
     ["functional", "io", "diagnosis", "demo", "bench", "torch"],
+    ["ahead"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -88,6 +88,7 @@ for command in (
     system.formats,
     system.doctor,
     system.cache,
+    system.precompile,
     demo,
 ):
     app.command()(command)

@@ -1,13 +1,17 @@
-"""Commands on the installation: `formats`, `doctor` and `cache`."""
+"""Commands on the installation: `formats`, `doctor`, `cache` and `precompile`."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cuquant import diagnosis
-from cuquant.cli.options import JsonFlag, complete_format
-from cuquant.cli.show import console, in_bytes, print_json, shape_text, table
+from cuquant import ahead, diagnosis
+from cuquant.cli.options import FormatsOption, JsonFlag, complete_format, split_names
+from cuquant.cli.show import console, in_bytes, in_seconds, print_json, shape_text, table
 from cuquant.formats import Codebook, Format, get_format, list_formats
 from cuquant.formats.table import HEADINGS, SHAPE, format_row, format_rows, format_table
 
@@ -124,3 +128,69 @@ def cache(
         return
     files, nbytes = diagnosis.cache_size()
     print(f"{files} files, {in_bytes(nbytes)}")
+
+
+def precompile(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="A quantized safetensors file, or a folder of them: what it needs."
+        ),
+    ] = None,
+    formats: FormatsOption = None,
+    operations: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--operation",
+            "--operations",
+            metavar="A,B",
+            help="Of formats: quantize and dequantize (if not given), matmul, prepack; repeatable.",
+        ),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            "--dtypes",
+            metavar="A,B",
+            help="float16, bfloat16, float32; all of them, or those of the model; repeatable.",
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(metavar="sm_NN", help="For a GPU that need not be there; else for this one."),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", file_okay=False, help="Copy the kernels there, for CUQUANT_CUBINS."
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compile so many at a time; all processors.")
+    ] = None,
+) -> None:
+    """Compile kernels ahead of their first use, for a model or for formats."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
+    bar = Progress(*columns, TimeRemainingColumn(compact=True), console=screen, transient=True)
+    task = bar.add_task("kernels", total=None)
+
+    def report(done: int, total: int, name: str) -> None:
+        entry = name.removeprefix("cuquant::").partition("<")[0]
+        bar.update(task, completed=done, total=total, description=escape(entry))
+
+    with bar if screen.is_terminal else nullcontext():
+        made = ahead.precompile(
+            *split_names(formats or ()),
+            model=model,
+            operations=split_names(operations or ()) or None,
+            dtypes=split_names(dtypes or ()) or None,
+            arch=arch,
+            export=export,
+            jobs=jobs,
+            progress=report,
+        )
+    print(
+        f"{made.compiled} kernels compiled in {in_seconds(made.seconds)}, {made.found} were there"
+    )

@@ -20,7 +20,13 @@ from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
 from cuquant.ops.matmul import q8_1
-from cuquant.ops.matmul.choose import ORCHESTRATORS, PLAIN_ROWS, PLAIN_TILES, choose
+from cuquant.ops.matmul.choose import (
+    ORCHESTRATORS,
+    PLAIN_ROWS,
+    PLAIN_TILES,
+    choose,
+    orchestrator_of,
+)
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
@@ -51,6 +57,8 @@ BLOCK_PRODUCTS = ((1, (14336, 2048)), (8, (4096, 14336)), (16, (14336, 2048)))
 # Those of gated units, for the GPUs with kernels of their own; and experts.
 GATED_PRODUCTS = ((16, (4096, 4096)), (512, (4096, 4096)))
 EXPERTS, EXPERT, EXPERT_ROWS = 8, (4096, 4096), (4, 512)
+# Rows of x for which a given weight's kernels are found: the division changes between few others.
+ROWS = (*range(1, 129), *range(136, 1025, 8), *range(1088, 8193, 64))
 # What layouts depend on: rows that end inside a word and units, blocks of ggml's.
 LAID_OUT = ((32, 512), (37, 131))
 
@@ -65,11 +73,10 @@ class _Nothing:
 class Plan:
     """A Backend that launches nothing and notes the programs."""
 
-    multiprocessors = MULTIPROCESSORS
-    has_vendor = True
-
-    def __init__(self, arch: int = ARCH) -> None:
-        self.arch = arch
+    def __init__(
+        self, arch: int = ARCH, multiprocessors: int = MULTIPROCESSORS, *, has_vendor: bool = True
+    ) -> None:
+        self.arch, self.multiprocessors, self.has_vendor = arch, multiprocessors, has_vendor
         self.programs: dict[Program, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -178,7 +185,7 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
                 continue
             columns, depth = stored
             x, decoded = (Dense(ADDRESS, d, depth, 1) for d in (dtype, np.dtype(np.float32)))
-            for weight in (Weight(fmt, _parts(fmt.components(stored)), stored), decoded):
+            for weight in (_weight(fmt, stored, Weight.layout), decoded):
                 for plain in (PLAIN_ROWS, PLAIN_TILES):
                     product = Product(plain.height, columns, depth, x, (weight,))
                     plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
@@ -191,28 +198,67 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
                 chosen = ORCHESTRATORS[choose(replace(problem, vendor=vendor))]
                 if chosen not in (PLAIN_ROWS, PLAIN_TILES):
                     chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
-        _plan_experts(plan, fmt, dtype)
+        if takes(fmt, (EXPERTS, *EXPERT)):
+            weight = _weight(fmt, (EXPERTS, *EXPERT), FRAGMENTS_LAYOUT)
+            for rows in EXPERT_ROWS:
+                _plan_experts(plan, weight, dtype, rows, plain=False)
     return list(plan.programs)
 
 
-def _plan_experts(plan: Plan, fmt: Format, dtype: np.dtype) -> None:
-    """Rows of x through the prepacked weights of experts, where there is a kernel for them."""
-    stored = (EXPERTS, *EXPERT)
-    if not takes(fmt, stored):
+def _plan_experts(
+    plan: Plan, weight: Weight, dtype: np.dtype, rows: int, *, plain: bool = True
+) -> None:
+    """So many rows of x for each of the experts [E, N, K]; `plain`: by the plain kernels too."""
+    experts, columns, depth = weight.stored
+    x = Dense(ADDRESS, dtype, depth, 1)
+    product = Product(rows * experts, columns, depth, x, (weight,))
+    problem = replace(product.problem(plan), rows=rows, experts=experts)
+    chosen = ORCHESTRATORS[choose(problem)]
+    if chosen in (PLAIN_ROWS, PLAIN_TILES) and not plain:
         return
-    parts = _parts(Fragments(fmt, stored).components)
-    weight = Weight(fmt, parts, stored, layout=FRAGMENTS_LAYOUT)
-    for rows in EXPERT_ROWS:
-        x = Dense(ADDRESS, dtype, EXPERT[1], 1)
-        product = Product(rows * EXPERTS, *EXPERT, x, (weight,))
-        problem = replace(product.problem(plan), rows=rows, experts=EXPERTS)
-        chosen = ORCHESTRATORS[choose(problem)]
-        if chosen in (PLAIN_ROWS, PLAIN_TILES):
-            continue
-        height = chosen.height or segment_rows(problem)
-        numbers = View(ADDRESS, (rows * EXPERTS,), (1,), np.dtype(np.int64))
-        routed = replace(product, routing=route(plan, numbers, EXPERTS, height, EXPERT[0], ADDRESS))
-        chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
+    height = chosen.height or segment_rows(problem)
+    numbers = View(ADDRESS, (rows * experts,), (1,), np.dtype(np.int64))
+    routed = replace(product, routing=route(plan, numbers, experts, height, columns, ADDRESS))
+    chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
+
+
+def plan_weight(
+    plan: Plan, fmt: Format, shape: tuple[int, ...], layout: str, dtypes: Sequence[str]
+) -> None:
+    """Have `plan` note what a weight needs: to be decoded to arrays of `dtypes`, and, where it is
+    [N, K] or [E, N, K], for products with any number of rows of x."""
+    if not math.prod(shape):
+        return
+    weight = _weight(fmt, shape, layout)
+    rows = weight
+    if layout != Weight.layout:
+        rows = _weight(fmt, shape, Weight.layout)
+        Prepack(Fragments(fmt, shape)).rows(plan, dict(weight.parts))
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        target = View(ADDRESS, shape, c_strides(shape), dtype)
+        decoder(fmt)(plan, dict(rows.parts), shape, target)
+        for count in ROWS if len(shape) in (2, 3) else ():
+            if len(shape) == 3:
+                _plan_experts(plan, weight, dtype, count)
+            else:
+                _plan_layer(plan, weight, rows, dtype, count)
+
+
+def _plan_layer(plan: Plan, weight: Weight, rows: Weight, dtype: np.dtype, count: int) -> None:
+    """So many rows of x times a weight [N, K], which also lies in rows for kernels that want it."""
+    columns, depth = weight.stored
+    product = Product(count, columns, depth, Dense(ADDRESS, dtype, depth, 1), (weight,))
+    chosen = orchestrator_of(plan, product.problem(plan))
+    if weight.layout not in chosen.layouts:
+        product = replace(product, weights=(rows,))
+    chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
+
+
+def _weight(fmt: Format, shape: tuple[int, ...], layout: str) -> Weight:
+    laid = layout == FRAGMENTS_LAYOUT
+    components = Fragments(fmt, shape).components if laid else fmt.components(shape)
+    return Weight(fmt, _parts(components), shape, layout=layout)
 
 
 def _parts(components: Iterable[Component]) -> dict[str, Any]:
@@ -233,16 +279,15 @@ def _products(fmt: Format, arch: int) -> Iterator[tuple[Any, ...]]:
     for rows, (columns, depth) in BLOCK_PRODUCTS if fmt.is_blocks else ():
         # With one block more the rows of most types do not start on 16 bytes.
         for shape in ((columns, depth), (columns, depth + fmt.layout.elements)):
-            yield rows, Weight(fmt, _parts(fmt.components(shape)), shape)
+            yield rows, _weight(fmt, shape, Weight.layout)
 
 
 def _weights(fmt: Format, shape: tuple[int, int]) -> Iterator[Weight]:
     """A weight [N, K] as it is, and prepacked."""
     if _fits(fmt, shape):
-        yield Weight(fmt, _parts(fmt.components(shape)), shape)
+        yield _weight(fmt, shape, Weight.layout)
     if takes(fmt, shape):
-        parts = _parts(Fragments(fmt, shape).components)
-        yield Weight(fmt, parts, shape, layout=FRAGMENTS_LAYOUT)
+        yield _weight(fmt, shape, FRAGMENTS_LAYOUT)
 
 
 def prepack_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = 0) -> list[Program]:

@@ -4,18 +4,24 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.gpu import cubins, jit
-from cuquant.interop import INPUT_DTYPES
+from cuquant.gpu.arrays import has_vendor, multiprocessors
+from cuquant.interop import INPUT_DTYPES, name_of
+from cuquant.io.quantized import described, stored_shape
+from cuquant.io.safetensors import SafetensorsReader
 from cuquant.ops import programs
 
+OPERATIONS = ("quantize", "dequantize")  # of formats, where none is named
 Progress = Callable[[int, int, str], object]
 
 
@@ -29,8 +35,9 @@ class Precompiled(NamedTuple):
 
 def precompile(
     *formats: str | Format,
-    operations: Iterable[str] = ("quantize", "dequantize"),
-    dtypes: Iterable[str] = INPUT_DTYPES,
+    model: Any = None,
+    operations: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
     arch: str | int | tuple[int, int] | None = None,
     export: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
@@ -41,11 +48,18 @@ def precompile(
     Parameters
     ----------
     formats
-        Names, strings such as "nf4:32+dq" or Formats; all formats where none is given.
+        Names, strings such as "nf4:32+dq" or Formats; all formats where neither these nor a model
+        is given.
+    model
+        A safetensors file that `save`, the command `quantize` or torch wrote of quantized weights,
+        a folder of such files, what `load` returns, or a torch module with QuantLinear layers.
+        Compiled are the kernels that its weights need: for products with any number of rows of x,
+        and to be decoded.
     operations
-        Whose kernels.
+        Whose kernels, for `formats`; None: quantize and dequantize.
     dtypes
-        Of the arrays that are quantized, or dequantized to.
+        Of the arrays that are quantized, dequantized to or multiplied. None: all three; for a
+        model's weights their own.
     arch
         The GPU to compile for, such as "sm_90", "90" or (9, 0); it need not be there. None is the
         current device, on which the kernels are then also loaded, ready for a CUDA graph.
@@ -61,7 +75,10 @@ def precompile(
     Raises
     ------
     ValueError
-        For an unknown format, operation, dtype or arch, before anything is compiled.
+        For an unknown format, operation, dtype or arch, and for a model without quantized weights,
+        before anything is compiled.
+    FormatError
+        For a malformed file.
     BackendUnavailable
         Without NVRTC; without a GPU where no `arch` is given.
     CompileError
@@ -73,21 +90,103 @@ def precompile(
     >>> cq.precompile("nf4", arch="sm_90", export="kernels")  # doctest: +SKIP
     Precompiled(compiled=12, found=0, seconds=1.4)
     """
-    values = [get_format(name) for name in formats or list_formats()]
-    dtypes = _known("dtype", dtypes, INPUT_DTYPES)
+    names = formats or (list_formats() if model is None else ())
+    values = [get_format(name) for name in names]
+    own = None if dtypes is None else _known("dtype", dtypes, INPUT_DTYPES)
+    every = INPUT_DTYPES if own is None else own
+    chosen = OPERATIONS if operations is None else operations
+    chosen = _known("operation", chosen, sorted(programs.PROGRAMS))
+    weights = dict.fromkeys(_weights(model)) if model is not None else {}
     target = jit.device_arch() if arch is None else parse_arch(arch)
-    operations = _known("operation", operations, sorted(programs.PROGRAMS))
+    device = jit.current_device() if arch is None else None
     needed = dict.fromkeys(
         program
-        for operation in operations
+        for operation in chosen
         for fmt in values
-        for program in programs.PROGRAMS[operation](fmt, dtypes=dtypes, arch=target)
+        for program in programs.PROGRAMS[operation](fmt, dtypes=every, arch=target)
     )
+    needed.update(_plan_of(weights, own, target, device).programs)
     jit.nvrtc()  # that it is missing is said once, not by each thread
-    device = jit.current_device() if arch is None else None
     one = _Task(target, device, None if export is None else Path(export))
     report = _to_stderr if progress is True else progress or (lambda *_: None)
     return _in_parallel(list(needed), one, jobs, report)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+class _Weight(NamedTuple):
+    """What decides a weight's kernels."""
+
+    format: Format
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+
+
+def _plan_of(
+    weights: Iterable[_Weight], dtypes: Sequence[str] | None, arch: int, device: int | None
+) -> programs.Plan:
+    """The programs that weights need, on a device or, for None, on one like those of `arch`."""
+    plan = programs.Plan(arch)
+    if device is not None and weights:
+        plan = programs.Plan(arch, multiprocessors(device), has_vendor=has_vendor(device))
+    for weight in weights:
+        chosen = (weight.dtype,) if dtypes is None else dtypes
+        programs.plan_weight(plan, weight.format, weight.shape, weight.layout, chosen)
+    return plan
+
+
+def _weights(model: Any) -> Iterator[_Weight]:
+    """The quantized weights of a model; ValueError where it has none."""
+    if isinstance(model, (str, os.PathLike)):
+        found = [weight for path in _files(Path(model)) for weight in _described(path)]
+    elif isinstance(model, Mapping):
+        found = [_of(value) for value in model.values() if _is_weight(value)]
+    elif callable(getattr(model, "modules", None)):
+        held = (getattr(module, "quantized", None) for module in model.modules())
+        found = [_of(value) for value in held if _is_weight(value)]
+    else:
+        raise TypeError(
+            "model must be a file, a folder, a dict of weights or a torch module, got "
+            f"{type(model).__name__}"
+        )
+    if not found:
+        named = f"{model}" if isinstance(model, (str, os.PathLike)) else "the model"
+        raise ValueError(f"{named} has no quantized weights; `cuquant quantize` makes them")
+    return iter(found)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (QuantArray, PackedWeight))
+
+
+def _of(weight: Any) -> _Weight:
+    if isinstance(weight, PackedWeight):
+        return _Weight(weight.format, weight.shape, weight.layout, name_of(weight.dtype))
+    return _Weight(weight.format, weight.stored_shape, ROWS_LAYOUT, name_of(weight.dtype))
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the safetensors files of a folder."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"{path} holds no safetensors files")
+    return found
+
+
+def _described(path: Path) -> list[_Weight]:
+    with SafetensorsReader(path) as reader:
+        arrays, _ = described(reader)
+    return [
+        _Weight(a.format, stored_shape(a.shape, a.axes), a.layout or ROWS_LAYOUT, name_of(a.dtype))
+        for a in arrays.values()
+    ]
+
+
+# ---- names --------------------------------------------------------------------------------------
 
 
 def _known(what: str, names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -110,6 +209,9 @@ def parse_arch(arch: str | int | tuple[int, int]) -> int:
     if found is None:
         raise ValueError(f"arch {arch!r} is unknown; pass a compute capability such as 'sm_90'")
     return int(found[1] + found[2])
+
+
+# ---- compiling ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
