@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -138,6 +139,11 @@ class Format:
 
     def components(self, stored: tuple[int, ...]) -> tuple[Component, ...]:
         """The arrays that hold an array stored as [rows..., K]: names, dtypes, shapes."""
+        return self._components(tuple(stored))
+
+    # A call of an operation asks several times, and a model has few shapes.
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _components(self, stored: tuple[int, ...]) -> tuple[Component, ...]:
         *rows, count = stored
         if self.is_blocks:
             blocks = count // self.layout.elements

@@ -1,14 +1,13 @@
 """Where an array lies in memory, as kernels are told it."""
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """An array in memory: its address, and strides in elements."""
 
     pointer: int

@@ -14,6 +14,7 @@ from cuquant.formats import Codebook, Format, Packing, Uniform, get_format
 from cuquant.formats.blocks import BlockLayout, Run
 from cuquant.formats.codecs import Codec
 from cuquant.gpu.backend import Backend
+from cuquant.interop import name_of
 
 F32 = np.float32
 RULES = {
@@ -35,6 +36,11 @@ MIRRORED_SIGN = 8  # what codes of negative numbers are higher by
 DROPPED = 17  # lower bits that do not count in float cells; format.cuh's float_bits
 MOST_PER_SIGN = 3200  # of such cells
 NO_LOOKUP = bytes(56)
+
+
+def element_of(dtype: np.dtype) -> str:
+    """What kernels call elements of a dtype."""
+    return ELEMENTS[name_of(dtype)]
 
 
 @dataclass(frozen=True)
@@ -288,9 +294,15 @@ def lookup(codec: Codec, backend: Backend) -> bytes:
     """The Lookup struct of a codec, its tables on the backend's device; zeros where it has none."""
     if not isinstance(codec, Codebook):
         return NO_LOOKUP
-    table, starts = _table(codec)
+    table, _ = _table(codec)
+    return _lookup(codec, backend.pointer(backend.upload(table)))
+
+
+@lru_cache(maxsize=256)
+def _lookup(codec: Codebook, at: int) -> bytes:
+    """The same of a table at an address."""
+    _, starts = _table(codec)
     cells = cells_of(codec)
-    at = backend.pointer(backend.upload(table))
     return struct.pack(
         "<4Q2f2I2i",
         *(at + start for start in starts),

@@ -109,7 +109,7 @@ def quotients(x: Any, scale: Any, zero_point: Any) -> Any:
         given, count = backend.contiguous(x, -1), math.prod(x.shape)
         out = backend.empty(tuple(x.shape), np.dtype(np.uint8))
         if count:
-            element = cpp.ELEMENTS[interop.dtype_of(x).name]
+            element = cpp.element_of(interop.dtype_of(x))
             program = Program("quantize/quotients.cu", "quotients", (element, THREADS))
             pointers = [backend.pointer(array) for array in (given, scale, zero_point, out)]
             launch = Launch(program, (-(-count // THREADS), 1, 1), THREADS)

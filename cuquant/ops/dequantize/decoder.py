@@ -50,7 +50,7 @@ class Dequantize:
         """
         if not target.size:
             return
-        element = cpp.ELEMENTS[target.dtype.name]
+        element = cpp.element_of(target.dtype)
         if self.fmt.is_blocks:
             decoder = DequantizeBlocks(self.fmt)
             decoder.values(backend, parts["blocks"], target.pointer, element)
@@ -140,14 +140,14 @@ class Dequantize:
     @lru_cache(maxsize=1024)  # noqa: B019
     def launch(self, dtype: np.dtype, chunks: int, flat: bool) -> Launch:
         """Of dequantize."""
-        arguments = (self.facts.type, cpp.ELEMENTS[dtype.name], THREADS, CHUNKS, int(flat))
+        arguments = (self.facts.type, cpp.element_of(dtype), THREADS, CHUNKS, int(flat))
         program = Program("dequantize/dequantize.cu", "dequantize", arguments, self.facts.text)
         return Launch(program, (-(-chunks // (THREADS * CHUNKS)), 1, 1), THREADS)
 
     def plain_launch(self, dtype: np.dtype, chunks: int) -> Launch:
         """Of dequantize_plain."""
         word = cpp.WORDS[self.fmt.row_packing.dtype.itemsize]
-        arguments = (self.facts.type, cpp.ELEMENTS[dtype.name], word)
+        arguments = (self.facts.type, cpp.element_of(dtype), word)
         program = Program(
             "dequantize/dequantize.cu", "dequantize_plain", arguments, self.facts.text
         )

@@ -17,7 +17,7 @@ from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED
 from cuquant.lazy import lazy
 from cuquant.ops import cpp
-from cuquant.ops.cpp import ELEMENTS
+from cuquant.ops.cpp import element_of
 from cuquant.ops.dequantize.ggml import GROUP
 
 WARP, WARPS, QUANTIZE_THREADS = 32, 8, 256
@@ -195,7 +195,7 @@ def gemm(
 def values_launch(dtype: np.dtype, blocks: int) -> Launch:
     """Of quantize_q8_1."""
     made = cpp.facts(Q8_1)
-    arguments = (made.type, ELEMENTS[dtype.name], QUANTIZE_THREADS)
+    arguments = (made.type, element_of(dtype), QUANTIZE_THREADS)
     program = Program("quantize/q8_1.cu", "quantize_q8_1", arguments, made.text, overlaps=True)
     return Launch(program, (-(-blocks * WARP // QUANTIZE_THREADS), 1, 1), QUANTIZE_THREADS)
 

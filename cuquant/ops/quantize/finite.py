@@ -8,7 +8,7 @@ from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.view import View
 from cuquant.ops import geometry
-from cuquant.ops.cpp import ELEMENTS
+from cuquant.ops.cpp import element_of
 from cuquant.ops.geometry import CHUNK
 
 THREADS = 256
@@ -16,7 +16,7 @@ THREADS = 256
 
 def first_launch(dtype: np.dtype, items: int) -> Launch:
     """Of first_nonfinite, a thread a chunk."""
-    program = Program("quantize/finite.cu", "first_nonfinite", (ELEMENTS[dtype.name],))
+    program = Program("quantize/finite.cu", "first_nonfinite", (element_of(dtype),))
     return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch
 from cuquant.ops import cpp
-from cuquant.ops.cpp import ELEMENTS
+from cuquant.ops.cpp import element_of
 from cuquant.ops.dequantize.ggml import THREADS, GgmlKernels
 from cuquant.ops.quantize.call import CLAMP
 
@@ -19,7 +19,7 @@ class QuantizeBlocks(GgmlKernels):
     def launch(self, dtype: np.dtype, blocks: int, clamp: bool) -> Launch:
         """Of quantize_blocks."""
         flags = CLAMP if clamp else 0
-        element = ELEMENTS[dtype.name]
+        element = element_of(dtype)
         program = self._program("quantize/ggml.cu", "quantize_blocks", element, THREADS, flags)
         return Launch(program, (-(-blocks // (THREADS // LANES)), 1, 1), THREADS)
 
@@ -46,7 +46,7 @@ class QuantizeBlocks(GgmlKernels):
         """Of quantize_blocks_axis, with its tiles down and across."""
         tile = TILE[dtype.itemsize]
         down, across = -(-depth // tile[0]), -(-width // tile[1])
-        arguments = (ELEMENTS[dtype.name], THREADS, *tile, CLAMP if clamp else 0)
+        arguments = (element_of(dtype), THREADS, *tile, CLAMP if clamp else 0)
         program = self._program("quantize/ggml.cu", "quantize_blocks_axis", *arguments)
         return Launch(program, (batch * down * across, 1, 1), THREADS), down, across
 

@@ -74,7 +74,7 @@ def set_global_scale(backend: Backend, fmt: Format, task: Task) -> None:
     source = geometry.strided(task.view, len(rows), with_flat=False)
     items = math.prod(rows) * -(-columns // CHUNK)
     grid = min(-(-items // THREADS), 16 * backend.multiprocessors)
-    arguments = (cpp.ELEMENTS[task.view.dtype.name], task.flags & CLAMP)
+    arguments = (cpp.element_of(task.view.dtype), task.flags & CLAMP)
     program = Program("quantize/finite.cu", "largest_finite", arguments)
     counts = (math.prod(rows), columns, grid * THREADS)
     launch = Launch(program, (grid, 1, 1), THREADS)

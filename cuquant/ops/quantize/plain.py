@@ -48,7 +48,7 @@ class Plain:
         found = backend.empty((blocks * splits * state,), np.dtype(np.uint8))
         where = (task.view.pointer, backend.pointer(found), task.source())
         struct_ = geometry.tiles_struct(tiles)
-        element = cpp.ELEMENTS[task.view.dtype.name]
+        element = cpp.element_of(task.view.dtype)
         launch = self._warps("statistics", element, task.flags, blocks * splits)
         backend.launch(launch, *where, struct_, blocks, splits, per_split)
         launch = self._warps("scales", element, task.flags, blocks)
@@ -80,7 +80,7 @@ class Plain:
         packed = backend.pointer(task.parts["packed"])
         word = {16: 16, 8: 8, 4: 4}.get(packing.bits, 1)  # bytes that a whole chunk is stored by
         aligned = packed % 16 == 0 and row_bytes % word == 0
-        arguments = (self.facts.type, cpp.ELEMENTS[task.view.dtype.name], task.flags & ~GIVEN)
+        arguments = (self.facts.type, cpp.element_of(task.view.dtype), task.flags & ~GIVEN)
         program = Program("quantize/plain.cu", "encode", arguments, self.facts.text)
         backend.launch(
             Launch(program, (-(-rows * per_row // THREADS), 1, 1), THREADS),

@@ -195,7 +195,7 @@ class Quantize:
     def flat_launch(self, dtype: np.dtype, unit: Unit, units: int, flags: int) -> Launch:
         """Of quantize: blocks one after the other."""
         threads, each = FLAT[dtype.itemsize]
-        element = cpp.ELEMENTS[dtype.name]
+        element = cpp.element_of(dtype)
         arguments = (self.facts.type, element, *unit, threads, each, flags)
         program = Program("quantize/quantize.cu", "quantize", arguments, self.facts.text)
         return Launch(program, (-(-units // (threads * each)), 1, 1), threads)
@@ -212,7 +212,7 @@ class Quantize:
         tile = (high, wide)
         threads = min(256, tile[0] * tile[1] // (unit.per * CHUNK))
         down, across = -(-depth // tile[0]), -(-width // tile[1])
-        element = cpp.ELEMENTS[dtype.name]
+        element = cpp.element_of(dtype)
         arguments = (self.facts.type, element, *unit, threads, *tile, flags)
         program = Program("quantize/quantize.cu", "quantize_axis", arguments, self.facts.text)
         return Launch(program, (batch * down * across, 1, 1), threads), down, across
@@ -228,7 +228,7 @@ class Quantize:
         each = _power(chunks / threads)
         if each > most:
             return None
-        arguments = (self.facts.type, cpp.ELEMENTS[dtype.name], threads, each, flags)
+        arguments = (self.facts.type, cpp.element_of(dtype), threads, each, flags)
         program = Program("quantize/tiles.cu", "quantize_tiles", arguments, self.facts.text)
         return Launch(program, (math.prod(tiles.grid), 1, 1), threads)
 

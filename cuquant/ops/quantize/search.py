@@ -11,7 +11,7 @@ from cuquant.formats.blocks import IQ4_LEVELS, BlockLayout, Run
 from cuquant.formats.search import SEARCHES
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
-from cuquant.ops.cpp import ELEMENTS
+from cuquant.ops.cpp import element_of
 
 THREADS, WARP = 128, 32
 MOST_GRID = 2**31 - 1  # blocks of threads along x
@@ -87,7 +87,7 @@ class Search:
         program = Program(
             "quantize/search.cu",
             "search",
-            (f"formats::{name}", ELEMENTS[dtype.name], THREADS),
+            (f"formats::{name}", element_of(dtype), THREADS),
             text,
         )
         lanes = blocks * self.fmt.layout.sub_blocks

@@ -23,7 +23,7 @@ def vanished(backend: Backend, fmt: Format, x: Any, view: View, axis: int, parts
     if fmt.scale is None or not view.size:
         return 0
     facts, lookup = cpp.facts(fmt, decoding=True), cpp.lookup(fmt.codec, backend)
-    element = cpp.ELEMENTS[view.dtype.name]
+    element = cpp.element_of(view.dtype)
     counter = backend.zeros((1,), np.dtype(np.uint32))
     count = backend.pointer(counter)
     if fmt.is_blocks:
