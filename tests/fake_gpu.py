@@ -284,6 +284,7 @@ def install(kind: str, monkeypatch: pytest.MonkeyPatch, backend: Any = None) -> 
     monkeypatch.setattr(gpu.Gpu, "upload", lambda self, array: CupyArray(backend.upload(array)))
     monkeypatch.setattr(gpu, "_multiprocessors", lambda device: backend.multiprocessors)
     monkeypatch.setattr(gpu, "_arch", lambda device: backend.arch)
+    monkeypatch.setattr(gpu, "rates_of", lambda device: backend.rates)
     if kind == "torch":
         _install_torch(monkeypatch)
     return mover(kind)

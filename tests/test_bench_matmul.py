@@ -16,6 +16,7 @@ from cuquant.bench.quantize import parse_formats
 from cuquant.bench.report import Ceilings, PeerTiming
 from cuquant.bench.timing import Timing
 from cuquant.cli import app
+from cuquant.gpu.rates import Rates
 
 PNG = b"\x89PNG"
 
@@ -293,6 +294,23 @@ def test_the_rate_of_cublas_counts_two_operations_a_product(monkeypatch):
     # 3 us: warming, 4 us: a first replay; then 5..14 us for rounds of 8 calls.
     found = roofline.measure_gemm(FakeCublas(), FakeGpu(), "float16", 10)
     assert found == pytest.approx(2 * 64**3 / (9.5 / 8) / 1e6)
+
+
+def test_rates_are_bytes_and_operations_in_a_microsecond(monkeypatch):
+    monkeypatch.setattr(roofline, "measure_ceilings", lambda *_: Ceilings(2.9, 3.15, 3.2))
+    monkeypatch.setattr(roofline, "measure_gemm", lambda *a: {"float16": 670, "float32": 44}[a[2]])
+    found = roofline.measure_rates(FakeGpu(), FakeCublas(), 10)
+    assert (found.read, found.tensor, found.float32) == pytest.approx((3.15e6, 670e6, 44e6))
+
+
+def test_calibrate_prints_a_row_of_the_table_of_rates(gpu, monkeypatch):
+    monkeypatch.setattr(roofline, "GEMM_SIZE", 64)
+    monkeypatch.setattr(roofline, "CEILING_BYTES", 1 << 20)
+    monkeypatch.setattr(matmul_peers, "cublas", FakeCublas)
+    result = CliRunner().invoke(app, ["bench", "calibrate"])
+    assert result.exit_code == 0, result.output
+    (row,) = eval(f"{{{result.stdout}}}", {"Rates": Rates}).items()
+    assert row[0] == MACHINE.device and row[1].read > 0 and row[1].tensor > 0
 
 
 # ---- the command --------------------------------------------------------------------------------

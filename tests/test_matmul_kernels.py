@@ -14,7 +14,7 @@ from products import CASES, Products, exact, finished, is_close, normal, values,
 import cuquant as cq
 from cuquant.ops.matmul import on_gpu as multiply
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.choose import ORCHESTRATORS, choose
+from cuquant.ops.matmul.choose import FAMILIES, choose
 from cuquant.ops.matmul.problem import Dense, Problem, Product
 from cuquant.ops.matmul.route import route, route_bytes
 from cuquant.reference import ACTIVATIONS
@@ -415,14 +415,14 @@ def test_the_rule_knows_every_problem():
                     problem = replace(
                         PROBLEM, rows=rows, arch=arch, format=fmt, layout=layout, **other
                     )
-                    assert layout in ORCHESTRATORS[choose(problem)].layouts
+                    assert layout in FAMILIES[choose(problem)].layouts
     assert choose(PROBLEM) == "plain_rows"
     assert choose(replace(PROBLEM, rows=64)) == "plain_tiles"
 
 
 def test_small_products_share_rows_among_warps():
     """So that a GPU has work; never more warps than there are chunks of 32 lanes."""
-    plain: Any = ORCHESTRATORS["plain_rows"]
+    plain: Any = FAMILIES["plain_rows"]
     dense = Dense(0, np.dtype(F32), 1, 1)
 
     def splits(rows: int, columns: int, depth: int) -> int:
@@ -434,6 +434,6 @@ def test_small_products_share_rows_among_warps():
 
 
 def test_a_grid_has_no_more_blocks_than_a_gpu_takes():
-    plain: Any = ORCHESTRATORS["plain_rows"]
+    plain: Any = FAMILIES["plain_rows"]
     dense = Dense(0, np.dtype(F32), 1, 1)
     assert plain.launch((dense, dense), 2**40).grid == (2**31 - 1, 1, 1)

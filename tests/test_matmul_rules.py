@@ -19,7 +19,7 @@ from cuquant.ops.layout import packed_weight as prepacked
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul import hopper_tiles as tiles
 from cuquant.ops.matmul import stream
-from cuquant.ops.matmul.choose import ORCHESTRATORS, choose
+from cuquant.ops.matmul.choose import FAMILIES, choose
 from cuquant.ops.matmul.problem import Dense, Problem, Product, Weight
 
 # ---- groups, tables, numbers --------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_each_kernel_gets_only_what_it_takes(problem):
     p, name = problem, choose(problem)
     if name.startswith("plain"):
         return
-    assert p.layout in ORCHESTRATORS[name].layouts
+    assert p.layout in FAMILIES[name].layouts
     assert p.depth and p.batches == 1 and not p.swapped
     if p.experts:
         assert name == "hopper" and p.arch == 90 and p.dtype != "float32" and not p.gated

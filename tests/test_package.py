@@ -29,7 +29,7 @@ LAYERS = [
     ["formats"],
     ["reference"],
     ["interop"],
-    ["gpu.driver", "gpu.elf", "gpu.source", "gpu.view", "gpu.limits"],
+    ["gpu.driver", "gpu.elf", "gpu.source", "gpu.view", "gpu.limits", "gpu.rates"],
     ["gpu.cubins", "gpu.kernel", "gpu.tensor_map", "gpu.device"],
     ["gpu.jit"],
     ["gpu.backend"],

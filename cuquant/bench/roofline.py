@@ -15,6 +15,7 @@ from cuquant.bench.quantize_report import Measurement, Results
 from cuquant.bench.report import Ceilings
 from cuquant.bench.timing import measure
 from cuquant.disk import replace_picture
+from cuquant.gpu.rates import Rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +44,16 @@ def measure_gemm(cublas: TorchCublas | CupyCublas, gpu: Gpu, dtype: str, repeats
     x = gpu.upload(random_values((GEMM_SIZE, GEMM_SIZE), dtype))
     timing = measure(cublas.engine, cublas.products([x], [gpu.copy(x)]), repeats)
     return 2 * GEMM_SIZE**3 / timing.microseconds / 1e6
+
+
+def measure_rates(gpu: Gpu, cublas: TorchCublas | CupyCublas, repeats: int) -> Rates:
+    """What a product's time is reckoned from."""
+    read = measure_ceilings(gpu, repeats).read
+    gpu.release()
+    tensor, float32 = (
+        measure_gemm(cublas, gpu, dtype, repeats) for dtype in ("float16", "float32")
+    )
+    return Rates(read * 1e6, tensor * 1e6, float32 * 1e6)
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -218,6 +218,23 @@ def matmul(
 
 
 @bench.command()
+def calibrate(
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+) -> None:
+    """Measure what the choice of a product's kernel is reckoned from, and print it as its table's
+    row: MEASURED in cuquant/gpu/rates.py."""
+    from cuquant.bench import roofline
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.matmul_peers import cublas
+
+    gpu = CupyGpu()
+    with console(stderr=True).status("measuring memory and cuBLAS"):
+        rates = roofline.measure_rates(gpu, cublas(), repeats)
+    values = f"read={rates.read:.3g}, tensor={rates.tensor:.3g}, float32={rates.float32:.3g}"
+    print(f'"{gpu.machine.device}": Rates({values}),')
+
+
+@bench.command()
 def table(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Results that --json wrote.")

@@ -14,6 +14,7 @@ from cuquant.gpu import jit
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.cublas import Cublas, CublasError, library
 from cuquant.gpu.jit import Launch
+from cuquant.gpu.rates import Rates, rates_of
 from cuquant.gpu.tensor_map import tensor_map
 from cuquant.gpu.view import View
 from cuquant.gpu.workspace import workspace
@@ -106,6 +107,10 @@ class Gpu:
     @property
     def arch(self) -> int:
         return _arch(self.device)
+
+    @property
+    def rates(self) -> Rates:
+        return rates_of(self.device)
 
     def upload(self, array: np.ndarray) -> Any:
         """A CuPy copy that every call on the device shares, on whatever stream.

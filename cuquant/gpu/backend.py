@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cuquant.gpu.jit import Launch
+from cuquant.gpu.rates import Rates
 from cuquant.gpu.tensor_map import COLUMNS
 
 ALIGNMENT = 256  # of a workspace
@@ -67,6 +68,11 @@ class Backend(Protocol):
     @property
     def arch(self) -> int:
         """The device's compute capability, 90 for 9.0; the choice of a kernel asks."""
+        ...
+
+    @property
+    def rates(self) -> Rates:
+        """What the device does in a microsecond; the choice of a kernel asks."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

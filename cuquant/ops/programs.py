@@ -14,6 +14,7 @@ from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.rates import H100
 from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
 from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
@@ -21,11 +22,11 @@ from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
 from cuquant.ops.matmul import q8_1
 from cuquant.ops.matmul.choose import (
-    ORCHESTRATORS,
+    FAMILIES,
     PLAIN_ROWS,
     PLAIN_TILES,
     choose,
-    orchestrator_of,
+    family_of,
 )
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
@@ -77,6 +78,7 @@ class Plan:
         self, arch: int = ARCH, multiprocessors: int = MULTIPROCESSORS, *, has_vendor: bool = True
     ) -> None:
         self.arch, self.multiprocessors, self.has_vendor = arch, multiprocessors, has_vendor
+        self.rates = H100
         self.programs: dict[Program, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -195,7 +197,7 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
             product = Product(rows, columns, depth, x, tuple(weights))
             problem = product.problem(plan)
             for vendor in {problem.vendor, False}:  # also where it is not installed
-                chosen = ORCHESTRATORS[choose(replace(problem, vendor=vendor))]
+                chosen = FAMILIES[choose(replace(problem, vendor=vendor))]
                 if chosen not in (PLAIN_ROWS, PLAIN_TILES):
                     chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
         if takes(fmt, (EXPERTS, *EXPERT)):
@@ -213,7 +215,7 @@ def _plan_experts(
     x = Dense(ADDRESS, dtype, depth, 1)
     product = Product(rows * experts, columns, depth, x, (weight,))
     problem = replace(product.problem(plan), rows=rows, experts=experts)
-    chosen = ORCHESTRATORS[choose(problem)]
+    chosen = FAMILIES[choose(problem)]
     if chosen in (PLAIN_ROWS, PLAIN_TILES) and not plain:
         return
     height = chosen.height or segment_rows(problem)
@@ -249,7 +251,7 @@ def _plan_layer(plan: Plan, weight: Weight, rows: Weight, dtype: np.dtype, count
     """So many rows of x times a weight [N, K], which also lies in rows for kernels that want it."""
     columns, depth = weight.stored
     product = Product(count, columns, depth, Dense(ADDRESS, dtype, depth, 1), (weight,))
-    chosen = orchestrator_of(plan, product.problem(plan))
+    chosen = family_of(plan, product.problem(plan))
     if weight.layout not in chosen.layouts:
         product = replace(product, weights=(rows,))
     chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))

@@ -12,6 +12,7 @@ import numpy as np
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.cublas import Cublas
 from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.rates import H100
 from cuquant.gpu.tensor_map import COLUMNS, DATA_TYPES, MAP_BYTES
 from cuquant.gpu.view import View
 from emulator import compile as compilation
@@ -54,6 +55,8 @@ class _OnHost:
     kind = "numpy"
     arch: int
     has_vendor = False
+
+    rates = H100
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         raise NotImplementedError

@@ -8,12 +8,14 @@ from functools import lru_cache
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.geometry import CHUNK
-from cuquant.ops.matmul.problem import Operand, Product
+from cuquant.ops.matmul.problem import Operand, Problem, Product
 
 MOST_GRID = 2**31 - 1  # thread blocks along x
 MOST_DIMS = 6  # matmul/any.cu's Batch::most
 THREADS, WARP = 256, 32
 TILE, FEW = 64, 8  # rows of x that a block of matmul_tiles and of matmul_rows takes
+MOST_ROWS = 16  # of x for matmul_rows, which reads and decodes the weights anew for each FEW
+PART = 5 / 7  # of cuBLAS's rate with float32 that matmul_tiles reaches
 PAIR = 2  # rows of weights that a warp of matmul_rows takes
 
 
@@ -33,6 +35,13 @@ class Plain:
     height: int
 
     layouts = ("rows/1", "dense")
+
+    def takes(self, p: Problem) -> bool:
+        """Any product: matmul_rows those of few rows of x, and matmul_tiles the others."""
+        return (p.rows <= MOST_ROWS) == (self.height == FEW)
+
+    def time_us(self, p: Problem) -> float:
+        return 2 * p.rows * p.weights / (PART * p.rates.float32)
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         first, second = product.weights[0], product.weights[-1]

@@ -191,13 +191,6 @@ def divide(
         waves += 1
 
 
-def takes(problem: Problem) -> bool:
-    """Whether matmul/ggml.cu multiplies; the rest of the rule is `choose`'s."""
-    p = problem
-    small = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
-    return p.format is not None and p.format.is_blocks and p.direct and small
-
-
 def in_boxes(
     name: str,
     rows: int,
@@ -226,6 +219,17 @@ class BlocksProduct:
 
     layouts = (Weight.layout,)
     height = 0
+
+    def takes(self, p: Problem) -> bool:
+        """Few rows of x, and blocks [N, K] as ggml writes them."""
+        whole = p.format is not None and p.format.is_blocks and p.direct
+        few = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
+        return whole and few and p.is_single and p.takes_halves and p.arch >= 80
+
+    def time_us(self, p: Problem) -> float:
+        """That of reading the weights."""
+        assert p.format is not None
+        return p.weights * p.format.bits / 8 / p.rates.read
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]

@@ -23,7 +23,7 @@ from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.dequantize.on_gpu import contiguous_parts
 from cuquant.ops.matmul.any import MOST_DIMS
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.choose import ORCHESTRATORS, Run, choose, orchestrator_of
+from cuquant.ops.matmul.choose import FAMILIES, Run, choose, family_of
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.prepared import Call, keep
@@ -187,10 +187,10 @@ def linear(
             _dense(view, down, across, x),
             tuple(_weight(backend, operand)[0] for operand in weights),
         )
-        orchestrator = orchestrator_of(backend, product.problem(backend))
+        family = family_of(backend, product.problem(backend))
         as_given = all(map(_is_as_given, product.weights, weights))
         fillings: list[Filling] = []
-        if any(w.layout not in orchestrator.layouts for w in product.weights):
+        if any(w.layout not in family.layouts for w in product.weights):
             product, fillings, own = _with_rows(backend, product, weights)
             as_given &= own
         epilogue = Epilogue(
@@ -205,7 +205,7 @@ def linear(
             residual_type=_name(backend, residual),
             residual_stride=residual_step,
         )
-        run = _after(fillings, orchestrator.prepare(backend, product))
+        run = _after(fillings, family.prepare(backend, product))
         run(backend, view.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -372,7 +372,7 @@ def matmul(
         )
         if not swapped:
             product, epilogue = _with_rows_of_batch(product, epilogue)
-        run = orchestrator_of(backend, product.problem(backend)).prepare(backend, product)
+        run = family_of(backend, product.problem(backend)).prepare(backend, product)
         run(backend, product.x.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -434,18 +434,18 @@ def grouped_linear(
             rows, width, depth, _dense(view, view.strides[0], view.strides[1], x), (weight,)
         )
         problem = replace(product.problem(backend), rows=-(-rows // known), experts=known)
-        orchestrator = ORCHESTRATORS[choose(problem)]
-        if weight.layout not in orchestrator.layouts:
+        family = FAMILIES[choose(problem)]
+        if weight.layout not in family.layouts:
             weight, step = _row_weight(backend, right)
             product = replace(product, weights=(weight,))
         numbers = backend.array(experts) if on_host else experts
-        height = orchestrator.height or segment_rows(problem)
+        height = family.height or segment_rows(problem)
         down, across = backend.view(out).strides
         epilogue = Epilogue(out, interop.name_of(finish.dtype), down, across)
         # What takes rows wherever they lie has a height of its own; else they are copied.
-        copied = 0 if orchestrator.height else gather_bytes(rows, depth, height)
+        copied = 0 if family.height else gather_bytes(rows, depth, height)
         with backend.workspace(route_bytes(rows, known, height) + copied) as at:
             routing = route(backend, backend.view(numbers), known, height, step, at)
-            run = orchestrator.prepare(backend, replace(product, routing=routing))
+            run = family.prepare(backend, replace(product, routing=routing))
             run(backend, view.pointer, epilogue.pack(backend))
         return out

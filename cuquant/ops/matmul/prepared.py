@@ -20,7 +20,7 @@ from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
-from cuquant.ops.matmul.choose import Run, orchestrator_of
+from cuquant.ops.matmul.choose import Run, family_of
 from cuquant.ops.matmul.epilogue import PACK
 from cuquant.ops.matmul.problem import Product
 from cuquant.ops.remember import Remembered
@@ -250,13 +250,13 @@ def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
         x=replace(product.x, pointer=_ADDRESS[plan.kind](call.x)),
         weights=tuple(replace(w, parts=own.components) for w, own in stored),
     )
-    orchestrator = orchestrator_of(backend, product.problem(backend))
-    if any(w.layout not in orchestrator.layouts for w in product.weights):
+    family = family_of(backend, product.problem(backend))
+    if any(w.layout not in family.layouts for w in product.weights):
         return None
     arrays = call.x, call.bias, call.residual, call.out
     made = replace(
         plan,
-        run=orchestrator.prepare(backend, product),
+        run=family.prepare(backend, product),
         shape=shape,
         reaches=tuple(_reach(array, plan.kind) for array in arrays),
     )

@@ -12,10 +12,12 @@ import numpy as np
 from cuquant import interop
 from cuquant.formats import Format
 from cuquant.gpu.backend import Backend
+from cuquant.gpu.rates import H100, Rates
 from cuquant.ops import cpp, geometry
 from cuquant.ops.cpp import scale_arrays
 from cuquant.ops.dequantize.decoder import limit
 from cuquant.ops.geometry import CHUNK
+from cuquant.ops.layout.packed_weight import fits
 from cuquant.ops.matmul.epilogue import TYPES
 from cuquant.reference.tiles import Tiles
 
@@ -53,8 +55,8 @@ class Problem:
         Whether its rows are contiguous.
     direct
         Whether packed rows of the weights follow each other, and VECTORS of them start on 16 bytes.
-    arch
-        Compute capability, 90 for 9.0.
+    arch, multiprocessors, rates
+        Of the GPU: its compute capability, 90 for 9.0, and so on.
     vendor
         Whether a GEMM takes x as it is, and the weights are decoded to what it takes: rows of x do
         not overlap, and the weights are quantized [N, K]. That it is installed is not looked at.
@@ -76,6 +78,29 @@ class Problem:
     gated: bool = False
     swapped: bool = False
     vendor: bool = False
+    rates: Rates = H100
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the weights have, of both where there are two."""
+        return self.columns * self.depth * (1 + self.gated)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one product of x's rows with one weight, or with a gated unit's two."""
+        return (
+            self.contiguous
+            and self.batches == 1
+            and not self.swapped
+            and not self.experts
+            and self.depth > 0
+        )
+
+    @property
+    def takes_halves(self) -> bool:
+        """Whether x is of 16 bits and what codes stand for has a place there: for tensor cores."""
+        small = self.dtype in ("float16", "bfloat16")
+        return small and self.format is not None and fits(self.format)
 
 
 @dataclass(frozen=True)
@@ -311,6 +336,7 @@ class Product:
             and all(isinstance(w, Weight) and w.is_direct(backend) for w in self.weights),
             arch=backend.arch,
             multiprocessors=backend.multiprocessors,
+            rates=backend.rates,
             batches=self.batches,
             gated=len(self.weights) > 1,
             swapped=self.swapped,

@@ -81,65 +81,8 @@ def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arc
 
 # ---- where it wins ------------------------------------------------------------------------------
 
-# Operations in the time in which a GPU moves a byte of its memory: of cuBLAS with tensor cores (150
-# on an A100, 130 on an RTX 4090, 230 on an H100) and with float32, and of matmul/any.cu.
-TENSOR, FLOAT32, PLAIN = 160, 14, 10
-TENSOR_90 = 230
 LEAST_ROWS = 17
-LAUNCHES = 8e6  # bytes in the time that two more launches take
-# By how much of the GEMM's time matmul/hopper.cu is slower for ggml's blocks, of up to 4 bits and
-# of more. Else it is faster: at 4096 x 4096 x 14336 on an H100 nf4 took 624 us, where decoding and
-# cuBLAS took 674, q4_k 670 and 659, q6_k 731 and 669.
-SLOWER_BY_4, SLOWER_BY_8 = 1 / 8, 1 / 5
-
-
-def takes(p: Problem) -> bool:
-    """Whether Vendor multiplies a Problem of one matrix."""
-    most = max(p.rows, p.columns, p.depth)
-    known = p.dtype != "bfloat16" or p.arch >= 80
-    return p.vendor and p.rows >= LEAST_ROWS and most < MOST_STRIDE and known
-
-
-def _cost(p: Problem) -> float:
-    """The time that Vendor takes, for each weight, as bytes that the GPU moves meanwhile."""
-    assert p.format is not None
-    size = _SIZES[p.dtype]
-    rate = FLOAT32 if size == 4 else TENSOR
-    return p.format.bits / 8 + size + max(2 * p.rows / rate, size) + _fixed(p)
-
-
-def _fixed(p: Problem) -> float:
-    """The same of launches, and of the sums of a gated unit: written and read."""
-    weights = p.columns * p.depth * (1 + p.gated)
-    return LAUNCHES / weights + (8 * p.rows / p.depth if p.gated else 0)
-
-
-def beats_plain(p: Problem) -> bool:
-    """Whether it is faster than matmul/any.cu."""
-    return _cost(p) < 2 * p.rows / PLAIN
-
-
-def beats_stream(p: Problem, tokens: int) -> bool:
-    """Whether it is faster than matmul/stream.cu, which decodes anew for each `tokens` rows of x.
-
-    A pass of 32 rows takes as long as it takes to read about 1.2 bytes a weight, one of 8 rows
-    0.7: that was measured on an H100.
-    """
-    assert p.format is not None
-    return _cost(p) < -(-p.rows // tokens) * max(p.format.bits / 8, 0.5 + tokens / 48)
-
-
-def beats_hopper(p: Problem) -> bool:
-    """Whether what matmul/hopper.cu takes longer than a GEMM is well above the time to decode.
-
-    That is half as much again, for the memory that it takes.
-    """
-    assert p.format is not None
-    if not p.format.is_blocks:
-        return False
-    part = SLOWER_BY_4 if p.format.bits <= 4 else SLOWER_BY_8
-    decoding = p.format.bits / 8 + _SIZES[p.dtype] + _fixed(p)
-    return 1.5 * decoding < part * 2 * p.rows / TENSOR_90
+LAUNCHES_US = 2.5  # of two more launches
 
 
 # ---- the product --------------------------------------------------------------------------------
@@ -156,6 +99,23 @@ class Vendor:
 
     layouts = (Weight.layout, FRAGMENTS_LAYOUT)
     height = 0
+
+    def takes(self, p: Problem) -> bool:
+        """Many rows of x, wherever these lie apart, and one weight or a gated unit's."""
+        most = max(p.rows, p.columns, p.depth)
+        known = p.dtype != "bfloat16" or p.arch >= 80
+        return p.vendor and p.is_single and p.rows >= LEAST_ROWS and most < MOST_STRIDE and known
+
+    def time_us(self, p: Problem) -> float:
+        """Decoding reads the weights and writes floats, which the GEMM reads; a gated unit's sums
+        are written and read too."""
+        assert p.format is not None
+        size = _SIZES[p.dtype]
+        rate = p.rates.float32 if size == 4 else p.rates.tensor
+        moved = p.weights * (p.format.bits / 8 + size)
+        moved += 8 * p.rows * p.weights / p.depth if p.gated else 0
+        gemm = max(2 * p.rows * p.weights / rate, p.weights * size / p.rates.read)
+        return LAUNCHES_US + moved / p.rates.read + gemm
 
     def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
         rows, columns, depth = product.rows, product.columns, product.depth
