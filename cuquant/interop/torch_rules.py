@@ -1,0 +1,80 @@
+"""What torch expects of others: gradients, versions, compilers and pickles."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cuquant.interop.arrays import dtype_of, kind, viewed
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def is_negated(x: Any) -> bool:
+    """Whether an array is a view that torch negates when it is read."""
+    return kind(x) == "torch" and x.is_neg()
+
+
+def mark_written(x: Any) -> None:
+    """Tell torch that a tensor changes, as its own operations in place do: what autograd has saved
+    of it is out of date."""
+    if kind(x) == "torch" and not x.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x)
+
+
+def wants_gradient(x: Any) -> bool:
+    """Whether torch would expect a gradient to flow back to `x`, or forward from it."""
+    if kind(x) != "torch":
+        return False
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None
+
+
+def refuse_gradient(x: Any, name: str) -> None:
+    """RuntimeError where torch would expect a gradient of `x`, which there is none of."""
+    if wants_gradient(x):
+        raise RuntimeError(
+            f"{name} requires grad, and products with a QuantArray have no gradient; "
+            "call them under torch.no_grad(), or pass x.detach()"
+        )
+
+
+def untraced(function: F) -> F:
+    """The function, into which torch.compile does not look: a graph ends before a call of it, and
+    another one begins behind."""
+    hidden: list[Any] = []
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
+            return function(*args, **kwargs)
+        if not hidden:
+            hidden.append(sys.modules["torch"].compiler.disable(function))
+        return hidden[0](*args, **kwargs)
+
+    # torch.compile keeps what it makes of a function by its code, which these would have in common.
+    made: Any = called
+    made.__code__ = made.__code__.replace(co_name=function.__name__)
+    return made
+
+
+def _is_under_a_compiler() -> bool:
+    """Whether torch.compile looks at what runs now: it follows a call, or makes it in passing."""
+    torch = sys.modules["torch"]
+    watching = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return torch.compiler.is_compiling() or watching is None or watching() is not None
+
+
+def to_pickle(x: Any) -> Any:
+    """`x`, or the int32 view of torch's uint32, which torch pickles but does not unpickle."""
+    return viewed(x, np.int32) if kind(x) == "torch" and dtype_of(x) == np.uint32 else x
+
+
+def from_pickle(x: Any, dtype: np.dtype) -> Any:
+    """What `to_pickle` took, of the dtype it had."""
+    return viewed(x, np.uint32) if kind(x) == "torch" and dtype == np.uint32 else x
