@@ -8,9 +8,17 @@ import numpy as np
 
 from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
-from cuquant.reference.decode import decode_blocks, dequantize, nested_scales
+from cuquant.reference.decode import nested_scales
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
+from cuquant.reference.refuse import (
+    Components,
+    refuse_count,
+    refuse_nonfinite,
+    refuse_vanished,
+    vanished_blocks,
+    vanished_tiles,
+)
 from cuquant.reference.tiles import Piece, Tiles
 
 F32 = np.float32
@@ -19,8 +27,6 @@ E8M0_NAN, E4M3_NAN, E4M3_PEAK = 255, 0x7F, 448
 # The smallest number of a scale dtype and how many of them are its smallest normal one.
 STEPS = {"float16": (F32(2.0**-24), 1024), "e4m3": (F32(2.0**-9), 8)}
 HALF_NAN = np.array([0x00, 0x7E], np.uint8)  # the canonical float16 NaN, little-endian
-
-Components = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def quantize(
         dtype cannot hold, or a block of numbers that are all stored as 0.
     """
     if nonfinite == "raise":
-        _refuse_nonfinite(x)
+        refuse_nonfinite(x)
     given = given or Calibration()
     stored = np.moveaxis(x, axis, -1).shape
     tiles = Tiles.of(fmt, stored)
@@ -113,14 +119,14 @@ def quantize(
     for piece in tiles.panels(fmt.row_packing.group):
         values = source[piece]
         if nonfinite == "raise" and isinstance(fmt.codec, Minifloat) and fmt.scale is None:
-            _refuse_overflow(fmt, np.abs(values) > F32(fmt.codec.peak))
+            refuse_count(fmt, int((np.abs(values) > F32(fmt.codec.peak)).sum()))
         draw = uniform(seed, source.flat_index(piece)) if stochastic else None
         codes = _encode(values, fmt, tiles, scales, piece, draw)
         words = fmt.row_packing.pack(codes, fmt.zero_code).view(packed.dtype)
         first = fmt.row_packing.words(piece.column)
         packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
     if nonfinite == "raise" and fmt.scale is not None:
-        refuse_vanished(fmt, _vanished_tiles(source, fmt, tiles, parts, stored))
+        refuse_vanished(fmt, vanished_tiles(source.__getitem__, fmt, tiles, parts, stored))
     return parts
 
 
@@ -217,7 +223,7 @@ def _scales(
             exact = _settled(source, fmt, tiles, found, exact, world)
         exact[bad] = np.nan
         if nonfinite == "raise":
-            _refuse_overflow(fmt, _cast(exact, fmt)[1])
+            refuse_count(fmt, int(_cast(exact, fmt)[1].sum()))
         minimum = None
         if fmt.offset == "min":
             minimum = np.where(bad, F32(np.nan), found["low"])
@@ -466,7 +472,7 @@ def _interleave(
                 fields["sum"] = fields["scale"][:, 0] * total
         packed = layout.pack(codes, **fields, saturate=nonfinite == "clamp")
         if nonfinite == "raise":
-            vanished += _vanished_blocks(values.reshape(codes.shape), packed, fmt)
+            vanished += vanished_blocks(values.reshape(codes.shape), packed, fmt)
         _, rows, across = where
         flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)
     refuse_vanished(fmt, vanished)
@@ -487,30 +493,15 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
         packed = search(fmt.name, values, saturate=nonfinite == "clamp")
         packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
         if nonfinite == "raise":
-            _refuse_overflow(fmt, ~np.isfinite(layout.unpack(packed).scale))
-            vanished += _vanished_blocks(values, packed, fmt)
+            refuse_count(fmt, int((~np.isfinite(layout.unpack(packed).scale)).sum()))
+            vanished += vanished_blocks(values, packed, fmt)
         flat[done : done + len(packed)] = packed
         done += len(packed)
     refuse_vanished(fmt, vanished)
     return {"blocks": blocks}
 
 
-# ---- refusals -------------------------------------------------------------------------------
-
-
-def _refuse_nonfinite(x: np.ndarray) -> None:
-    finite = np.isfinite(x)
-    if not finite.all():
-        first = int(np.argmin(finite.reshape(-1)))
-        refuse_value(x.reshape(-1)[first], first, x.size)
-
-
-def refuse_value(value: object, index: int, size: int) -> None:
-    """ValueError for a NaN or an infinity."""
-    raise ValueError(
-        f"x holds {value} at flat index {index} of {size}, and nonfinite='raise'; "
-        "repair it, or pass nonfinite='clamp' or 'propagate'"
-    )
+# ---- what is told and refused -------------------------------------------------------------------
 
 
 def _report_saturation(
@@ -524,72 +515,3 @@ def _report_saturation(
         count = int(_cast(scales.exact, fmt)[1].sum())
     if count:
         saturates(count)
-
-
-def _refuse_overflow(fmt: Format, over: np.ndarray) -> None:
-    refuse_count(fmt, int(over.sum()))
-
-
-def refuse_count(fmt: Format, overflows: int) -> None:
-    """ValueError where scales (or values, where there are none) do not fit into their dtype."""
-    if overflows:
-        kind = fmt.rule.dtype if fmt.scale else "value"
-        raise ValueError(
-            f"{overflows} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
-            "rescale x, choose a format with float32 scales, or pass nonfinite='propagate' to "
-            "saturate"
-        )
-
-
-def refuse_vanished(fmt: Format, blocks: int) -> None:
-    """ValueError where blocks were stored as zeros that are none."""
-    if blocks:
-        raise ValueError(
-            f"{blocks} blocks of {fmt.name} underflow: all of their numbers are stored as 0, since "
-            f"{fmt.rule.dtype} holds no scale so small, and nonfinite='raise'; rescale x, choose "
-            "float32 scales, or pass nonfinite='propagate'"
-        )
-
-
-def _vanished_tiles(
-    source: Source, fmt: Format, tiles: Tiles, parts: Components, stored: tuple
-) -> int:
-    """How many blocks a scale that is 0 or subnormal made zeros of, but hold other numbers."""
-    small = _is_small(fmt, parts).reshape(tiles.grid)
-    given = small & _any_number(source.__getitem__, tiles, small)
-    if not given.any():
-        return 0
-    values = dequantize(parts, fmt, stored).reshape(tiles.shape)
-    return int((given & ~_any_number(lambda piece: values[piece.index], tiles, given)).sum())
-
-
-def _is_small(fmt: Format, parts: Components) -> np.ndarray:
-    """Whether a stored scale is 0 or subnormal: its exponent is 0."""
-    scale, dtype = parts["scale"], fmt.rule.dtype
-    if fmt.rule.nested == "double":
-        scale = nested_scales(parts)
-    exponent = {"float16": 0x7C00, "float32": 0x7F800000, "e4m3": 0x78, "e8m0": 0xFF}[dtype]
-    return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
-
-
-def _any_number(
-    read: Callable[[Piece], np.ndarray], tiles: Tiles, wanted: np.ndarray
-) -> np.ndarray:
-    """Whether the wanted blocks hold a number that is not 0, in the grid's shape."""
-    found = np.zeros(tiles.grid, bool)
-    for piece in tiles.whole_tiles():
-        where = tiles.tile_index(piece)
-        if wanted[where].any():
-            found[where] |= (tiles.gather(read(piece), piece) != 0).any(-1)
-    return found
-
-
-def _vanished_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
-    """The same of ggml's blocks: x [n, elements] and their bytes."""
-    small = packed[:, fmt.layout.scale_byte + 1] & 0x7C == 0
-    small[small] = (x[small] != 0).any(-1)
-    if not small.any():
-        return 0
-    fields = fmt.layout.unpack(packed[small])
-    with np.errstate(all="ignore"):
-        return int((decode_blocks(fields.codes, fmt, fields) == 0).all(-1).sum())

@@ -17,7 +17,7 @@ from cuquant.ops.quantize.finite import first_nonfinite
 from cuquant.ops.quantize.given import on_device
 from cuquant.ops.quantize.quantizer import quantizer
 from cuquant.ops.quantize.vanished import vanished
-from cuquant.reference.encode import refuse_count, refuse_value, refuse_vanished
+from cuquant.reference.refuse import refuse_count, refuse_value, refuse_vanished
 
 U32, F32 = np.dtype(np.uint32), np.dtype(np.float32)
 
