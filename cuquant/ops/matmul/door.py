@@ -211,7 +211,7 @@ def swiglu(
 @interop.untraced
 def grouped_linear(
     x: ArrayT | QuantArray[ArrayT],
-    w: QuantArray[Any] | PackedWeight[Any],
+    w: Weight,
     experts: Any,
     *,
     out: Any = None,
@@ -224,7 +224,7 @@ def grouped_linear(
     x
         [T, K], an array of float32, float16 or bfloat16, or a QuantArray.
     w
-        QuantArray or PackedWeight [E, N, K].
+        QuantArray or PackedWeight [E, N, K], or what holds one as `quantized`.
     experts
         T integers in 0..E - 1, of the host or on x's device. On a GPU they are not looked at
         beforehand, which would mean to wait for it: a row whose expert does not exist becomes NaN.
@@ -249,7 +249,7 @@ def grouped_linear(
     >>> cq.grouped_linear(np.ones((3, 64), np.float32), w, np.array([0, 1, 0]))[:, 0]
     array([ 0., 64.,  0.], dtype=float32)
     """
-    left, right = Operand.of(x, "x"), weight(w, "w", 3)
+    left, right = Operand.of(x, "x"), weight(stored(w), "w", 3)
     known, width, depth = right.shape
     if len(left.shape) != 2 or left.shape[1] != depth:
         raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
