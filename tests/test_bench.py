@@ -445,6 +445,21 @@ def test_a_size_in_megabytes(gpu):
     assert result.exit_code == 0 and result.output.count("61x4096") == 2
 
 
+@pytest.mark.parametrize(
+    "outputs",
+    [["--json", "a b.json", "--plot=x.png"], ["--output=a.json"], ["-o", "a.json"], ["-oa.json"]],
+)
+def test_the_recorded_command_leaves_out_the_files_it_writes(outputs, gpu, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    first, rest = ["-f", "int8", "--dtypes=float16", "--shape", "70x512"], ["--repeats", "10"]
+    monkeypatch.setattr(sys, "argv", ["bin/cuquant", "bench", "quantize", *first, *outputs, *rest])
+    assert command(*first, *outputs, *rest).exit_code == 0
+    (written,) = tmp_path.glob("*.json")
+    found = Results.from_json(written.read_text(encoding="utf-8"))
+    assert found.command == " ".join(["cuquant bench quantize", *first, *rest])
+
+
 @pytest.mark.parametrize("cupy", [None, "no gpu"])
 def test_without_a_gpu_it_says_what_to_install(cupy, monkeypatch):
     class CUDARuntimeError(RuntimeError):

@@ -25,12 +25,13 @@ def products():
 
 def test_products_have_a_row_for_each_number_of_rows_and_a_column_for_each_library():
     lines = markdown(products().to_json()).splitlines()
-    assert lines[:3] == [
-        f"{MACHINE}: `cuquant bench matmul`.",
+    assert lines[:4] == [
+        f"{MACHINE}:",
+        "`cuquant bench matmul`.",
         "Measured: copy 2.50 TB/s, read 3.00, write 3.20, cuBLAS float16 800 TFLOP/s.",
         "a note",
     ]
-    assert lines[3:] == [
+    assert lines[4:] == [
         "",
         "| N x K | M | int4 | humming 0.1.19, int4 | nf4 | cuBLAS, float16 |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -43,7 +44,7 @@ def test_products_of_two_dtypes_have_columns_of_their_own():
     found = products()
     other = replace(found.measurements[0], dtype="bfloat16")
     both = replace(found, measurements=(found.measurements[0], other))
-    heading = markdown(both.to_json()).splitlines()[4]
+    heading = markdown(both.to_json()).splitlines()[5]
     assert heading == (
         "| N x K | M | int4 float16 | humming 0.1.19, int4 float16 | int4 bfloat16 "
         "| humming 0.1.19, int4 bfloat16 | cuBLAS, float16 | cuBLAS, bfloat16 |"
@@ -58,7 +59,7 @@ def test_quantize_and_dequantize_share_a_row():
         found,
         measurements=(first, replace(back, peer=problem), replace(plain, exact=True), larger),
     )
-    assert markdown(both.to_json()).splitlines()[4:] == [
+    assert markdown(both.to_json()).splitlines()[5:] == [
         "| format | dtype | shape | quantize, us | quantize, TB/s | dequantize, us "
         "| dequantize, TB/s | other 1.0: quantize, us |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -115,6 +116,19 @@ def test_bars_are_the_time_of_cublas_over_ones_own(monkeypatch):
         "humming 0.1.19, int4": [pytest.approx(20 / 15)],
         "nf4": [2.0],
     }
+
+
+def test_a_picture_of_five_shapes_has_three_panels_side_by_side(monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(speedup, "replace_picture", lambda path, figure: drawn.append(figure))
+    (heading, *_), shapes = product_table(products()), [f"{n} x 8" for n in range(5)]
+    rows = [(shape, "1", "10.0", "", "", "20.0") for shape in shapes]
+    speedup.plot_speedups([heading, *rows], "a device", None)
+    *panels, empty = drawn[0].axes
+    assert [axes.get_title() for axes in panels] == [f"weight {shape}" for shape in shapes]
+    assert [axes.get_subplotspec().rowspan.start for axes in panels] == [0, 0, 0, 1, 1]
+    assert not empty.axison and empty.get_title() == ""
 
 
 def test_a_picture_without_cublas_is_refused():

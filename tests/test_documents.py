@@ -18,7 +18,9 @@ import pytest
 from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
 
 import cuquant as cq
-from cuquant.bench.markdown import markdown
+from cuquant.bench.markdown import DENSE, markdown
+from cuquant.bench.matmul_report import ProductResults
+from cuquant.bench.quantize_report import Results
 from cuquant.gpu import elf, jit
 from cuquant.gpu.device import gpu_available
 from cuquant.gpu.view import View
@@ -259,6 +261,55 @@ def test_the_guide_holds_the_tables_of_what_the_benchmarks_wrote(results):
     marker = f"benchmarks/{results.name}"
     table = markdown(results.read_text(encoding="utf-8"))
     assert between(BENCHMARKS.read_text(encoding="utf-8"), marker).strip() == table.strip()
+
+
+def readme_text():
+    """README in one line."""
+    return " ".join(README.read_text(encoding="utf-8").split())
+
+
+def kept(name):
+    """The JSON of a run that is kept."""
+    return (ROOT / "examples" / "benchmarks" / name).read_text(encoding="utf-8")
+
+
+def test_the_readme_says_how_much_faster_products_are():
+    runs = [ProductResults.from_json(kept(name)) for name in ("layers.json", "products.json")]
+    ratios = [
+        peer.timing.microseconds / m.timing.microseconds
+        for run in runs
+        for m in run.measurements
+        for peer in m.peers
+        if peer.timing and peer.name.startswith(DENSE)
+    ]
+    assert f"up to {max(ratios):.1f} times as fast as float16 ones" in readme_text()
+
+
+def test_the_readme_says_how_much_slower_products_of_other_numbers_of_rows_are():
+    """From 257 rows on; the guide's table has cuBLAS below the formats of a shape."""
+    guide = BENCHMARKS.read_text(encoding="utf-8")
+    table = guide.partition("### Rows that are no power of two")[2].split("\n\n")[2]
+    first = table.splitlines()[0].split(" | ").index("M=300")
+    times = {(row[0], row[1]): [float(cell) for cell in row[first:]] for row in cells(table)}
+    ratios = [
+        own / dense
+        for (name, shape), row in times.items()
+        if not name.startswith(DENSE)
+        for own, dense in zip(row, times[f"{DENSE}, float16", shape], strict=True)
+    ]
+    assert f"up to {max(ratios):.1f} times as long as cuBLAS" in readme_text()
+
+
+def test_the_readme_says_how_fast_quantize_and_dequantize_are():
+    run = Results.from_json(kept("quantize.json"))
+    assert {m.dtype for m in run.measurements} == {"float16"}
+    rates = {(m.operation, m.format): m.tbps for m in run.measurements}
+    apart = [f"{name} ({rates.pop(('quantize', name)):.2f})" for name in ("nf4+dq", "q6_k", "q4_k")]
+    lowest, highest = min(rates.values()), max(rates.values())
+    assert (
+        f"move {lowest:.1f} to {highest:.1f} TB/s, where reading alone reaches "
+        f"{run.ceilings.read:.2f}; {apart[0]}, {apart[1]} and {apart[2]} quantize more slowly"
+    ) in readme_text()
 
 
 def test_the_guide_has_the_speed_of_every_format_on_the_cpu():

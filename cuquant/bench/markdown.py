@@ -45,8 +45,9 @@ def markdown(text: str) -> str:
         raise ValueError(f"no results of a benchmark; their schemas are {known}")
     if not right:
         raise ValueError("some of these results are wrong, and a table does not show which")
-    lines = [f"{results.machine}: `{results.command}`.", f"Measured: {', '.join(results.rates())}."]
-    return "\n".join([*lines, *results.notes]) + "\n\n" + _table(rows)
+    measured = f"Measured: {', '.join(results.rates())}."
+    lines = [f"{results.machine}:", f"`{results.command}`.", measured, *results.notes]
+    return "\n".join(lines) + "\n\n" + _table(rows)
 
 
 def _table(rows: Sequence[Row]) -> str:

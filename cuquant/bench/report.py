@@ -3,7 +3,7 @@
 The JSON of a run (`Run.to_json`), to which each benchmark adds what its own module tells:
 
     schema        names the benchmark and its version
-    command       what was typed
+    command       what was typed, without the files to write
     formula       how bytes are counted
     machine       {device, driver, cuda, cupy, nvrtc, cuquant: texts; l2_bytes}
     ceilings      {copy, read, write}: TB/s; a copy counts bytes read and bytes written

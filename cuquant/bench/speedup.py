@@ -8,6 +8,7 @@ from cuquant.bench.roofline import new_figure, tidy
 from cuquant.disk import replace_picture
 
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito
+ACROSS = 3  # panels side by side; README shows the picture some 800 pixels wide
 
 
 def plot_speedups(table: Sequence[Row], device: str, path: Path) -> None:
@@ -33,8 +34,13 @@ def plot_speedups(table: Sequence[Row], device: str, path: Path) -> None:
         raise ValueError(f"the picture is of times beside {DENSE}'s, and none was measured")
     shapes = list(dict.fromkeys(row[0] for row in rows))
     shown = [name for name in names if not name.startswith(DENSE)]
-    figure = new_figure(1 + 4.4 * len(shapes), 4)
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    across = min(ACROSS, len(shapes))
+    down = -(-len(shapes) // across)
+    figure = new_figure(1 + 3.9 * across, 0.8 + 2.8 * down)
+    grid = figure.subplots(down, across, sharey=True, squeeze=False)
+    panels = grid.flat[: len(shapes)]
+    for axes in grid.flat[len(shapes) :]:
+        axes.set_axis_off()
     width = 0.8 / len(shown)
     for axes, shape in zip(panels, shapes, strict=True):
         batches = [row for row in rows if row[0] == shape]
@@ -48,11 +54,12 @@ def plot_speedups(table: Sequence[Row], device: str, path: Path) -> None:
             colour = COLOURS[i % len(COLOURS)]
             axes.bar([x for x, _ in bars], [y for _, y in bars], width, label=name, color=colour)
         axes.axhline(1, color="0.25", linewidth=1)
-        axes.set_xticks(range(len(batches)), [row[1] for row in batches])
+        axes.set_xticks(range(len(batches)), [row[1] for row in batches], fontsize=8)
         axes.set_xlabel("rows of x")
         axes.set_title(f"weight {shape}")
         tidy(axes, "y")
-    panels[0].set_ylabel(f"times as fast as {dense}")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"times as fast as {dense}")
     figure.suptitle(device)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)

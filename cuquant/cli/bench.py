@@ -24,6 +24,7 @@ from cuquant.disk import replace_file
 from cuquant.errors import BackendUnavailable, pip_install
 
 SUFFIXES = (".png", ".svg", ".pdf")
+OUTPUTS = ("--json", "--output", "-o", "--plot")  # options that name a file to write
 
 ResultsOption = Annotated[
     Path | None,
@@ -281,7 +282,14 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
 
 
 def _command() -> str:
-    return shlex.join(["cuquant", *sys.argv[1:]])
+    """What was typed, without the files to write: they are no part of what was measured."""
+    kept, words = ["cuquant"], iter(sys.argv[1:])
+    for word in words:
+        if word in OUTPUTS:
+            next(words, None)
+        elif word.partition("=")[0] not in OUTPUTS and not word.startswith("-o"):  # -oFILE
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def _print(
