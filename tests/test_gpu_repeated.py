@@ -15,6 +15,7 @@ from fragment_products import Expected
 from gpu_products import F32, check, host, to_gpu
 from oracle import DTYPES, bits_equal
 from products import normal, values, weight
+from samples import sampled
 
 import cuquant as cq
 from cuquant.gpu import arrays as backends
@@ -262,7 +263,9 @@ SHIFTED = [
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])
-@pytest.mark.parametrize(("name", "component", "by"), SHIFTED)
+@pytest.mark.parametrize(
+    ("name", "component", "by"), sampled(SHIFTED, lambda *given: given[1], lambda *given: given[2])
+)
 def test_a_component_that_starts_anywhere(name, component, by, rows, to, fake, monkeypatch):
     """As views of one flat buffer do: kernels read vectors of 16 bytes."""
     if fake and rows > 1:
@@ -302,7 +305,7 @@ SIZES = {"q4_k": (2.0**10, 2.0**-5, 2.0**3), "int4": (2.0**14, 2.0**-8, 2.0**3)}
 
 
 @pytest.mark.parametrize("laid_out", [False, True], ids=["rows", "prepacked"])
-@pytest.mark.parametrize(("name", "how"), SCALED)
+@pytest.mark.parametrize(("name", "how"), sampled(SCALED, lambda _, how: how))
 def test_weights_that_became_much_larger_or_smaller(name, laid_out, how, to, decoded, plans):
     """Than float16 holds, by means that no library counts: their scales are read each time."""
     x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)
