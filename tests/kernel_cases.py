@@ -157,8 +157,8 @@ def kind_of(name: str) -> tuple:
     return (type(fmt.codec).__name__, fmt.offset, fmt.rule.rule, scale.dtype, scale.nested)
 
 
-def kind(case: Case) -> tuple:
-    return kind_of(case.format)
+def codec(case: Case) -> tuple:
+    return (kind_of(case.format)[0],)
 
 
 def ends(case: Case) -> tuple:
@@ -177,7 +177,7 @@ def of_own_dtype(case: Case) -> str:
 
 
 # For cases that are all of one group.
-AXES_OF_CASES = (kind, "dtype", "layout", "data", ends, told)
+AXES_OF_CASES = (codec, "dtype", "layout", "data", ends, told)
 
 
 # ---- the matrix ---------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ def built(request) -> None:
         for given in selected(request, test):
             for rows in (4, 16):
                 run_case(run, Case(given["name"], given["dtype"], rows, (17, 256)))
+    for given in selected(request, "test_weights_of_0_give_0"):
+        run_case(run, Case(given["name"], given["dtype"], 9, (17, 256)))
     for given in selected(request, "test_products_by_boxes"):
         with everywhere():
             run_case(Products(boxes), given["case"])
@@ -282,8 +284,14 @@ def test_columns_have_their_places(name, dtype, run):
         assert np.abs(w).max() > 0
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0", "q3_k", "q6_k"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sampled(
+        product(["q4_0", "q5_0", "q8_0", "q3_k", "q6_k"], TYPES),
+        lambda name, _: name,
+        lambda _, dtype: dtype,
+    ),
+)
 def test_weights_of_0_give_0(name, dtype, run):
     q = cq.quantize(np.zeros((17, 256), F32), cq.get_format(name))
     assert not run(cq.linear, normal((9, 256), dtype), q).any()

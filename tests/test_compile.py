@@ -166,7 +166,9 @@ def recorded() -> Record:
 
 def digest(programs: Sequence[Program], arch: int) -> str:
     """Of all that decides what the compiler makes of them."""
-    names = sorted(jit.cache_name(program, bare(jit.source(program)), arch) for program in programs)
+    alike = {(program.file, program.facts): program for program in programs}
+    texts = {key: bare(jit.source(program)) for key, program in alike.items()}
+    names = sorted(jit.cache_name(p, texts[p.file, p.facts], arch) for p in programs)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:40]
 
 

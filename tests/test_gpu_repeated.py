@@ -6,6 +6,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import fake_gpu
 import numpy as np
@@ -20,7 +21,7 @@ from samples import sampled
 import cuquant as cq
 from cuquant.gpu import arrays as backends
 from cuquant.gpu.cublas import Cublas
-from cuquant.ops.matmul import choose as product
+from cuquant.ops.matmul import choose as rule
 from cuquant.ops.matmul import prepared as repeated
 from cuquant.ops.matmul import unpacked
 from cuquant.ops.remember import Remembered
@@ -157,11 +158,17 @@ OTHER_ROWS = {
 }
 
 
-@pytest.mark.parametrize("options", OTHER_ROWS.values(), ids=list(OTHER_ROWS))
-@pytest.mark.parametrize("name", ["int4", "nf4", "q4_0", "prepacked"])
-def test_other_rows_are_checked_no_more(name, options, to, fake, plans, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "given"),
+    sampled(
+        product(["int4", "nf4", "q4_0", "prepacked"], OTHER_ROWS),
+        lambda name, _: name,
+        lambda _, given: given,
+    ),
+)
+def test_other_rows_are_checked_no_more(name, given, to, fake, plans, monkeypatch):
     """And give the bits that a first call gives: without what is kept, on the same rows."""
-    laid_out = name == "prepacked"
+    options, laid_out = OTHER_ROWS[given], name == "prepacked"
     w = to(weight("int4" if laid_out else name, (16, 64)))
     x = to(normal((48, 64), "float16" if laid_out else "float32"))
     if laid_out:
@@ -225,7 +232,7 @@ def decoded(monkeypatch, request):
     cublas = Cublas(Library(alignment=64))
     monkeypatch.setattr(backends, "_vendor", lambda *_: cublas)
     monkeypatch.setattr(backends.Gpu, "has_vendor", True)
-    monkeypatch.setattr(product, "choose", lambda _: "vendor")
+    monkeypatch.setattr(rule, "choose", lambda _: "vendor")
     return 16, 64
 
 
