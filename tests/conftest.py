@@ -1,5 +1,5 @@
 """Hypothesis without deadlines and without luck; one seed for all random arrays; small kernels;
-GPUs and the record of what ran on them."""
+GPUs and the record of what ran on them; all processors for all tests."""
 
 import importlib.util
 import warnings
@@ -48,6 +48,20 @@ def pytest_configure(config):
             *(config.option.ignore or ()),
             str(Path(cq.__file__).parent / "torch"),
         ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Where everything runs, and nobody says how, all processors do it: before xdist looks.
+
+    Each starts with a share of its own, so that a file's kernels are looked for by one or two.
+    """
+    option = config.option
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    unsaid = getattr(option, "numprocesses", 0) is None and option.dist == "no" and not option.tx
+    alone = option.usepdb or option.collectonly or option.gpu_record or "gpu" in option.markexpr
+    if everything and unsaid and not alone and not hasattr(config, "workerinput"):
+        option.numprocesses, option.dist = "auto", "worksteal"
 
 
 @pytest.hookimpl(trylast=True)

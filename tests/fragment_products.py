@@ -291,3 +291,18 @@ VIEWS = [
     for layout in ("rows", "crooked rows", "misaligned", "upside down", "repeated rows")
 ]
 CASES = [*BASICS, *TAILS, *BLOCKS, *OPTIONS, *VIEWS]
+
+
+def ends(case: Case) -> tuple[bool, ...]:
+    """Whether N and K end within a tile, whether K does within a vector, and whether it is one."""
+    columns, depth = case.shape
+    return columns % 64 == 0, depth % 64 == 0, depth % 8 == 0, depth > 64
+
+
+def options(case: Case) -> tuple[str, ...]:
+    """What is other than usual, and the kind of value it has."""
+    return tuple(f"{key} {type(value).__name__}" for key, value in case.options)
+
+
+# What a sample of cases meets all of.
+AXES = ("format", "dtype", "layout", ends, options)

@@ -144,6 +144,44 @@ def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
 
+# ---- what a sample of cases meets all of --------------------------------------------------------
+
+
+def kind_of(name: str) -> tuple:
+    """What kernels are told of a format, but for its numbers of bits and of elements in a block."""
+    fmt, scale = FORMATS[name], FORMATS[name].scale
+    if fmt.is_blocks:
+        return ("blocks", name[-2:] == "_k", fmt.layout.elements, fmt.offset)
+    if scale is None:
+        return (type(fmt.codec).__name__,)
+    return (type(fmt.codec).__name__, fmt.offset, fmt.rule.rule, scale.dtype, scale.nested)
+
+
+def codec(case: Case) -> tuple:
+    return (kind_of(case.format)[0],)
+
+
+def ends(case: Case) -> tuple:
+    """Of which sides the array has, and whether the one with blocks ends within one."""
+    return len(case.shape), case.axis, case.stored[-1] % 32 != 0, case.stored[-1] == 1
+
+
+def told(case: Case) -> tuple[str, ...]:
+    """What is told beside the array and its format."""
+    options = [f"{key} {type(value).__name__}" for key, value in case.options]
+    return (case.given, case.nonfinite, str(case.stochastic), *options)
+
+
+def of_own_dtype(case: Case) -> str:
+    return case.format if case.dtype == dtype_of(case.format) else ""
+
+
+# For cases that are all of one group.
+AXES_OF_CASES = (codec, "dtype", "layout", "data", ends, told)
+
+
+# ---- the matrix ---------------------------------------------------------------------------------
+
 BASICS = [Case(name, dtype) for name, dtype in product(NAMES, DTYPES)]
 
 AXES = [

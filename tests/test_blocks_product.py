@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from fragment_products import TYPES, Case, Expected
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from products import ULP, UNIT, Products, finished, normal, values, weight
+from samples import each_number, sampled, selected
 from test_q8_1_kernels import random_blocks
 
 import cuquant as cq
@@ -124,22 +126,29 @@ def run_misaligned(run: Products) -> tuple[np.ndarray, cq.QuantArray, np.ndarray
 
 
 @pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder, boxes = Recorder(arch=ARCH), Recorder(arch=BOX_ARCH)
     run = Products(recorder)
-    for name in NAMES:
-        for dtype in TYPES:
-            for rows in (1, 16):
-                run_case(run, Case(name, dtype, rows, (16, 256)))
-    for case in BOXES:
+    for given in selected(request, "test_products"):
+        run_case(run, given["case"])
+    for test in ("test_any_bytes_and_numbers_of_any_size", "test_columns_have_their_places"):
+        for given in selected(request, test):
+            for rows in (4, 16):
+                run_case(run, Case(given["name"], given["dtype"], rows, (17, 256)))
+    for given in selected(request, "test_weights_of_0_give_0"):
+        run_case(run, Case(given["name"], given["dtype"], 9, (17, 256)))
+    for given in selected(request, "test_products_by_boxes"):
         with everywhere():
-            run_case(Products(boxes), case)
-    for recorded, cases in ((recorder, DIVIDED), (boxes, BOXES_DIVIDED)):
+            run_case(Products(boxes), given["case"])
+    for recorded, test in (
+        (recorder, "test_every_way_to_divide"),
+        (boxes, "test_boxes_give_the_same_bits_as_copies"),
+    ):
         run = Products(recorded)
-        for case, numbers in cases:
-            with divided(numbers):
-                run_case(run, case)
+        for given in selected(request, test):
+            with divided(given["numbers"]):
+                run_case(run, given["case"])
         for name, dtype in GATED:
             for rows in (3, 12):
                 run(cq.swiglu, normal((rows, 512), dtype), *gated(name))
@@ -169,7 +178,18 @@ def run_boxes(built) -> Products:
 # ---- linear -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*MATRIX, *EVERY_ROW, *LIES], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    sampled(
+        [*MATRIX, *EVERY_ROW, *LIES],
+        lambda case: (case.format, case.dtype),
+        "rows",
+        "layout",
+        lambda case: (BLOCK_LAYOUTS[case.format].elements, case.shape[1]),
+        lambda case: case.shape[0],
+    ),
+    ids=str,
+)
 def test_products(case, run):
     expected, depth = Expected.of(case.x, case.weight), case.shape[1]
     y = run_case(run, case)
@@ -180,7 +200,9 @@ def test_products(case, run):
 
 
 @pytest.mark.parametrize(
-    ("case", "numbers"), DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+    ("case", "numbers"),
+    sampled(DIVIDED, "format", *each_number(5)),
+    ids=lambda v: v if isinstance(v, tuple) else str(v),
 )
 def test_every_way_to_divide(case, numbers, run):
     with divided(numbers):
@@ -188,7 +210,7 @@ def test_every_way_to_divide(case, numbers, run):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
-@pytest.mark.parametrize("case", BOXES, ids=str)
+@pytest.mark.parametrize("case", sampled(BOXES, "format", "dtype", "rows"), ids=str)
 def test_products_by_boxes(case, run_boxes):
     with everywhere():
         y = run_case(run_boxes, case, out_dtype="float32")
@@ -230,8 +252,9 @@ def test_boxes_of_every_order_of_threads(built):
     assert all(bits_equal(run, runs[0]) for run in runs)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), sampled(product(NAMES, TYPES), lambda name, _: name, lambda _, dtype: dtype)
+)
 def test_any_bytes_and_numbers_of_any_size(name, dtype, run):
     """x from its smallest to its largest numbers, by column: none is lost, and none overflows."""
     q = of_bytes(name, 18, 512)
@@ -244,8 +267,9 @@ def test_any_bytes_and_numbers_of_any_size(name, dtype, run):
     assert Expected.of(x, q).admits(y, 512)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), sampled(product(NAMES, TYPES), lambda name, _: name, lambda _, dtype: dtype)
+)
 def test_columns_have_their_places(name, dtype, run):
     """With one 1 in each row of x the result is a column of weights, rounded twice at most."""
     q = of_bytes(name, 17, 256, seed=1)
@@ -260,8 +284,14 @@ def test_columns_have_their_places(name, dtype, run):
         assert np.abs(w).max() > 0
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0", "q3_k", "q6_k"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sampled(
+        product(["q4_0", "q5_0", "q8_0", "q3_k", "q6_k"], TYPES),
+        lambda name, _: name,
+        lambda _, dtype: dtype,
+    ),
+)
 def test_weights_of_0_give_0(name, dtype, run):
     q = cq.quantize(np.zeros((17, 256), F32), cq.get_format(name))
     assert not run(cq.linear, normal((9, 256), dtype), q).any()

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from samples import sampled
 from typer.testing import CliRunner
 
 import cuquant as cq
@@ -514,10 +516,19 @@ def test_a_closed_pipe_is_no_error():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
-@pytest.mark.parametrize("lines", [0, 1])
-@pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("command", ["formats", "formats --markdown", "inspect in", "cache", "-V",
-                                     "--help", "quantize in -o out --device cpu"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "buffered", "lines"),
+    sampled(
+        product(
+            ["formats", "formats --markdown", "inspect in", "cache", "-V", "--help",
+             "quantize in -o out --device cpu"],
+            [True, False],
+            [0, 1],
+        ),
+        lambda command, *_: command,
+        lambda _, *how: how,
+    ),
+)  # fmt: skip
 def test_a_pipe_that_closes_early(command, buffered, lines, tmp_path, monkeypatch):
     """`cuquant inspect FILE | head -1`: no traceback, and a file is written all the same."""
     write(tmp_path / "in", {f"{i}.weight": np.ones((2, 64), np.float32) for i in range(100)})

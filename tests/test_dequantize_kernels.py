@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 import kernel_cases as cases
 import ml_dtypes
@@ -11,6 +12,7 @@ from emulator import Emulator, Recorder, compiler
 from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, same_values, scales_of
 from on_emulator import OnEmulator
 from oracle import DTYPES, bits_equal
+from samples import sampled, selected
 
 import cuquant as cq
 from cuquant.formats import Codebook
@@ -25,29 +27,36 @@ def _made(case: Case, backend: Emulator | Recorder) -> cq.QuantArray:
     return OnEmulator(backend).copy(case.expected())
 
 
-@cache
-def built() -> None:
-    """All kernels that these tests use, compiled together."""
+@pytest.fixture(scope="module", autouse=True)
+def built(request) -> None:
+    """All kernels of the tests that run, compiled together."""
     recorder = Recorder()
     run = OnEmulator(recorder)
-    for case in cases.DECODED:
-        q = _made(case, recorder)
-        for dtype in DTYPES:
-            run.dequantize(q, dtype)
-    for q in every_code():
+    decoded = [given["case"].expected() for given in selected(request, "test_the_matrix")]
+    codes = selected(request, "test_every_code_with_scales_of_every_kind")
+    decoded += [given["q"] for given in codes]
+    for test in OF_A_NAME:
+        names = dict.fromkeys(given["name"] for given in selected(request, test))
+        decoded += [Case(name, "float32").expected() for name in names]
+    for q in decoded:
         for dtype in DTYPES:
             run.dequantize(run.copy(q), dtype)
-    for q, out, _ in targets(recorder):
-        run.dequantize(q, out=out)
-    for case in PARTS:
-        q = _made(case, recorder)
-        run.codes(q), run.packed(q), run.effective(q, "scale")
+    for given in selected(request, "test_values_go_anywhere"):
+        for q, out, _ in targets(recorder, given["name"]):
+            run.dequantize(q, out=out)
+    for given in selected(request, "test_codes_and_packed"):
+        q = _made(given["case"], recorder)
+        run.codes(q), run.packed(q)
+    for given in selected(request, "test_effective_scales"):
+        run.effective(_made(given["case"], recorder), "scale")
     Emulator().build(recorder.programs)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels_are_built():
-    built()
+OF_A_NAME = (
+    "test_components_lie_anywhere",
+    "test_random_bytes_of_ggml_blocks",
+    "test_any_number_of_ggml_blocks",
+)
 
 
 def check(q: cq.QuantArray) -> None:
@@ -60,7 +69,9 @@ def check(q: cq.QuantArray) -> None:
 # ---- values -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases.DECODED, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(cases.DECODED, "format", *cases.AXES_OF_CASES, "options"), ids=str
+)
 def test_the_matrix(case):
     check(case.expected())
 
@@ -202,23 +213,23 @@ def test_any_number_of_ggml_blocks(name, count):
 
 
 def targets(
-    backend: Emulator | Recorder,
+    backend: Emulator | Recorder, name: str
 ) -> Iterator[tuple[cq.QuantArray, np.ndarray, np.ndarray]]:
     """QuantArrays, arrays to write to, and the memory these are views of."""
-    for name in (*FEW, "bf16", "q4_0", "q5_k"):
-        for axis, shape in ((-1, (24, 256)), (0, (256, 24))):
-            q = _made(Case(name, "float32", shape, axis), backend)
-            for layout in cases.WRITABLE:
-                where = cases.LAYOUTS[layout]
-                base = backend.empty(where.base(shape), DTYPES[cases.dtype_of(name)])
-                base[...] = 7
-                yield q, where.view(base, shape), base
+    for axis, shape in ((-1, (24, 256)), (0, (256, 24))):
+        q = _made(Case(name, "float32", shape, axis), backend)
+        for layout in cases.WRITABLE:
+            where = cases.LAYOUTS[layout]
+            base = backend.empty(where.base(shape), DTYPES[cases.dtype_of(name)])
+            base[...] = 7
+            yield q, where.view(base, shape), base
 
 
-def test_values_go_anywhere():
+@pytest.mark.parametrize("name", [*FEW, "bf16", "q4_0", "q5_k"])
+def test_values_go_anywhere(name):
     """What lies between and beside them is left alone."""
     emulator = Emulator()
-    for q, out, base in targets(emulator):
+    for q, out, base in targets(emulator, name):
         wanted = q.dequantize(dtype=out.dtype)
         assert OnEmulator(emulator).dequantize(q, out=out) is out
         assert same_values(np.array(out), wanted)
@@ -226,8 +237,14 @@ def test_values_go_anywhere():
         assert (base == 7).all()
 
 
-@pytest.mark.parametrize("layout", ["misaligned", "steps", "rows", "reversed"])
-@pytest.mark.parametrize("name", [*FEW, "fp16", "q4_0", "q6_k"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    sampled(
+        product([*FEW, "fp16", "q4_0", "q6_k"], ["misaligned", "steps", "rows", "reversed"]),
+        lambda name, _: name,
+        lambda _, layout: layout,
+    ),
+)
 def test_components_lie_anywhere(name, layout):
     """What a user makes a QuantArray of need not be contiguous, nor start on 16 bytes."""
     q, emulator, parts = Case(name, "float32").expected(), Emulator(), {}
@@ -250,9 +267,10 @@ PARTS = [
     *cases.DOUBLE,
     *(case for case in cases.AXES if case.format in (*FEW, "q4_0", "q4_k")),
 ]
+SOME_PARTS = sampled(PARTS, "format", *cases.AXES_OF_CASES)
 
 
-@pytest.mark.parametrize("case", PARTS, ids=str)
+@pytest.mark.parametrize("case", SOME_PARTS, ids=str)
 def test_codes_and_packed(case):
     q, emulator = case.expected(), Emulator()
     run = OnEmulator(emulator)
@@ -262,7 +280,7 @@ def test_codes_and_packed(case):
         assert bits_equal(run.packed(copy).view(q.packed.dtype), q.packed)
 
 
-@pytest.mark.parametrize("case", PARTS, ids=str)
+@pytest.mark.parametrize("case", SOME_PARTS, ids=str)
 def test_effective_scales(case):
     q, emulator = case.expected(), Emulator()
     run = OnEmulator(emulator)

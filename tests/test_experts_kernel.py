@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from fragment_products import Expected
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from products import Products, values
+from samples import sampled
 
 import cuquant as cq
 from cuquant.ops.matmul import on_gpu as multiply
@@ -141,8 +143,15 @@ def test_experts_that_are_nan_hurt_their_rows_alone(run):
     assert bits_equal(y, clean)
 
 
-@pytest.mark.parametrize("layout", ["whole", *WRITABLE])
-@pytest.mark.parametrize("case", [KINDS[0], COUNTS[4]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    sampled(
+        product([KINDS[0], COUNTS[4]], ["whole", *WRITABLE]),
+        lambda case, _: case,
+        lambda _, layout: layout,
+    ),
+    ids=str,
+)
 def test_out_lies_anywhere(run, layout, case):
     """What lies between and beside its elements is left alone."""
     where, shape = LAYOUTS[layout], (case.rows, case.shape[1])

@@ -6,6 +6,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import fake_gpu
 import numpy as np
@@ -15,11 +16,12 @@ from fragment_products import Expected
 from gpu_products import F32, check, host, to_gpu
 from oracle import DTYPES, bits_equal
 from products import normal, values, weight
+from samples import sampled
 
 import cuquant as cq
 from cuquant.gpu import arrays as backends
 from cuquant.gpu.cublas import Cublas
-from cuquant.ops.matmul import choose as product
+from cuquant.ops.matmul import choose as rule
 from cuquant.ops.matmul import prepared as repeated
 from cuquant.ops.matmul import unpacked
 from cuquant.ops.remember import Remembered
@@ -156,11 +158,17 @@ OTHER_ROWS = {
 }
 
 
-@pytest.mark.parametrize("options", OTHER_ROWS.values(), ids=list(OTHER_ROWS))
-@pytest.mark.parametrize("name", ["int4", "nf4", "q4_0", "prepacked"])
-def test_other_rows_are_checked_no_more(name, options, to, fake, plans, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "given"),
+    sampled(
+        product(["int4", "nf4", "q4_0", "prepacked"], OTHER_ROWS),
+        lambda name, _: name,
+        lambda _, given: given,
+    ),
+)
+def test_other_rows_are_checked_no_more(name, given, to, fake, plans, monkeypatch):
     """And give the bits that a first call gives: without what is kept, on the same rows."""
-    laid_out = name == "prepacked"
+    options, laid_out = OTHER_ROWS[given], name == "prepacked"
     w = to(weight("int4" if laid_out else name, (16, 64)))
     x = to(normal((48, 64), "float16" if laid_out else "float32"))
     if laid_out:
@@ -224,7 +232,7 @@ def decoded(monkeypatch, request):
     cublas = Cublas(Library(alignment=64))
     monkeypatch.setattr(backends, "_vendor", lambda *_: cublas)
     monkeypatch.setattr(backends.Gpu, "has_vendor", True)
-    monkeypatch.setattr(product, "choose", lambda _: "vendor")
+    monkeypatch.setattr(rule, "choose", lambda _: "vendor")
     return 16, 64
 
 
@@ -262,7 +270,9 @@ SHIFTED = [
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])
-@pytest.mark.parametrize(("name", "component", "by"), SHIFTED)
+@pytest.mark.parametrize(
+    ("name", "component", "by"), sampled(SHIFTED, lambda *given: given[1], lambda *given: given[2])
+)
 def test_a_component_that_starts_anywhere(name, component, by, rows, to, fake, monkeypatch):
     """As views of one flat buffer do: kernels read vectors of 16 bytes."""
     if fake and rows > 1:
@@ -302,7 +312,7 @@ SIZES = {"q4_k": (2.0**10, 2.0**-5, 2.0**3), "int4": (2.0**14, 2.0**-8, 2.0**3)}
 
 
 @pytest.mark.parametrize("laid_out", [False, True], ids=["rows", "prepacked"])
-@pytest.mark.parametrize(("name", "how"), SCALED)
+@pytest.mark.parametrize(("name", "how"), sampled(SCALED, lambda _, how: how))
 def test_weights_that_became_much_larger_or_smaller(name, laid_out, how, to, decoded, plans):
     """Than float16 holds, by means that no library counts: their scales are read each time."""
     x, w = normal((40, decoded[1]), "float16"), normal(decoded, seed=9)

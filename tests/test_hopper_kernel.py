@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import cache
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
 from fragment_products import (
+    AXES,
     BLOCKS,
     OPTIONS,
     SMALLEST,
@@ -27,6 +29,7 @@ from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import bits_equal
 from prepack_cases import LAID
 from products import TINY, ULP, UNIT, Products, normal, values, weight
+from samples import each_number, sampled, selected
 
 import cuquant as cq
 from cuquant.ops.matmul import hopper, stream
@@ -46,8 +49,9 @@ def _many(case: Case, rows: int) -> Case:
 
 
 # One program for each format; the other shapes of tiles meet few of them.
+EACH = [Case(name, TYPES[i % 2], 19, (70, 256)) for i, name in enumerate(LAID)]
 CASES = [
-    *(Case(name, TYPES[i % 2], 19, (70, 256)) for i, name in enumerate(LAID)),
+    *EACH,
     *(_many(case, 17) for case in (*BLOCKS, *OPTIONS)),
     *(Case("nf4", "float16", 20, shape) for shape in ((1, 8), (64, 64), (65, 136), (130, 328))),
     *(Case("int4", "bfloat16", rows, (70, 264)) for rows in (17, 32, 33, 65, 128, 129, 260)),
@@ -163,33 +167,45 @@ def sized(name: str, size: float) -> cq.QuantArray:
 
 
 @pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder = Recorder(arch=ARCH)
     run = Products(recorder)
-    for case in CASES:
-        run_case(run, case)
-    for case, numbers in DIVIDED:
-        with divided(numbers):
-            run_case(run, case)
-    for numbers in HALVED:
-        with divided(numbers):
-            run_case(run, HALVES)
-    for name, rows, shape, sizes, numbers in GATED:
+    for given in selected(request, "test_the_matrix"):
+        run_case(run, given["case"])
+    for given in selected(request, "test_every_way_to_divide"):
+        with divided(given["numbers"]):
+            run_case(run, given["case"])
+    for given in selected(request, "test_results_that_the_copy_engine_stores"):
+        with divided(stored(given["tokens"])):
+            run_case(run, given["case"])
+            run_case(run, given["case"], out_dtype="float32")
+    common = selected(request, "test_blocks_that_have_rows_of_the_weight_in_common")
+    for given in common:
+        with divided(given["numbers"]):
+            run_case(run, in_common(given["columns"], given["depth"]))
+    for given in selected(request, "test_swiglu"):
+        name, rows, shape, sizes, numbers = given["gated"]
         with divided(numbers) if numbers else nullcontext():
             packed = map(cq.prepack, pair(name, shape, sizes))
             run(cq.swiglu, normal((rows, shape[1]), TYPES[rows % 2]), *packed)
-    for name, size in SIZES:
-        for dtype in TYPES:
-            run(cq.linear, normal((19, 256), dtype), cq.prepack(sized(name, size)))
-    for name, dtype in ROUNDED:
+    for given in selected(request, "test_weights_of_any_size"):
+        run(cq.linear, normal((19, 256), "float16"), cq.prepack(sized(**given)))
+    for given in selected(request, "test_an_integer_that_meets_its_scale_is_rounded_once"):
         with divided(SHAPES[2]):
-            run(cq.linear, normal((40, 256), dtype), cq.prepack(weight(name, (70, 256))))
-    for name in UNEVEN:
-        for dtype in TYPES:
-            with divided(SHAPES[2]):
-                run(cq.linear, normal((40, 256), dtype), cq.prepack(uneven(name, 1.0)))
-    assert {program.file for program in recorder.programs} == {"matmul/hopper.cu"}
+            x = normal((40, 256), given["dtype"])
+            run(cq.linear, x, cq.prepack(weight(given["name"], (70, 256))))
+    one = "test_a_weight_that_meets_its_scale_is_off_by_little_more_than_one_rounding"
+    for given in selected(request, one):
+        with divided(SHAPES[2]):
+            x = normal((40, 256), given["dtype"])
+            run(cq.linear, x, cq.prepack(uneven(given["name"], 1.0)))
+    for given in selected(request, "test_a_scale_that_is_nan_hurts_its_row_alone"):
+        q, x = with_few(given["name"])
+        run(cq.linear, x, cq.prepack(q))
+    for given in selected(request, "test_bfloat16_needs_no_power_of_two"):
+        run(cq.linear, normal((19, 256), "bfloat16"), cq.prepack(sized(**given)))
+    assert {program.file for program in recorder.programs} <= {"matmul/hopper.cu"}
     Emulator().build(recorder.programs)
 
 
@@ -201,7 +217,7 @@ def run(built) -> Products:
 # ---- linear -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*EACH, *sampled(CASES[len(EACH) :], "rows", *AXES[1:])], ids=str)
 def test_the_matrix(case, run):
     x, wanted = case.x, expected(case)
     y = run_case(run, case)
@@ -212,7 +228,9 @@ def test_the_matrix(case, run):
 
 
 @pytest.mark.parametrize(
-    ("case", "numbers"), DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+    ("case", "numbers"),
+    sampled(DIVIDED, "format", *each_number(13)),
+    ids=lambda v: v if isinstance(v, tuple) else str(v),
 )
 def test_every_way_to_divide(case, numbers, run):
     """Fewer stages than steps, so that they are used again; blocks that have several tiles."""
@@ -229,24 +247,32 @@ def test_blocks_that_share_x_and_the_last_tiles(built):
     assert expected(case).admits(y, case.shape[1])
 
 
+# Tokens, case, rows of the weight in a tile, of x in a box, and of y in one that is stored.
+STORED = [
+    (256, Case("int4", "float16", 300, (200, 320)), 128, 160, 16),
+    (256, Case("nf4", "bfloat16", 257, (136, 320)), 128, 144, 16),
+    (256, Case("nf4", "float16", 139, (136, 320)), 128, 139, 64),
+    (192, Case("nf4", "float16", 400, (136, 320)), 128, 144, 16),
+    (192, Case("int4", "float16", 384, (200, 320)), 128, 192, 32),
+    (160, Case("int4", "bfloat16", 300, (200, 320)), 128, 160, 40),
+    (160, Case("nf4", "float16", 280, (136, 320)), 128, 144, 8),
+    (160, Case("int4", "float16", 131, (136, 320)), 128, 131, 40),
+    (224, Case("int4", "float16", 400, (200, 320)), 128, 208, 8),
+    (224, Case("nf4", "float16", 440, (136, 320)), 128, 224, 56),
+    (224, Case("int4", "bfloat16", 219, (200, 320)), 128, 219, 56),
+    # A box has rows of another tile, and follows one that has none.
+    (256, Case("int4", "bfloat16", 300, (224, 320)), 112, 160, 16),
+    (256, Case("int4", "float16", 1030, (224, 64)), 112, 208, 16),
+]
+
+
+def stored(tokens: int) -> tuple[int, ...]:
+    return (tokens, 2, 1, 1, 3, 1, 2, 4)
+
+
 @pytest.mark.parametrize(
     ("tokens", "case", "tile_rows", "box", "sent_at_once"),
-    [
-        (256, Case("int4", "float16", 300, (200, 320)), 128, 160, 16),
-        (256, Case("nf4", "bfloat16", 257, (136, 320)), 128, 144, 16),
-        (256, Case("nf4", "float16", 139, (136, 320)), 128, 139, 64),
-        (192, Case("nf4", "float16", 400, (136, 320)), 128, 144, 16),
-        (192, Case("int4", "float16", 384, (200, 320)), 128, 192, 32),
-        (160, Case("int4", "bfloat16", 300, (200, 320)), 128, 160, 40),
-        (160, Case("nf4", "float16", 280, (136, 320)), 128, 144, 8),
-        (160, Case("int4", "float16", 131, (136, 320)), 128, 131, 40),
-        (224, Case("int4", "float16", 400, (200, 320)), 128, 208, 8),
-        (224, Case("nf4", "float16", 440, (136, 320)), 128, 224, 56),
-        (224, Case("int4", "bfloat16", 219, (200, 320)), 128, 219, 56),
-        # A box has rows of another tile, and follows one that has none.
-        (256, Case("int4", "bfloat16", 300, (224, 320)), 112, 160, 16),
-        (256, Case("int4", "float16", 1030, (224, 64)), 112, 208, 16),
-    ],
+    sampled(STORED, lambda tokens, *_: tokens, lambda *given: given[2]),
     ids=str,
 )
 def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, sent_at_once, built):
@@ -254,7 +280,7 @@ def test_results_that_the_copy_engine_stores(tokens, case, tile_rows, box, sent_
     rows, columns = case.rows, case.shape[0]
     bias = normal((columns,), "float32")
     rule = mock.patch.object(hopper, "rows_of_tile", lambda *_: tile_rows)
-    shape = divided((tokens, 2, 1, 1, 3, 1, 2, 4))
+    shape = divided(stored(tokens))
     with shape, rule:  # by threads, which round once too
         wide = run_case(Products(Emulator(arch=ARCH)), case, out_dtype="float32", bias=bias)
     for begin, sent in ((8, True), (3, False)):
@@ -283,26 +309,38 @@ IN_COMMON = [
 ]
 
 
-@pytest.mark.parametrize(("numbers", "multiprocessors", "columns", "depth"), IN_COMMON, ids=str)
+def in_common(columns: int, depth: int) -> Case:
+    return Case("nf4", "float16", 70, (columns, depth))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "multiprocessors", "columns", "depth"),
+    sampled(IN_COMMON, lambda numbers, *_: numbers, lambda _, *share: share[:2], lambda *c: c[3]),
+    ids=str,
+)
 def test_blocks_that_have_rows_of_the_weight_in_common(
     numbers, multiprocessors, columns, depth, built
 ):
     """And other stages of it: of one, of an odd number, and where the last one is not whole."""
-    case = Case("nf4", "float16", 70, (columns, depth))
+    case = in_common(columns, depth)
     emulator = Emulator(multiprocessors=multiprocessors, arch=ARCH)
     with divided(numbers):
         y = run_case(Products(emulator), case, out_dtype="float32")
     assert expected(case).admits(y, depth)
 
 
-def test_the_same_bits_in_every_order_of_threads(built):
-    for case, numbers in [*DIVIDED[2:4], *((HALVES, numbers) for numbers in HALVED)]:
-        runs = []
-        for order in ("ascending", "descending", "shuffled"):
-            with divided(numbers):
-                emulator = Emulator(order=order, arch=ARCH)
-                runs.append(run_case(Products(emulator), case, out_dtype="float32"))
-        assert all(bits_equal(run, runs[0]) for run in runs)
+@pytest.mark.parametrize(
+    ("case", "numbers"),
+    [*sampled(DIVIDED[2:4]), *sampled((HALVES, numbers) for numbers in HALVED)],
+    ids=str,
+)
+def test_the_same_bits_in_every_order_of_threads(case, numbers, built):
+    runs = []
+    for order in ("ascending", "descending", "shuffled"):
+        with divided(numbers):
+            emulator = Emulator(order=order, arch=ARCH)
+            runs.append(run_case(Products(emulator), case, out_dtype="float32"))
+    assert all(bits_equal(run, runs[0]) for run in runs)
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROUNDED)
@@ -323,9 +361,10 @@ def uneven(name: str, size: float) -> cq.QuantArray:
     return cq.quantize(normal((70, 256)) * sizes[:, None], name)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("size", [1.0, 0.02])
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    sampled(product(UNEVEN, [1.0, 0.02], TYPES), lambda name, *_: name, lambda *c: c[1:]),
+)
 def test_a_weight_that_meets_its_scale_is_off_by_little_more_than_one_rounding(
     name, size, dtype, run
 ):
@@ -340,10 +379,15 @@ def test_a_weight_that_meets_its_scale_is_off_by_little_more_than_one_rounding(
     assert (np.abs(y - w) <= bound).all()
 
 
+def with_few(name: str) -> tuple[cq.QuantArray, np.ndarray]:
+    """A weight whose last group is a part of one, and x."""
+    return weight(name, (70, 136)), normal((19, 136), TYPES[LAID.index(name) % 2])
+
+
 @pytest.mark.parametrize("name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3"])
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
     """Also that of the last group, which the columns behind K share."""
-    q, x = weight(name, (70, 136)), normal((19, 136), TYPES[LAID.index(name) % 2])
+    q, x = with_few(name)
     check_nan_scales(run, q, x, 61)
 
 
@@ -383,15 +427,24 @@ def test_one_row_that_shared_memory_does_not_hold(run):
 # ---- what happens to the sums -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-@pytest.mark.parametrize("columns", [70, 72])
+@pytest.mark.parametrize(
+    ("columns", "activation"),
+    sampled(product([70, 72], [None, *ACTIVATIONS]), lambda c, _: c, lambda _, a: a),
+)
 def test_epilogues(run, activation, columns):
     """Results of 16 bits without activation and residual go a way of their own where N does."""
     check_epilogues(run, weight("int4", (columns, 264)), normal((129, 264), "bfloat16"), activation)
 
 
-@pytest.mark.parametrize("layout", ["whole", *WRITABLE])
-@pytest.mark.parametrize("case", [CASES[0], Case("int4", "bfloat16", 129, (72, 264))], ids=str)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    sampled(
+        product([CASES[0], Case("int4", "bfloat16", 129, (72, 264))], ["whole", *WRITABLE]),
+        "format",
+        lambda _, layout: layout,
+    ),
+    ids=str,
+)
 def test_out_lies_anywhere(run, layout, case):
     check_out(run, case, layout, expected(case))
 

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from itertools import product
 
 import numpy as np
 import pytest
+from samples import sampled
 
 import cuquant as cq
 from cuquant.io.safetensors import SafetensorsReader
@@ -77,8 +79,13 @@ def test_npy_can_be_converted_as_advised(tmp_path):
     same(run_advice(message, tmp_path), {"array": ARRAYS["w"]})
 
 
-@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "w.pth", "model.safetensors"])
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("zipped", "name"),
+    sampled(
+        product([True, False], ["model.pt", "pytorch_model.bin", "w.pth", "model.safetensors"]),
+        lambda zipped, _: zipped,
+    ),
+)
 def test_files_of_torch_can_be_converted_as_advised(tmp_path, name, zipped):
     torch = pytest.importorskip("torch")
     torch.save(

@@ -1,7 +1,6 @@
 """The plain kernels of products against float64, on the CPU under the emulator; and the choice."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,8 @@ import pytest
 from emulator import Emulator, Recorder, compiler
 from kernel_arrays import LAYOUTS, LEVELS, WRITABLE
 from oracle import DTYPES, bits_equal
-from products import CASES, Products, exact, finished, is_close, normal, values, weight
+from products import CASES, Case, Products, exact, finished, is_close, normal, values, weight
+from samples import sampled, selected
 
 import cuquant as cq
 from cuquant.ops.matmul import on_gpu as multiply
@@ -23,19 +23,26 @@ F32 = np.float32
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 
-@cache
-def _built() -> None:
-    """The programs of all cases, compiled together."""
+@pytest.fixture(scope="module")
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder = Recorder()
     run = Products(recorder)
-    for case in CASES:
-        run(cq.linear, case.x, case.weight)
+    for given in selected(request, "test_the_matrix"):
+        run(cq.linear, given["case"].x, given["case"].weight)
+    for given in selected(request, "test_swiglu"):
+        gate, up = gate_and_up(given["pair"])
+        for dtype in ("float16", "float32"):
+            x = normal((given["m"], 256), dtype)
+            run(cq.swiglu, x, gate, up), run(cq.linear, x, gate), run(cq.linear, x, up)
+    for name in SATURATED:
+        q = saturated(name)
+        run(cq.linear, np.zeros((8, 64), F32), q), run(cq.linear, np.zeros((1, 64), F32), q)
     Emulator().build(recorder.programs)
 
 
 @pytest.fixture
-def run() -> Products:
-    _built()
+def run(built) -> Products:
     return Products(Emulator())
 
 
@@ -48,8 +55,15 @@ def check(y: np.ndarray, x: Any, w: Any) -> None:
 # ---- linear -------------------------------------------------------------------------------------
 
 
+def told(case: Case) -> tuple:
+    """The names of options, and the size of blocks."""
+    return tuple((key, value if key == "block_size" else "") for key, value in case.options)
+
+
 @needs_compiler
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(CASES, "format", "dtype", "layout", "lead", "shape", told), ids=str
+)
 def test_the_matrix(case, run):
     x = case.x
     y = run(cq.linear, x, case.weight)
@@ -57,11 +71,18 @@ def test_the_matrix(case, run):
     check(y, x, case.weight)
 
 
+SATURATED = {"fp8_e5m2": 64, "int4": 64, "dynamic8": 64, "nf4": 8}  # rows of x
+
+
+def saturated(name: str) -> cq.QuantArray:
+    return weight(name, (8, 64), **({} if name == "fp8_e5m2" else {"scale_dtype": "float32"}))
+
+
 @needs_compiler
 def test_every_code_with_scales_that_overflow_saturates_as_decoding_does(run):
     """x is a unit matrix: each sum is one value, which is exact."""
-    for name, m in (("fp8_e5m2", 64), ("int4", 64), ("dynamic8", 64), ("nf4", 8)):
-        q = weight(name, (8, 64), **({} if name == "fp8_e5m2" else {"scale_dtype": "float32"}))
+    for name, m in SATURATED.items():
+        q = saturated(name)
         special = F32([1, 3e38, -3e38, 0, 1e-40, np.inf, np.nan, 2])
         q = replace_parts(q, scale=np.resize(special, q.arrays()["scale"].shape).astype(F32))
         x = np.eye(64, dtype=F32)[:m]
@@ -280,15 +301,19 @@ def test_more_axes_than_a_kernel_counts(run):
 # ---- gated units --------------------------------------------------------------------------------
 
 
+def gate_and_up(pair: str) -> tuple[cq.QuantArray, cq.QuantArray]:
+    first, second = pair.split()
+    options = {"levels": LEVELS["16 close"]} if first == "k4" else {}
+    gate = weight(first, (70, 256), **options)  # two codebooks of one size
+    return gate, cq.quantize(normal((70, 256), seed=5), second)
+
+
 @needs_compiler
 @pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("pair", ["nf4 nf4", "int4 q4_0", "k4 k4", "q4_k q4_k"])
 def test_swiglu(pair, m, run):
     """silu is 1.1-Lipschitz and at most its argument: the bound of both factors, multiplied out."""
-    first, second = pair.split()
-    options = {"levels": LEVELS["16 close"]} if first == "k4" else {}
-    gate = weight(first, (70, 256), **options)  # two codebooks of one size
-    up = cq.quantize(normal((70, 256), seed=5), second)
+    gate, up = gate_and_up(pair)
     x = normal((m, 256), "float16")
     y = run(cq.swiglu, x, gate, up)
     assert y.dtype == np.float16 and y.shape == (m, 70)

@@ -7,19 +7,23 @@ import pytest
 from emulator import Emulator, Recorder
 from fake_gpu import needs_compiler, needs_torch
 from prepack_cases import Case, same, same_parts
+from samples import sampled, selected
 
 import cuquant as cq
-from cuquant.array.fragments import Fragments
+from cuquant.array.fragments import Fragments, takes
 from cuquant.ops.layout.prepack import Prepack
 from cuquant.ops.programs import PROGRAMS
 
 
 @pytest.fixture(scope="module")
-def built():
-    """All kernels that the cases use, compiled together."""
+def built(request):
+    """All kernels of the tests that run, compiled together."""
     recorder = Recorder()
-    for case in (*cases.ALL, *cases.EMPTY):
-        q = case.weight()
+    tests = ("test_kernels_make_what_numpy_makes", "test_on_a_gpu_of_a_library")
+    for given in (given for test in tests for given in selected(request, test)):
+        q = given["case"].weight()
+        if not takes(q.format, q.shape):
+            continue
         layout = Prepack(Fragments(q.format, q.shape))
         layout.rows(recorder, layout.lay_out(recorder, q.arrays()))
     Emulator().build(recorder.programs)
@@ -27,7 +31,11 @@ def built():
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", [*cases.ALL, *cases.EMPTY], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*sampled(cases.ALL, "format", lambda case: len(case.shape), "options"), *cases.EMPTY],
+    ids=str,
+)
 def test_kernels_make_what_numpy_makes(case, built):
     q, emulator = case.weight(), Emulator()
     layout = Prepack(Fragments(q.format, q.shape))

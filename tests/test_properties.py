@@ -12,7 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernel_cases import kind_of
 from oracle import bits_equal
+from samples import sampled
 
 import cuquant as cq
 from cuquant.formats import Codebook, Uniform
@@ -58,7 +60,7 @@ def is_blocks(name: str) -> bool:
     return cq.get_format(name).is_blocks
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, kind_of))
 def test_finite_stays_finite_and_scales_too(name):
     def check(x):
         if is_blocks(name):
@@ -70,7 +72,7 @@ def test_finite_stays_finite_and_scales_too(name):
     holds(WHOLE if is_blocks(name) else ROWS, check)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, kind_of))
 def test_a_shard_quantized_alone_has_its_bytes(name):
     options = {"global_scale": 2.0} if name == "nvfp4" else {}
 
@@ -197,7 +199,7 @@ def test_user_levels_are_the_nearest(levels, x):
     assert (q.codes() == np.searchsorted(middle, exact, side="left")).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, kind_of))
 def test_slices_of_rows_and_joins_are_lossless(name):
     options = {"global_scale": 2.0} if name == "nvfp4" else {}
 

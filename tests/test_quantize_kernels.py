@@ -1,6 +1,6 @@
 """The kernels that quantize have the reference's bytes, on the CPU under the emulator."""
 
-from functools import cache
+from itertools import product
 
 import kernel_cases as cases
 import numpy as np
@@ -9,6 +9,7 @@ from emulator import ORDERS, Emulator, Recorder, compiler
 from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, differences
 from on_emulator import OnEmulator
 from oracle import DTYPES
+from samples import sampled, selected
 
 import cuquant as cq
 from cuquant.formats.search import SEARCHES
@@ -20,12 +21,22 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile ke
 F32 = np.float32
 
 
-@cache
-def built() -> None:
-    """All kernels of the matrix, compiled together."""
+@pytest.fixture(scope="module", autouse=True)
+def built(request) -> None:
+    """All kernels of the tests that run, compiled together."""
     recorder = Recorder()
-    for case in cases.ALL:
+    for case in {item["case"]: None for test in MATRIX for item in selected(request, test)}:
         OnEmulator(recorder).case(case)
+    for item in selected(request, "test_the_number_of_multiprocessors_does_not_matter"):
+        recorder.multiprocessors = item["multiprocessors"]
+        OnEmulator(recorder).case(in_parts(item["name"]))
+    recorder.multiprocessors = Emulator().multiprocessors
+    for item in selected(request, "test_raise_says_what_the_reference_says"):
+        for nonfinite in ("propagate", "raise"):
+            usual = Case(item["name"], "float32", (4, 256), data="normal", nonfinite=nonfinite)
+            OnEmulator(recorder).case(usual)
+    for item in selected(request, "test_out_is_overwritten_wherever_it_lies"):
+        OnEmulator(recorder).case(Case(item["name"], cases.dtype_of(item["name"]), data="normal"))
     for dtype in DTYPES.values():
         x = np.zeros((2, 3, 40), dtype)
         first_nonfinite(recorder, recorder.view(x))
@@ -34,9 +45,22 @@ def built() -> None:
     Emulator().build(s.launch(dtype, 1).program for s in searches for dtype in DTYPES.values())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels_are_built():
-    built()
+# Tests of a case, whose kernels are the same for all.
+MATRIX = (
+    "test_every_format_and_dtype",
+    "test_blocks_run_along_any_axis",
+    "test_rows_of_any_length",
+    "test_arrays_lie_anywhere",
+    "test_blocks_of_any_size",
+    "test_nonfinite_numbers_are_clamped",
+    "test_stochastic_rounding_draws_the_same",
+    "test_scales_that_were_found_beforehand",
+    "test_scales_are_quantized_themselves",
+    "test_codebooks_of_any_levels",
+    "test_words_and_planes",
+    "test_scales_below_the_smallest_normal_number",
+    "test_the_order_of_threads_does_not_matter",
+)
 
 
 def check(case: Case, emulator: Emulator | None = None) -> None:
@@ -47,62 +71,64 @@ def check(case: Case, emulator: Emulator | None = None) -> None:
 # ---- the matrix ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases.BASICS, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.BASICS, cases.of_own_dtype, "dtype"), ids=str)
 def test_every_format_and_dtype(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.AXES, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.AXES, *cases.AXES_OF_CASES), ids=str)
 def test_blocks_run_along_any_axis(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.SHAPES, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.SHAPES, *cases.AXES_OF_CASES), ids=str)
 def test_rows_of_any_length(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.VIEWED, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.VIEWED, *cases.AXES_OF_CASES), ids=str)
 def test_arrays_lie_anywhere(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(cases.BLOCKS, *cases.AXES_OF_CASES, "options", "shape"), ids=str
+)
 def test_blocks_of_any_size(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.CLAMPED, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.CLAMPED, *cases.AXES_OF_CASES), ids=str)
 def test_nonfinite_numbers_are_clamped(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.STOCHASTIC, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.STOCHASTIC, *cases.AXES_OF_CASES), ids=str)
 def test_stochastic_rounding_draws_the_same(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.GIVEN, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.GIVEN, *cases.AXES_OF_CASES), ids=str)
 def test_scales_that_were_found_beforehand(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.DOUBLE, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.DOUBLE, *cases.AXES_OF_CASES), ids=str)
 def test_scales_are_quantized_themselves(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.LEARNED, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.LEARNED, *cases.AXES_OF_CASES, "options"), ids=str)
 def test_codebooks_of_any_levels(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.PACKINGS, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.PACKINGS, "options", "shape"), ids=str)
 def test_words_and_planes(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+@pytest.mark.parametrize("case", sampled(cases.SMALL, *cases.AXES_OF_CASES), ids=str)
 def test_scales_below_the_smallest_normal_number(case):
     check(case)
 
@@ -116,19 +142,30 @@ UNORDERED = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS[:3])
-@pytest.mark.parametrize("case", UNORDERED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "order"),
+    sampled(
+        product(UNORDERED, ORDERS[:3]),
+        "format",
+        "options",
+        lambda case, order: (case.axis, len(case.shape), order),
+    ),
+    ids=str,
+)
 def test_the_order_of_threads_does_not_matter(case, order):
     check(case, Emulator(order))
+
+
+def in_parts(name: str) -> Case:
+    options = (("block_size", "tensor"),)
+    return Case(name, cases.dtype_of(name), (37, 131), data="normal", options=options)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("name", ["nf4", "int4", "uint4", "int1", "nvfp4"])
 def test_the_number_of_multiprocessors_does_not_matter(name, multiprocessors):
     """Blocks too large for a thread block are looked at in as many parts as fill the GPU."""
-    options = (("block_size", "tensor"),)
-    case = Case(name, cases.dtype_of(name), (37, 131), data="normal", options=options)
-    check(case, Emulator(multiprocessors=multiprocessors))
+    check(in_parts(name), Emulator(multiprocessors=multiprocessors))
 
 
 # ---- NaN and infinity ---------------------------------------------------------------------------
@@ -167,7 +204,13 @@ def refused(call, *arguments, **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def of_raise(name: str) -> tuple:
+    """What is counted, and of formats with kernels for float32 all kinds."""
+    kind = cases.kind_of(name)
+    return kind if cases.dtype_of(name) == "float32" else kind[:1]
+
+
+@pytest.mark.parametrize("name", sampled(NAMES, of_raise))
 def test_raise_says_what_the_reference_says(name):
     """A NaN, an infinity, scales that overflow; and what is fine has its usual bytes."""
     fmt = FORMATS[name]
@@ -204,9 +247,14 @@ def _out(q: cq.QuantArray, emulator: Emulator, misplaced: bool) -> cq.QuantArray
     return cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "raise"])
-@pytest.mark.parametrize("misplaced", [False, True])
-@pytest.mark.parametrize("name", [*FEW, "fp16", "q4_0", "q4_k"])
+@pytest.mark.parametrize(
+    ("name", "misplaced", "nonfinite"),
+    sampled(
+        product([*FEW, "fp16", "q4_0", "q4_k"], [False, True], ["propagate", "raise"]),
+        lambda name, *_: name,
+        lambda _, *how: how,
+    ),
+)
 def test_out_is_overwritten_wherever_it_lies(name, misplaced, nonfinite):
     case = Case(name, cases.dtype_of(name), data="normal", nonfinite=nonfinite)
     emulator, wanted = Emulator(), case.expected()

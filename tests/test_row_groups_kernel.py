@@ -7,6 +7,7 @@ from emulator import Emulator, Recorder, compiler
 from fragment_products import Case, Expected, with_scale
 from oracle import bits_equal
 from products import ULP, Products, normal, values
+from samples import sampled, selected
 from test_stream_kernel import gated, swiglu_bound
 
 import cuquant as cq
@@ -107,26 +108,44 @@ def product(case, processors=PROCESSORS, order="ascending", weight=None, arch=HO
     return run(cq.linear, case.x, q, out_dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def recorded(cases) -> Recorder:
     recorder = Recorder(arch=HOPPER)
-    run = Products(recorder)
-    for case, processors in CASES:
+    for case, processors in cases:
         recorder.multiprocessors = processors
-        run(cq.linear, case.x, case.weight)
+        Products(recorder)(cq.linear, case.x, case.weight)
     recorder.multiprocessors = PROCESSORS
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
+    of_cases = selected(request, "test_against_float64")
+    recorder = recorded((given["case"], given["processors"]) for given in of_cases)
+    run = Products(recorder)
     for large in LARGE:
         case = large_case(*large)
         run(cq.linear, case.x, case.weight)
     for rows in GATED_ROWS:
         run(cq.swiglu, normal((rows, 256), "float16"), *gated(*GATED))
-    found = {program.arguments[-1] for program in recorder.programs}
-    assert found == {AT_SUMS, AT_OPERANDS, 1, 2, 4}
     Emulator().build(recorder.programs)
 
 
-@pytest.mark.parametrize(("case", "processors"), CASES, ids=str)
+def test_scales_meet_all_that_there_is():
+    found = {program.arguments[-1] for program in recorded(CASES).programs}
+    assert found == {AT_SUMS, AT_OPERANDS, 1, 2, 4}
+
+
+SAMPLED = sampled(
+    CASES,
+    lambda case, _: (case.format[0], case.options),
+    lambda case, _: (case.dtype, case.rows),
+    lambda case, _: division(case.weight.format, case.rows, case.shape, case.dtype).meet,
+    lambda case, processors: (case.shape, processors),
+)
+
+
+@pytest.mark.parametrize(("case", "processors"), SAMPLED, ids=str)
 def test_against_float64(case, processors, built):
     y = product(case, processors)
     assert expected(case).admits(y, case.shape[1])

@@ -13,6 +13,7 @@ from emulator import Emulator, Recorder, compiler
 from fragment_products import TYPES, Case, Expected, run_case
 from oracle import bits_equal
 from products import ULP, Products, normal, values
+from samples import sampled, selected
 from test_stream_kernel import divided, gated, swiglu_bound
 
 import cuquant as cq
@@ -105,12 +106,12 @@ def streamed() -> Any:
 
 
 @pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder = Recorder(arch=HOPPER)
     run = Products(recorder)
-    for case in RING:
-        run(cq.linear, case.x, case.weight)
+    for given in selected(request, "test_codes_that_go_through_shared_memory"):
+        run(cq.linear, given["case"].x, given["case"].weight)
     for case, numbers in RING_DIVIDED:
         with divided(numbers):
             run(cq.linear, case.x, case.weight)
@@ -120,13 +121,17 @@ def built() -> None:
             run(cq.linear, case.x, case.weight)
     run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
     assert all(program.arguments[-2] for program in recorder.programs)  # what K is shared in
-    for case, numbers in PARTS:
-        with streamed(), divided(numbers):
-            run_case(run, case)
+    for given in selected(request, "test_x_that_the_copy_engine_brings_in_parts"):
+        with streamed(), divided(given["numbers"]):
+            run_case(run, given["case"])
     Emulator().build(recorder.programs)
 
 
-@pytest.mark.parametrize("case", RING, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    sampled(RING, lambda case: case.weight.format.bits, "dtype", "options", "shape"),
+    ids=str,
+)
 def test_codes_that_go_through_shared_memory(case, built):
     expected = Expected.of(case.x, case.weight)
     runs = []
@@ -158,7 +163,9 @@ def test_a_short_product_is_spread(case, built):
         assert expected.admits(y, case.shape[1])
 
 
-@pytest.mark.parametrize(("case", "numbers"), PARTS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "numbers"), sampled(PARTS, "format", lambda _, numbers: numbers), ids=str
+)
 def test_x_that_the_copy_engine_brings_in_parts(case, numbers, built):
     expected = Expected.of(case.x, case.weight)
     runs = []

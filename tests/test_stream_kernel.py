@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
 from fragment_products import (
+    AXES,
     CASES,
     OWN,
     TYPES,
@@ -22,6 +23,7 @@ from fragment_products import (
 from kernel_arrays import LEVELS, WRITABLE
 from oracle import bits_equal
 from products import ULP, UNIT, Products, exact, is_close, normal, values, weight
+from samples import each_number, sampled, selected
 
 import cuquant as cq
 from cuquant.gpu.jit import Launch, Program
@@ -175,29 +177,38 @@ def wide_levels(name: str) -> cq.QuantArray:
 
 
 @pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder = Recorder(arch=ARCH)
     run = Products(recorder)
-    for case in (*CASES, *ROWS):
-        run_case(run, case)
-    for case, numbers in DIVIDED:
-        with divided(numbers):
-            run_case(run, case)
-    for case in DIRECT:
-        run(cq.linear, case.x, case.weight)
-    for case, numbers in DIRECT_DIVIDED:
-        with divided(numbers):
-            run(cq.linear, case.x, case.weight)
-    for names in GATED:
-        for rows in (3, 12):
-            pair = map(cq.prepack, gated(*names))
-            run(cq.swiglu, normal((rows, 256), "float16"), *pair)
-    run(cq.swiglu, normal((3, 256), "float16"), *gated(*GATED[0]))
-    for names, numbers in GATED_UNEVEN:
-        with divided(numbers):
-            run(cq.swiglu, normal((13, 256), "float16"), *map(cq.prepack, gated(*names)))
-    assert {program.file for program in recorder.programs} == {"matmul/stream.cu"}
+    for given in (
+        *selected(request, "test_the_matrix"),
+        *selected(request, "test_any_number_of_rows"),
+    ):
+        run_case(run, given["case"])
+    for given in selected(request, "test_any_number_of_rows"):
+        run(cq.linear, given["case"].x[-1:], cq.prepack(given["case"].weight))
+    for given in selected(request, "test_every_way_to_divide"):
+        with divided(given["numbers"]):
+            run_case(run, given["case"])
+    for given in selected(request, "test_weights_that_are_not_prepacked"):
+        run(cq.linear, given["case"].x, given["case"].weight)
+    for given in selected(request, "test_weights_that_are_not_prepacked_divided"):
+        with divided(given["numbers"]):
+            run(cq.linear, given["case"].x, given["case"].weight)
+    for given in selected(request, "test_a_scale_that_is_nan_hurts_its_row_alone"):
+        q = weight(given["name"], (35, 131))
+        run(cq.linear, normal((given["rows"], 131), "float16"), cq.prepack(q))
+    for given in selected(request, "test_swiglu"):
+        names, rows = given["names"], given["rows"]
+        run(cq.swiglu, normal((rows, 256), "float16"), *map(cq.prepack, gated(*names)))
+        if names == GATED[0] and rows == 3:
+            run(cq.swiglu, normal((rows, 256), "float16"), *gated(*names))
+    for given in selected(request, "test_swiglu_whose_last_rounds_have_fewer_strips"):
+        with divided(given["numbers"]):
+            pair = map(cq.prepack, gated(*given["names"]))
+            run(cq.swiglu, normal((13, 256), "float16"), *pair)
+    assert {program.file for program in recorder.programs} <= {"matmul/stream.cu"}
     for pair in (two_codebooks(), *(gated(*names, {}) for names in UNLIKE)):
         run(cq.swiglu, normal((3, pair[0].shape[1]), "float16"), *map(cq.prepack, pair))
     for name in NO_PLACE:
@@ -213,7 +224,7 @@ def run(built) -> Products:
 # ---- linear -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, *AXES), ids=str)
 def test_the_matrix(case, run):
     x, expected = case.x, Expected.of(case.x, case.weight)
     y = run_case(run, case)
@@ -223,7 +234,11 @@ def test_the_matrix(case, run):
     assert wide.dtype == F32 and expected.admits(wide, case.shape[1])
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    sampled(ROWS, "format", lambda case: (case.rows - 1) // 8, lambda case: case.rows % 8),
+    ids=str,
+)
 def test_any_number_of_rows(case, run):
     """Each row is what it is alone: what is between x's rows and the end of a tile is not read."""
     y = run_case(run, case, out_dtype="float32")
@@ -233,7 +248,9 @@ def test_any_number_of_rows(case, run):
 
 
 @pytest.mark.parametrize(
-    ("case", "numbers"), DIVIDED, ids=lambda v: v if isinstance(v, tuple) else str(v)
+    ("case", "numbers"),
+    sampled(DIVIDED, "format", "options", *each_number(7)),
+    ids=lambda v: v if isinstance(v, tuple) else str(v),
 )
 def test_every_way_to_divide(case, numbers, run):
     with divided(numbers):
@@ -241,7 +258,9 @@ def test_every_way_to_divide(case, numbers, run):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
-@pytest.mark.parametrize("case", DIRECT, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(DIRECT, lambda case: case.weight.format.bits, *AXES[1:]), ids=str
+)
 def test_weights_that_are_not_prepacked(case, run):
     y = run(cq.linear, case.x, case.weight, out_dtype="float32")
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])

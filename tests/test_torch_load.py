@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import cuquant as cq
 torch = pytest.importorskip("torch", reason="torch is optional")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from samples import sampled  # noqa: E402
 from torch_models import NAMES, VARIANTS, Block, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
@@ -40,10 +42,10 @@ def files(tmp_path):
     return model, {name: tmp_path / name for name in ("cli", "state", "prepacked")}
 
 
-WAYS = pytest.mark.parametrize("way", ["cli", "state", "prepacked"])
+WAYS = ("cli", "state", "prepacked")
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_load_gives_one_dict(way, files):
     model, paths = files
     found = cq.load(paths[way])
@@ -58,7 +60,7 @@ def test_load_gives_one_dict(way, files):
             assert (part == layer.quantized.arrays()[key].numpy()).all()
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_load_for_torch(way, files):
     model, paths = files
     found = cq.load(paths[way], library="torch", device="cpu")
@@ -68,9 +70,14 @@ def test_load_for_torch(way, files):
     assert torch.equal(again(TOKENS), model(TOKENS))
 
 
-@WAYS
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("quantized", [None, "nf4", "int8"])
+@pytest.mark.parametrize(
+    ("quantized", "device", "way"),
+    sampled(
+        product([None, "nf4", "int8"], ["cpu", "meta"], WAYS),
+        lambda quantized, *_: quantized,
+        lambda _, *how: how,
+    ),
+)
 def test_load_into_a_model(way, device, quantized, files):
     model, paths = files
     with torch.device(device):
@@ -83,7 +90,7 @@ def test_load_into_a_model(way, device, quantized, files):
     assert other.mlp["gate"].layout == ("fragments/1" if way == "prepacked" else "rows/1")
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 def test_load_state_dict_of_each_file(way, files):
     model, paths = files
     other = quantize_(build(5), "nf4")

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
 from emulator.cublas import Library
-from fragment_products import SMALLEST, Case, Expected, with_scale
+from fragment_products import AXES, SMALLEST, Case, Expected, with_scale
 from kernel_arrays import LAYOUTS, WRITABLE
-from kernel_cases import NAMES
+from kernel_cases import NAMES, kind_of
 from oracle import DTYPES, bits_equal
 from prepack_cases import LAID
 from products import ULP, UNIT, Products, finished, normal, values, weight
+from samples import sampled, selected
 
 import cuquant as cq
 from cuquant import interop
@@ -106,20 +107,27 @@ def expect(x: np.ndarray, q: cq.QuantArray) -> Expected:
     return Expected(a @ w.T, np.abs(a) @ np.abs(w).T, off)
 
 
+UNIT_TEST = "test_the_unit_brings_the_largest_weight_into_the_range_of_float16"
+
+
 @pytest.fixture(scope="module")
-def built() -> None:
-    """The programs of all cases, compiled together."""
+def built(request) -> None:
+    """The programs of the tests that run, compiled together."""
     recorder = Recorder(vendor=True)
     run = Products(recorder)
     with by_vendor():
-        for case in CASES:
-            run(cq.linear, case.x, case.weight, activation="relu")
-        for case in PREPACKED:
-            run(cq.linear, case.x, cq.prepack(case.weight))
+        for given in selected(request, "test_weights_by_rows"):
+            run(cq.linear, given["case"].x, given["case"].weight, activation="relu")
+        for given in selected(request, "test_prepacked_weights"):
+            for w in (given["case"].weight, cq.prepack(given["case"].weight)):
+                run(cq.linear, given["case"].x, w)
+        for given in selected(request, UNIT_TEST):
+            q = weight(given["name"], (9, 256), **given["options"])
+            run(cq.linear, normal((3, 256), "float16"), cq.prepack(q) if given["laid_out"] else q)
         for name in ("nf4", "mxfp4", "int8", "nvfp4"):
             q = weight(name, (9, 64))
             run(cq.linear, normal((3, 64), "float16"), q)
-            run(cq.linear, normal((3, 64), "float16"), cq.prepack(q))
+            run(cq.linear, normal((3, 64), "float16"), cq.prepack(q), activation="relu")
         for name, shape in SLABS:
             q = weight(name, shape)
             run(cq.linear, normal((3, shape[1]), "float16"), q)
@@ -151,8 +159,15 @@ UNITS = [
 
 @needs_compiler
 @pytest.mark.parametrize("laid_out", [False, True], ids=["rows", "prepacked"])
-@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 3e4, 1e30, 0.0])
-@pytest.mark.parametrize(("name", "options"), UNITS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    sampled(
+        [(*unit, size) for unit in UNITS for size in (1e-30, 1e-9, 1.0, 3e4, 1e30, 0.0)],
+        lambda name, options, _: (name, *options),
+        lambda *given: given[2],
+    ),
+    ids=str,
+)
 def test_the_unit_brings_the_largest_weight_into_the_range_of_float16(
     name, options, size, laid_out, built
 ):
@@ -194,13 +209,17 @@ def test_the_unit_of_more_scales_than_a_launch_has_threads(built):
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(CASES, lambda case: kind_of(case.format), *AXES[1:]), ids=str
+)
 def test_weights_by_rows(case, run):
     check(case, case.weight, run)
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", PREPACKED, ids=str)
+@pytest.mark.parametrize(
+    "case", sampled(PREPACKED, lambda case: kind_of(case.format), *AXES[1:]), ids=str
+)
 def test_prepacked_weights(case, run):
     """They are decoded as they lie, and to the same bits."""
     p = cq.prepack(case.weight)

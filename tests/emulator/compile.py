@@ -1,4 +1,8 @@
-"""Programs to shared libraries: one C++ file for many of them, by g++, kept by content."""
+"""Programs to shared libraries: one C++ file for many of them, by g++, kept by content.
+
+Beside the libraries of _cache_folder() lies a note for each program: in which of them it is, and
+where. So a program is compiled once, whatever others it was wanted with.
+"""
 
 import ctypes
 import fcntl
@@ -54,14 +58,27 @@ def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list
     programs, places = list(programs), (*folders, kernel_folder())
     with _lock:
         missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
-        groups = _groups(missing)
-        for group, library in zip(groups, _libraries(groups, places), strict=True):
-            loaded = ctypes.CDLL(str(library))
+        digest = _digester([HERE, *places])
+        notes = {p: _cache_folder() / f"{digest(source_of([p]))}.at" for p in missing}
+        groups = _groups([p for p in missing if not notes[p].exists()])
+        for group, library in zip(groups, _libraries(groups, places, digest), strict=True):
             for index, program in enumerate(group):
-                function = getattr(loaded, f"run_{index}")
-                function.restype = ctypes.c_char_p
-                _functions[program, places] = function
+                _write(notes[program], f"{library.name} {index}")
+        for program, note in notes.items():
+            name, index = note.read_text().split()
+            function = getattr(_loaded(_cache_folder() / name), f"run_{index}")
+            function.restype = ctypes.c_char_p
+            _functions[program, places] = function
         return [_functions[program, places] for program in programs]
+
+
+_loaded = functools.cache(ctypes.CDLL)
+
+
+def _write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as work:
+        work.write(text)
+    os.replace(work.name, path)
 
 
 def _groups(programs: list[Program]) -> list[list[Program]]:
@@ -94,14 +111,16 @@ def source_of(programs: Sequence[Program]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _libraries(groups: list[list[Program]], places: Sequence[Path]) -> list[Path]:
+def _libraries(
+    groups: list[list[Program]], places: Sequence[Path], digest: Callable[[str], str]
+) -> list[Path]:
     """A library for each group, two compiled at a time."""
     folders = [HERE, *places]
     include = [f"-I{folder}" for folder in folders]
-    kept = [_cache_folder() / f"{_digest(source_of(group), folders)}.so" for group in groups]
+    kept = [_cache_folder() / f"{digest(source_of(group))}.so" for group in groups]
     missing = [(group, path) for group, path in zip(groups, kept, strict=True) if not path.exists()]
     if missing:
-        header = _header(folders, include)
+        header = _header(digest, include)
     for start in range(0, len(missing), 2):
         with ExitStack() as stack:
             running = [
@@ -113,9 +132,9 @@ def _libraries(groups: list[list[Program]], places: Sequence[Path]) -> list[Path
     return kept
 
 
-def _header(folders: Sequence[Path], include: Sequence[str]) -> Path:
+def _header(digest: Callable[[str], str], include: Sequence[str]) -> Path:
     """HEAD in a file, with its precompiled form beside it, which g++ takes in its place."""
-    header = _cache_folder() / f"{_digest(HEAD, folders)}.h"
+    header = _cache_folder() / f"{digest(HEAD)}.h"
     with _alone(header) as work:
         if not header.exists():
             (work / "head.h").write_text(HEAD, encoding="utf-8")
@@ -171,20 +190,29 @@ def _wait(process: "subprocess.Popen[bytes]", folder: Path) -> None:
         raise RuntimeError(f"g++ found errors in the kernels:\n{text[:8000]}")
 
 
-def _digest(source: str, folders: Sequence[Path]) -> str:
-    """Of all that decides what a library does: texts, flags, compiler."""
-    digest = hashlib.sha256(repr((FLAGS, _version())).encode())
-    pending, seen = [source], set()
-    while pending:
-        text = pending.pop()
-        digest.update(text.encode())
-        for name in _INCLUDE.findall(text):
+def _digester(folders: Sequence[Path]) -> Callable[[str], str]:
+    """Of all that decides what a source becomes: its text and what it includes, flags, compiler."""
+
+    @functools.cache
+    def included(names: tuple[str, ...]) -> bytes:
+        digest, pending, seen = hashlib.sha256(), list(names), set()
+        while pending:
+            name = pending.pop()
             found = next((f / name for f in folders if (f / name).is_file()), None)
             if found and found not in seen:
                 seen.add(found)
-                pending.append(found.read_text(encoding="utf-8"))
-    digest.update((HERE / "cub/block/block_reduce.cuh").read_bytes())
-    return digest.hexdigest()[:32]
+                text = found.read_text(encoding="utf-8")
+                digest.update(text.encode())
+                pending += _INCLUDE.findall(text)
+        digest.update((HERE / "cub/block/block_reduce.cuh").read_bytes())
+        return digest.digest()
+
+    def digest(source: str) -> str:
+        own = hashlib.sha256(repr((FLAGS, _version())).encode() + source.encode())
+        own.update(included(tuple(_INCLUDE.findall(source))))
+        return own.hexdigest()[:32]
+
+    return digest
 
 
 @functools.cache

@@ -1,0 +1,65 @@
+"""Samples of matrices: what every run of the tests has of them. `pytest -m full` has the rest."""
+
+from collections.abc import Callable, Hashable, Iterable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+Axis = str | Callable[..., Hashable]
+
+
+def sampled(cases: Iterable[Any], *axes: Axis) -> list[Any]:
+    """Parameters of which some run always, and all others under `-m full`.
+
+    The sample meets each value of each axis at least once; each pair of values where an axis is of
+    pairs. Again and again the case is taken that meets most values that none met before, the first
+    one of several: the same cases in every run. Without axes it is the first case alone.
+
+    Parameters
+    ----------
+    cases
+        What `parametrize` takes: a plain tuple holds one value for each name.
+    axes
+        Functions of what a case holds, or names of attributes of the first value. Their values are
+        hashable.
+    """
+    given = list(cases)
+    told = [case if type(case) is tuple else (case,) for case in given]
+    found = [_met(values, axes) for values in told]
+    kept = set(_covering(found))
+    marks = [() if i in kept else pytest.mark.full for i in range(len(given))]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(told, marks, strict=True)]
+
+
+def _met(values: tuple, axes: tuple[Axis, ...]) -> set[tuple[int, Hashable]]:
+    """The numbers of axes, and a case's values on them."""
+    return {
+        (i, attrgetter(axis)(values[0]) if isinstance(axis, str) else axis(*values))
+        for i, axis in enumerate(axes)
+    } or {(0, None)}
+
+
+def _covering(found: list[set]) -> list[int]:
+    """Of some sets those, by number, whose union is that of all; greedily."""
+    left, kept = set().union(*found), []
+    while left:
+        best = max(range(len(found)), key=lambda i: len(found[i] & left))
+        left -= found[best]
+        kept.append(best)
+    return kept
+
+
+def each_number(count: int) -> list[Axis]:
+    """Axes of a case and numbers: every one of these, where it is; some have fewer."""
+    return [lambda _, numbers, i=i: numbers[i : i + 1] for i in range(count)]
+
+
+def selected(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """The parameters with which this run has a test of a module, for fixtures that compile kernels
+    ahead. The same for all of xdist's workers, which then find each other's."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and getattr(item, "originalname", None) == test
+    ]
