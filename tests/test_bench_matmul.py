@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_bench import MACHINE, FakeCublas, FakeEngine, FakeGpu, FakeProductPeer, QuickEngine
+from samples import sampled
 from typer.testing import CliRunner
 
 import cuquant as cq
@@ -279,7 +280,7 @@ def test_json_goes_there_and_back():
             ProductResults.from_json(bad)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", sampled(["png", "svg", "pdf"]))
 @pytest.mark.parametrize("gemm", [{}, {"float16": 800.0}])
 def test_the_picture_is_written(suffix, gemm, tmp_path):
     pytest.importorskip("matplotlib")

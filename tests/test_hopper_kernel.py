@@ -315,7 +315,12 @@ def in_common(columns: int, depth: int) -> Case:
 
 @pytest.mark.parametrize(
     ("numbers", "multiprocessors", "columns", "depth"),
-    sampled(IN_COMMON, lambda numbers, *_: numbers, lambda _, *share: share[:2], lambda *c: c[3]),
+    sampled(
+        IN_COMMON,
+        lambda numbers, *_: (numbers[1], numbers[7]),
+        lambda _, *share: share[:2],
+        lambda *c: c[3],
+    ),
     ids=str,
 )
 def test_blocks_that_have_rows_of_the_weight_in_common(
@@ -472,7 +477,18 @@ def check_swiglu(run: Products, x: np.ndarray, gate: cq.QuantArray, up: cq.Quant
     assert (np.abs(values(y) - true) <= bound).all()
 
 
-@pytest.mark.parametrize("gated", GATED, ids=str)
+def tokens_of(gated: tuple) -> int:
+    """Whether a shape is given, and one of few rows of x or of many."""
+    return (gated[4][0] > 64) + 1 if gated[4] else 0
+
+
+@pytest.mark.parametrize(
+    "gated",
+    sampled(
+        [(gated,) for gated in GATED], lambda gated: gated[0], lambda gated: gated[3], tokens_of
+    ),
+    ids=str,
+)
 def test_swiglu(gated, run):
     name, rows, shape, sizes, numbers = gated
     x = normal((rows, shape[1]), TYPES[rows % 2])

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from oracle import bits_equal
+from samples import sampled
 
 import cuquant as cq
 from cuquant import interop
@@ -209,14 +210,16 @@ def test_out_beside_an_input_in_the_same_memory():
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda x, q: torch.relu(cq.linear(x + 1, q)) * 2,
-        lambda x, q: x @ q.T,
-        lambda x, q: cq.swiglu(x, q, q),
-        lambda x, q: torch.nn.functional.linear(x, q),
-        lambda x, q: cq.linear(x, cq.prepack(q)),
-        lambda x, q: x @ cq.dequantize(q).T,
-    ],
+    sampled(
+        [
+            lambda x, q: torch.relu(cq.linear(x + 1, q)) * 2,
+            lambda x, q: x @ q.T,
+            lambda x, q: cq.swiglu(x, q, q),
+            lambda x, q: torch.nn.functional.linear(x, q),
+            lambda x, q: cq.linear(x, cq.prepack(q)),
+            lambda x, q: x @ cq.dequantize(q).T,
+        ]
+    ),
 )
 def test_products_in_a_compiled_function(function):
     """The graph ends at them, and goes on behind."""
