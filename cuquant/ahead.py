@@ -15,7 +15,7 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.errors import did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.gpu import cubins, jit
-from cuquant.gpu.arrays import has_vendor, multiprocessors
+from cuquant.gpu.arrays import Gpu
 from cuquant.interop import INPUT_DTYPES, name_of
 from cuquant.io.quantized import described, stored_shape
 from cuquant.io.safetensors import SafetensorsReader
@@ -130,7 +130,8 @@ def _plan_of(
     """The programs that weights need, on a device or, for None, on one like those of `arch`."""
     plan = programs.Plan(arch)
     if device is not None and weights:
-        plan = programs.Plan(arch, multiprocessors(device), has_vendor=has_vendor(device))
+        gpu = Gpu(device, 0)
+        plan = programs.Plan(arch, gpu.multiprocessors, gpu.rates, has_vendor=gpu.has_vendor)
     for weight in weights:
         chosen = (weight.dtype,) if dtypes is None else dtypes
         programs.plan_weight(plan, weight.format, weight.shape, weight.layout, chosen)

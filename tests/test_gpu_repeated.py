@@ -192,6 +192,22 @@ def test_other_rows_are_checked_no_more(name, given, to, fake, plans, monkeypatc
     assert len(plans) == len(counts)
 
 
+def test_other_rows_while_a_component_lies_elsewhere(to, plans):
+    """What is prepared then must not be found once it is back."""
+    q, x = to(weight("int4", (16, 64))), to(normal((48, 64)))
+    scale = q.components["scale"]
+    if not hasattr(scale, "copy_"):
+        pytest.skip("memory of CuPy's arrays stays")
+    cq.linear(x, q)
+    home, wanted = scale.data, host(cq.linear(x[:7], to(weight("int4", (16, 64)))))
+    away = home.clone() * 2
+    scale.data = away
+    assert bits_equal(host(cq.linear(x[:7], q)), 2 * wanted)
+    scale.data = home
+    away.zero_()
+    assert bits_equal(host(cq.linear(x[:7], q)), wanted)
+
+
 def test_other_rows_that_do_not_fit_are_refused(to, plans):
     q, x = to(weight("int4", (16, 64))), to(normal((48, 64)))
     residual = to(normal((48, 16)))

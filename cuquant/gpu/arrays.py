@@ -44,16 +44,6 @@ def stream_handle(stream: object) -> int:
     )
 
 
-def multiprocessors(device: int) -> int:
-    """How many a device has."""
-    return _multiprocessors(device)
-
-
-def has_vendor(device: int) -> bool:
-    """Whether cuBLAS is there for the current device."""
-    return _vendor(device, 0) is not None
-
-
 @cache
 def _multiprocessors(device: int) -> int:
     import cupy  # type: ignore[import-not-found]

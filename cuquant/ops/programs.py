@@ -14,7 +14,7 @@ from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.jit import Launch, Program
-from cuquant.gpu.rates import H100
+from cuquant.gpu.rates import H100, Rates
 from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
 from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
@@ -75,10 +75,15 @@ class Plan:
     """A Backend that launches nothing and notes the programs."""
 
     def __init__(
-        self, arch: int = ARCH, multiprocessors: int = MULTIPROCESSORS, *, has_vendor: bool = True
+        self,
+        arch: int = ARCH,
+        multiprocessors: int = MULTIPROCESSORS,
+        rates: Rates = H100,
+        *,
+        has_vendor: bool = True,
     ) -> None:
         self.arch, self.multiprocessors, self.has_vendor = arch, multiprocessors, has_vendor
-        self.rates = H100
+        self.rates = rates
         self.programs: dict[Program, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

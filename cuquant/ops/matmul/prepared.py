@@ -241,7 +241,8 @@ def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
     count, shape = math.prod(call.x.shape[:-1]), (*call.x.shape[:-1], product.columns)
     backend = current_backend(plan.kind, plan.device)
     fits = all(a is None or tuple(a.shape) == shape for a in (call.residual, call.out))
-    if count < LEAST_ROWS or not fits or backend is None:
+    moved = plan.places is not None and plan.places != list(map(_torch_address, _parts(call)))
+    if count < LEAST_ROWS or not fits or moved or backend is None:
         return None
     stored = zip(product.weights, call.weights, strict=True)
     product = replace(
