@@ -224,6 +224,14 @@ def run(built) -> Products:
 # ---- linear -------------------------------------------------------------------------------------
 
 
+def test_all_cases_are_multiplied_by_this_kernel():
+    """Each of them by it alone: also those that only `-m full` runs."""
+    for case in CASES:
+        recorder = Recorder(arch=ARCH)
+        run_case(Products(recorder), case)
+        assert {program.file for program in recorder.programs} == {"matmul/stream.cu"}, case
+
+
 @pytest.mark.parametrize("case", sampled(CASES, *AXES), ids=str)
 def test_the_matrix(case, run):
     x, expected = case.x, Expected.of(case.x, case.weight)
