@@ -1,6 +1,7 @@
 """README, the guides and the notebooks: what they show happens, and what they name exists."""
 
 import ast
+import builtins
 import importlib
 import importlib.util
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import struct
 import subprocess
+import symtable
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -88,6 +90,25 @@ def test_python_blocks_name_what_exists(document):
                 attrgetter(found[1][1:])(cq)
             elif module == "cuquant." and name.isidentifier() and TORCH:
                 getattr(importlib.import_module("cuquant.torch"), name)
+
+
+@each_document
+@pytest.mark.parametrize("needs", [{"gpu"}, {"torch"}, {"gpu", "torch"}], ids="+".join)
+def test_python_blocks_use_names_that_an_earlier_block_binds(document, needs):
+    """Also where a GPU is needed to run them: none is forgotten to be imported."""
+    known = set(dir(builtins))
+    for block in blocks(document):
+        if block.language != "python" or not block.needs <= needs:
+            continue
+        table = symtable.symtable(block.text, str(document), "exec")
+        inner, used = [table], set()
+        while inner:
+            scope = inner.pop()
+            inner += scope.get_children()
+            names = scope.get_symbols()
+            used |= {s.get_name() for s in names if s.is_global() or scope is table}
+        known |= {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+        assert used <= known, f"the block at line {block.line}"
 
 
 @each_document

@@ -192,6 +192,21 @@ def test_other_rows_are_checked_no_more(name, given, to, fake, plans, monkeypatc
     assert len(plans) == len(counts)
 
 
+def test_other_rows_look_at_the_weight_once_for_each_kernel(to, plans, monkeypatch):
+    """150 numbers of rows, two of which may need another family's kernel."""
+    q, x, seen = to(weight("int4", (16, 64))), to(normal((200, 64))), []
+
+    def noting(prepare):
+        return lambda *given: seen.append(given) or prepare(*given)
+
+    cq.linear(x, q)
+    for kind in set(map(type, rule.FAMILIES.values())):
+        monkeypatch.setattr(kind, "prepare", noting(kind.prepare))
+    for rows in range(50, 200):
+        cq.linear(x[:rows], q)
+    assert 1 <= len(seen) <= 2
+
+
 def test_other_rows_while_a_component_lies_elsewhere(to, plans):
     """What is prepared then must not be found once it is back."""
     q, x = to(weight("int4", (16, 64))), to(normal((48, 64)))

@@ -13,6 +13,7 @@ from samples import sampled, selected
 
 import cuquant as cq
 from cuquant.ops.matmul import on_gpu as multiply
+from cuquant.ops.matmul.any import plain_launch
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.choose import FAMILIES, choose
 from cuquant.ops.matmul.problem import Dense, Problem, Product
@@ -459,6 +460,5 @@ def test_small_products_share_rows_among_warps():
 
 
 def test_a_grid_has_no_more_blocks_than_a_gpu_takes():
-    plain: Any = FAMILIES["plain_rows"]
-    dense = Dense(0, np.dtype(F32), 1, 1)
-    assert plain.launch((dense, dense), 2**40).grid == (2**31 - 1, 1, 1)
+    launch = plain_launch("matmul_rows", ("Dense", "Dense"), "", 2**40)
+    assert launch.grid == (2**31 - 1, 1, 1)

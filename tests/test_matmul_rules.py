@@ -1,6 +1,7 @@
 """How products with prepacked weights are divided: all of them once, by what a GPU has."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,20 @@ def test_rounds_of_few_rows_of_x_are_even():
         assert tiles.rows_of_tile(shape, columns, 1, 132) == rows
     assert tiles.rows_of_tile(replace(shape, tokens=32), 28672, 1, 132) == 128
     assert tiles.rows_of_tile(shape, 28672, 2, 132) == 128
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4", "q4_k", "int8"])
+def test_small_tiles_that_are_not_looked_at_would_not_be_the_fastest(name, monkeypatch):
+    """Where there are many rows of x, `divide` passes over those that would be far too many."""
+    shapes = (512, 2048), (4096, 4096), (4096, 14336), (11008, 4096)
+    problems = [
+        replace(PROBLEM, rows=rows, columns=n, depth=k, format=LAID[name], gated=gated)
+        for (n, k), rows, gated in product(shapes, (272, 416, 1024, 3008), (False, True))
+    ]
+    found = list(map(tiles.shape_of, problems))
+    monkeypatch.setattr(tiles, "SMALL_TILES", 1 << 30)
+    tiles._fastest.cache_clear()
+    assert list(map(tiles.shape_of, problems)) == found
 
 
 def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():

@@ -276,7 +276,7 @@ def launched_bytes(arch: int, name: str, layout: str, shape: tuple[int, int]) ->
     x = Dense(1 << 20, np.dtype(np.float16), shape[1], 1)
     with mock.patch.object(plan, "launch") as launched:
         product = Product(1, *shape, x, (weight,))
-        stream.Stream().prepare(plan, product)(plan, 1 << 20, bytes(64))
+        stream.Stream().prepare(plan, product)(1)(plan, 1 << 20, bytes(64))
     return launched.call_args.args[0].shared
 
 

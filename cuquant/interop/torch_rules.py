@@ -24,15 +24,20 @@ def mark_written(x: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(x)
 
 
-def wants_gradient(x: Any) -> bool:
-    """Whether torch would expect a gradient to flow back to `x`, or forward from it."""
-    if kind(x) != "torch":
+def wants_gradient(*arrays: Any) -> bool:
+    """Whether torch would expect a gradient to flow back to one of `arrays`, or forward from it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
         return False
-    torch = sys.modules["torch"]
-    if x.requires_grad and torch.is_grad_enabled():
+    backward, forward = torch.is_grad_enabled(), torch.autograd.forward_ad
+    if not backward and forward._current_level < 0:
+        return False
+    tensors = [x for x in arrays if kind(x) == "torch"]
+    if backward and any(x.requires_grad for x in tensors):
         return True
-    forward = torch.autograd.forward_ad
-    return forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None
+    return forward._current_level >= 0 and any(
+        forward.unpack_dual(x).tangent is not None for x in tensors
+    )
 
 
 def refuse_gradient(x: Any, name: str) -> None:

@@ -195,7 +195,7 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
             for weight in (_weight(fmt, stored, Weight.layout), decoded):
                 for plain in (PLAIN_ROWS, PLAIN_TILES):
                     product = Product(plain.height, columns, depth, x, (weight,))
-                    plain.prepare(plan, product)(plan, ADDRESS, bytes(64))
+                    plain.prepare(plan, product)(plain.height)(plan, ADDRESS, bytes(64))
         for rows, *weights in _products(fmt, arch):
             columns, depth = weights[0].stored
             x = Dense(ADDRESS, dtype, depth, 1)
@@ -204,7 +204,7 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
             for vendor in {problem.vendor, False}:  # also where it is not installed
                 chosen = FAMILIES[choose(replace(problem, vendor=vendor))]
                 if chosen not in (PLAIN_ROWS, PLAIN_TILES):
-                    chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
+                    chosen.prepare(plan, product)(rows)(plan, ADDRESS, bytes(64))
         if takes(fmt, (EXPERTS, *EXPERT)):
             weight = _weight(fmt, (EXPERTS, *EXPERT), FRAGMENTS_LAYOUT)
             for rows in EXPERT_ROWS:
@@ -226,7 +226,7 @@ def _plan_experts(
     height = chosen.height or segment_rows(problem)
     numbers = View(ADDRESS, (rows * experts,), (1,), np.dtype(np.int64))
     routed = replace(product, routing=route(plan, numbers, experts, height, columns, ADDRESS))
-    chosen.prepare(plan, routed)(plan, ADDRESS, bytes(64))
+    chosen.prepare(plan, routed)(routed.rows)(plan, ADDRESS, bytes(64))
 
 
 def plan_weight(
@@ -259,7 +259,7 @@ def _plan_layer(plan: Plan, weight: Weight, rows: Weight, dtype: np.dtype, count
     chosen = family_of(plan, product.problem(plan))
     if weight.layout not in chosen.layouts:
         product = replace(product, weights=(rows,))
-    chosen.prepare(plan, product)(plan, ADDRESS, bytes(64))
+    chosen.prepare(plan, product)(count)(plan, ADDRESS, bytes(64))
 
 
 def _weight(fmt: Format, shape: tuple[int, ...], layout: str) -> Weight:

@@ -221,8 +221,8 @@ class QuantLinear(nn.Linear):
         """activation(x @ weight.T + bias), of autocast's dtype where that is on."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        kind = x.device.type
-        if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else None
+        if kind is not None and torch.is_autocast_enabled(kind):
             interop.float_dtype(x.dtype, "x")
             x = x.to(torch.get_autocast_dtype(kind))
         return multiply(x, self._parts(), self._words, bias, activation)

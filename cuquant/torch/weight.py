@@ -113,7 +113,7 @@ def _is_written(argument: Any) -> bool:
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     """torch.nn.functional.linear where the weight, or another argument, is a QuantWeight."""
     ours = isinstance(weight, QuantWeight) and not isinstance(input, QuantWeight)
-    if ours and not any(interop.wants_gradient(x) for x in (input, bias)):
+    if ours and not interop.wants_gradient(input, bias):
         return weight._layer._multiply(input, bias, None)
     decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight, bias))
     return torch.nn.functional.linear(*decoded)

@@ -1,14 +1,13 @@
 """Products by the plain kernels."""
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.geometry import CHUNK
-from cuquant.ops.matmul.problem import Operand, Problem, Product
+from cuquant.ops.matmul.problem import Prepared, Problem, Product, Run
 
 MOST_GRID = 2**31 - 1  # thread blocks along x
 MOST_DIMS = 6  # matmul/any.cu's Batch::most
@@ -43,25 +42,32 @@ class Plain:
     def time_us(self, p: Problem) -> float:
         return 2 * p.rows * p.weights / (PART * p.rates.float32)
 
-    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
         first, second = product.weights[0], product.weights[-1]
-        routing, batch = product.routing, product.batch
-        down = routing.most if routing else -(-product.rows // self.height)
-        splits = self.splits(product, down, backend.multiprocessors)
-        across = -(-product.columns // self.width(splits, len(product.weights) > 1))
-        tiles = down * across * product.batches
-        launch = self.launch((first, second), tiles)
+        routing, batch, bare = product.routing, product.batch, product.bare
+        gated = len(product.weights) > 1
         x_steps, weight_steps = (tuple(dim[i] for dim in batch) for i in (1, 2))
         x = product.x.pack(backend, x_steps)[8:]
         first_ = first.pack(backend, weight_steps)
         second_ = first_ if second is first else second.pack(backend, weight_steps)
-        numbers = self._problem(backend, product, down, across, tiles, splits)
+        types = first.type, second.type
+        facts = "".join(dict.fromkeys((first.facts, second.facts)))
 
-        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            given = pointer.to_bytes(8, "little") + x
-            backend.launch(launch, given, first_, second_, epilogue, numbers)
+        def of_rows(rows: int) -> Run:
+            down = routing.most if routing else -(-rows // self.height)
+            splits = self.splits(bare, down, backend.multiprocessors)
+            across = -(-bare.columns // self.width(splits, gated))
+            tiles = down * across * bare.batches
+            launch = plain_launch(self.entry, types, facts, tiles)
+            numbers = self._problem(bare, rows, down, across, tiles, splits)
 
-        return run
+            def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                given = pointer.to_bytes(8, "little") + x
+                backend.launch(launch, given, first_, second_, epilogue, numbers)
+
+            return run
+
+        return of_rows
 
     def splits(self, product: Product, down: int, multiprocessors: int) -> int:
         """Warps of matmul_rows that share rows of weights, so that there is work for all."""
@@ -80,7 +86,7 @@ class Plain:
 
     @staticmethod
     def _problem(
-        backend: Backend, product: Product, down: int, across: int, tiles: int, splits: int
+        product: Product, rows: int, down: int, across: int, tiles: int, splits: int
     ) -> bytes:
         """The Problem struct of matmul/any.cu."""
         routing, batch = product.routing, product.batch
@@ -89,7 +95,7 @@ class Plain:
         columns = [n for column in zip(*padded, strict=True) for n in column]
         return struct.pack(
             "<6q3Qq2iq25q",
-            product.rows,
+            rows,
             product.columns,
             product.depth,
             down,
@@ -104,17 +110,9 @@ class Plain:
             *columns,
         )
 
-    def launch(self, weights: tuple[Operand, Operand], tiles: int) -> Launch:
-        """Of the kernel for two operands."""
-        return _plain_launch(
-            self.entry,
-            tuple(w.type for w in weights),
-            "".join(dict.fromkeys(w.facts for w in weights)),
-            min(tiles, MOST_GRID),
-        )
-
 
 @lru_cache(maxsize=1024)
-def _plain_launch(entry: str, types: tuple[str, ...], facts: str, grid: int) -> Launch:
+def plain_launch(entry: str, types: tuple[str, ...], facts: str, tiles: int) -> Launch:
+    """Of the kernel for two operands, with a thread block for each tile, or as many as go."""
     program = Program("matmul/any.cu", entry, types, facts)
-    return Launch(program, (grid, 1, 1), THREADS)
+    return Launch(program, (min(tiles, MOST_GRID), 1, 1), THREADS)

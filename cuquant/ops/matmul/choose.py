@@ -1,16 +1,12 @@
 """Which kernel multiplies: the family that takes the least time, of those that take a Problem."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from cuquant.gpu.backend import Backend
 from cuquant.ops.matmul import ggml, hopper, stream, vendor
 from cuquant.ops.matmul.any import FEW, TILE, Plain
-from cuquant.ops.matmul.problem import Problem, Product
-
-# Called with the backend, x's address and the bytes of an Epilogue.
-Run = Callable[[Backend, int, bytes], None]
+from cuquant.ops.matmul.problem import Prepared, Problem, Product
 
 
 class Family(Protocol):
@@ -34,8 +30,8 @@ class Family(Protocol):
         """About how many microseconds that takes, where it takes it."""
         ...
 
-    def prepare(self, backend: Backend, product: Product) -> Run:
-        """What multiplies, for any x that is as aligned as `product`'s.
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
+        """What multiplies any x that is as aligned as `product`'s, whose rows are as far apart.
 
         It is kept as long as the weights live, so it must not hold their arrays.
         """

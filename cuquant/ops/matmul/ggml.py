@@ -1,7 +1,7 @@
 """Few rows of x in 16 bits times ggml's blocks as they lie: matmul/ggml.cu."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,7 +10,15 @@ from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops import cpp
 from cuquant.ops.dequantize.ggml import GROUP
-from cuquant.ops.matmul.problem import LARGE_X, Problem, Product, Weight, shared_evenly
+from cuquant.ops.matmul.problem import (
+    LARGE_X,
+    Prepared,
+    Problem,
+    Product,
+    Run,
+    Weight,
+    shared_evenly,
+)
 from cuquant.ops.matmul.q8_1 import ROWS, WARP, Operand, operand
 
 TILE, MOST_ROWS = 8, 16  # rows of x that one product of a warp takes; and a thread block
@@ -231,39 +239,44 @@ class BlocksProduct:
         assert p.format is not None
         return p.weights * p.format.bits / 8 / p.rates.read
 
-    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
         first = weights[0]
         name, gated = first.fmt.layout.name, len(weights) > 1
-        sizes = (product.rows, product.columns, product.depth)
+        columns, depth = product.columns, product.depth
+        strips, groups = -(-columns // ROWS), -(-depth // GROUP)
         pointers = [backend.pointer(w.parts["blocks"]) for w in weights]
         machine = backend.arch, backend.multiprocessors
-        boxes = in_boxes(name, *sizes, pointers, *machine, gated)
-        shape = divide(name, *sizes, *machine, gated, boxes)
-        strips, groups = -(-product.columns // ROWS), -(-product.depth // GROUP)
-        each = backend.multiprocessors if shape.spread else 0
-        clusters, *taken = shared_evenly(strips, shape.strips, each)
-        launch = Launch(
-            _program(name, product.x.type_name, -(-product.rows // TILE), shape, gated),
-            (clusters * shape.split, 1, 1),
-            WARP * shape.warps,
-            shared_bytes(operand(name), product.rows, shape, 2 if gated else 1),
-        )
-        blocks: list[int | bytes] = [*pointers]
-        if shape.boxes:
-            layout = first.fmt.layout
-            row_bytes = product.depth // layout.elements * layout.nbytes
-            matrix = (product.columns, row_bytes // 2, row_bytes, ROWS, "uint16")
-            width = operand(name).box_bytes // 2
-            blocks = [backend.tensor_map(pointer, *matrix, width) for pointer in pointers]
-        stride, levels = product.x.row_stride, operand(name).levels
-        reciprocal = (1 << 32) // shape.warps + 1
-        rest = (*sizes, *taken, shape.chunk, groups, int(product.x.is_aligned()), reciprocal)
+        layout, made = first.fmt.layout, operand(name)
+        row_bytes = depth // layout.elements * layout.nbytes
+        matrix = (columns, row_bytes // 2, row_bytes, ROWS, "uint16", made.box_bytes // 2)
+        dtype, stride = product.x.type_name, product.x.row_stride
+        is_aligned = int(product.x.is_aligned())
 
-        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            backend.launch(launch, pointer, stride, blocks[0], blocks[-1], levels, epilogue, *rest)
+        def of_rows(rows: int) -> Run:
+            boxes = in_boxes(name, rows, columns, depth, pointers, *machine, gated)
+            shape = divide(name, rows, columns, depth, *machine, gated, boxes)
+            each = backend.multiprocessors if shape.spread else 0
+            clusters, *taken = shared_evenly(strips, shape.strips, each)
+            launch = Launch(
+                _program(name, dtype, -(-rows // TILE), shape, gated),
+                (clusters * shape.split, 1, 1),
+                WARP * shape.warps,
+                shared_bytes(made, rows, shape, 2 if gated else 1),
+            )
+            blocks: list[int | bytes] = [*pointers]
+            if shape.boxes:
+                blocks = [backend.tensor_map(pointer, *matrix) for pointer in pointers]
+            reciprocal = (1 << 32) // shape.warps + 1
+            numbers = (rows, columns, depth, *taken, shape.chunk, groups, is_aligned, reciprocal)
+            given = (blocks[0], blocks[-1], made.levels)
 
-        return run
+            def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                backend.launch(launch, pointer, stride, *given, epilogue, *numbers)
+
+            return run
+
+        return of_rows
 
 
 @lru_cache(maxsize=1024)

@@ -1,9 +1,8 @@
 """Many rows of x times a prepacked weight on Hopper's tensor cores: matmul/hopper.cu."""
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP
 from cuquant.formats import Format, Uniform
@@ -19,6 +18,7 @@ from cuquant.ops.matmul.hopper_tiles import (
     BOX_ALIGNMENT,
     Shape,
     box_of,
+    divider,
     halves_of,
     is_heavy,
     rows_of_tile,
@@ -26,7 +26,7 @@ from cuquant.ops.matmul.hopper_tiles import (
     shared_bytes,
     tokens_of_tile,
 )
-from cuquant.ops.matmul.problem import Problem, Product, Weight
+from cuquant.ops.matmul.problem import Prepared, Problem, Product, Run, Weight
 from cuquant.ops.matmul.route import ELEMENT_BYTES, gather, gathered, pitch
 
 NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
@@ -102,65 +102,78 @@ class Hopper:
         reading = p.weights * p.format.bits / 8 / p.rates.read
         return max(reading, 2 * p.rows * p.weights * (1 + slower) / p.rates.tensor)
 
-    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
         fmt, dtype, routing = weights[0].fmt, product.x.type_name, product.routing
-        rows, columns, depth = product.rows, product.columns, product.depth
-        shape = shape_of(product.problem(backend), routing.height if routing else 0)
-        token_tiles = routing.most if routing else -(-rows // shape.tokens)
-        tile_tokens = shape.tokens if routing else tokens_of_tile(rows, token_tiles)
-        tile_rows = rows_of_tile(shape, columns, token_tiles, backend.multiprocessors)
-        row_tiles = -(-columns // tile_rows)
-        tiles = token_tiles * row_tiles
-        if shape.halved:  # a block's own
-            row_tiles, tiles, _ = halves_of(shape, columns, backend.multiprocessors)
-        whole = tiles - tiles % backend.multiprocessors if shape.paired else tiles
-        launch = _launch(
-            _program(fmt, dtype, shape, Groups.of(fmt, depth)),
-            shape,
-            tiles,
-            shared_bytes(shape, fmt.bits, table := packed_weight.table_bytes(fmt, shape.wide)),
-            backend.multiprocessors,
-        )
-        sends = shape.sends and table % BOX_ALIGNMENT == 0
+        columns, depth, processors = product.columns, product.depth, backend.multiprocessors
+        shape_of_rows = divider(product.problem(backend), experts=routing is not None)
         packed = [
             packed_weight.pack(backend, fmt, weight.parts, (columns, depth)) for weight in weights
         ]
         packed_pair = (packed[0], packed[-1])
-        numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
+        sort = None
         if routing is not None:
-            copy, stride = gather(product, routing), pitch(depth) * ELEMENT_BYTES
-            routed = struct.pack("<3Q", routing.order, routing.segments, routing.count)
-            lines = gathered(rows, routing.height)
-
-            def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
-                copy(backend, pointer)
-                x = backend.tensor_map(routing.end, lines, depth, stride, shape.tokens, dtype)
-                backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
-
-            return run_sorted
-
-        def map_of_results(backend: Backend, epilogue: bytes) -> bytes:
-            """Of those of x's type, in rows of whole vectors: the kernel sends no others."""
-            out, _, _, out_stride, out_column, _, out_type, *_ = UNPACK(epilogue)
-            whole = out_column == 1 and not (out | out_stride * ELEMENT_BYTES) % 16
-            if not whole or out_type != TYPES[dtype]:
-                return NO_MAP
-            matrix = (rows, columns, out_stride * ELEMENT_BYTES)
-            box = box_of(shape, token_tiles, tile_tokens)
-            return backend.tensor_map(out, *matrix, box, dtype)
-
+            addresses = struct.pack("<3Q", routing.order, routing.segments, routing.count)
+            sort = gather(product, routing), routing.end, addresses, routing.height
         # One row may have any stride, but a tensor map wants one of whole vectors.
-        stride = (product.x.row_stride if rows > 1 else pitch(depth)) * ELEMENT_BYTES
+        row_stride = product.x.row_stride * ELEMENT_BYTES
+        whole_stride = pitch(depth) * ELEMENT_BYTES
 
-        box_rows = tile_tokens // (2 if shape.shared_x else 1)
+        def of_rows(rows: int) -> Run:
+            shape = shape_of_rows(routing.height if routing else rows)
+            token_tiles = routing.most if routing else -(-rows // shape.tokens)
+            tile_tokens = shape.tokens if routing else tokens_of_tile(rows, token_tiles)
+            tile_rows = rows_of_tile(shape, columns, token_tiles, processors)
+            row_tiles = -(-columns // tile_rows)
+            tiles = token_tiles * row_tiles
+            if shape.halved:  # a block's own
+                row_tiles, tiles, _ = halves_of(shape, columns, processors)
+            whole = tiles - tiles % processors if shape.paired else tiles
+            table = packed_weight.table_bytes(fmt, shape.wide)
+            launch = _launch(
+                _program(fmt, dtype, shape, Groups.of(fmt, depth)),
+                shape,
+                tiles,
+                shared_bytes(shape, fmt.bits, table),
+                processors,
+            )
+            numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
+            if sort is not None:
+                copy, sorted_x, routed, height = sort
+                box_of_x = gathered(rows, height), depth, whole_stride, shape.tokens
 
-        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            x = backend.tensor_map(pointer, rows, depth, stride, box_rows, dtype)
-            y = map_of_results(backend, epilogue) if sends else NO_MAP
-            backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
+                def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                    copy(backend, pointer)
+                    x = backend.tensor_map(sorted_x, *box_of_x, dtype)
+                    backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
 
-        return run
+                return run_sorted
+
+            sends = shape.sends and table % BOX_ALIGNMENT == 0
+            box = box_of(shape, token_tiles, tile_tokens)
+            results = partial(_map_of_results, rows, columns, box, dtype)
+            stride = row_stride if rows > 1 else whole_stride
+            each = tile_tokens // (2 if shape.shared_x else 1)
+
+            def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                x = backend.tensor_map(pointer, rows, depth, stride, each, dtype)
+                y = results(backend, epilogue) if sends else NO_MAP
+                backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
+
+            return run
+
+        return of_rows
+
+
+def _map_of_results(
+    rows: int, columns: int, box: int, dtype: str, backend: Backend, epilogue: bytes
+) -> bytes:
+    """Of those of x's type, in rows of whole vectors: the kernel sends no others."""
+    out, _, _, stride, column, _, out_type, *_ = UNPACK(epilogue)
+    whole = column == 1 and not (out | stride * ELEMENT_BYTES) % 16
+    if not whole or out_type != TYPES[dtype]:
+        return NO_MAP
+    return backend.tensor_map(out, rows, columns, stride * ELEMENT_BYTES, box, dtype)
 
 
 def _launch(

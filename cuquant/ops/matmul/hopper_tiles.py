@@ -1,6 +1,6 @@
 """How matmul/hopper.cu divides a product: tiles of x and of the weight, and who takes them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,6 +26,8 @@ QUARTERED = (160, 224)  # of these, those that are stored by quarters
 SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
 TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
+LARGE = 128  # rows of x of a tile; smaller ones are slower where there are many of them
+SMALL_TILES = 4  # of a multiprocessor
 ALONE = 224  # rows of x, of which two warpgroups along K are slower than one
 WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul/hopper.cu's Kind
@@ -346,6 +348,8 @@ def _fastest(
         tiles = -(-columns // tile_rows) * token_tiles
         if shape.split > 1 and tiles * shape.split > multiprocessors:
             continue
+        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
+            continue
         found = staged_shapes[_is_beside(shape, tiles, multiprocessors)]
         if found is None or not (found.persistent or has_place(found, bits)):
             continue
@@ -457,10 +461,14 @@ def rows_of_tile(shape: Shape, columns: int, token_tiles: int, processors: int) 
     return -(-columns // (rounds * blocks * STRIP)) * STRIP
 
 
-def shape_of(problem: Problem, height: int = 0) -> Shape:
-    """How to divide a Problem, of experts by segments of so many rows."""
-    p, fmt = problem, problem.format
-    assert fmt is not None
-    kind = EXPERTS if height else GATED if p.gated else ONE
-    decoding = Decoding.of(fmt, p.depth, p.dtype)
-    return divide(height or p.rows, p.columns, p.depth, decoding, p.multiprocessors, kind)
+def divider(p: Problem, *, experts: bool = False) -> Callable[[int], Shape]:
+    """How to divide a Problem of so many rows of x; with experts, of their segments."""
+    assert p.format is not None
+    kind = EXPERTS if experts else GATED if p.gated else ONE
+    decoding = Decoding.of(p.format, p.depth, p.dtype)
+    return lambda rows: divide(rows, p.columns, p.depth, decoding, p.multiprocessors, kind)
+
+
+def shape_of(problem: Problem) -> Shape:
+    """How to divide a Problem without experts."""
+    return divider(problem)(problem.rows)

@@ -23,11 +23,11 @@ from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.dequantize.on_gpu import contiguous_parts
 from cuquant.ops.matmul.any import MOST_DIMS
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.choose import FAMILIES, Run, choose, family_of
+from cuquant.ops.matmul.choose import FAMILIES, choose, family_of
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.prepared import Call, keep
-from cuquant.ops.matmul.problem import Dense, Product, Weight
+from cuquant.ops.matmul.problem import Dense, Product, Run, Weight
 from cuquant.ops.matmul.route import gather_bytes, route, route_bytes
 from cuquant.ops.matmul.unpacked import Filling, rows_of
 
@@ -205,7 +205,7 @@ def linear(
             residual_type=_name(backend, residual),
             residual_stride=residual_step,
         )
-        run = _after(fillings, family.prepare(backend, product))
+        run = _after(fillings, family.prepare(backend, product)(product.rows))
         run(backend, view.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -372,7 +372,8 @@ def matmul(
         )
         if not swapped:
             product, epilogue = _with_rows_of_batch(product, epilogue)
-        run = family_of(backend, product.problem(backend)).prepare(backend, product)
+        family = family_of(backend, product.problem(backend))
+        run = family.prepare(backend, product)(product.rows)
         run(backend, product.x.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
@@ -446,6 +447,6 @@ def grouped_linear(
         copied = 0 if family.height else gather_bytes(rows, depth, height)
         with backend.workspace(route_bytes(rows, known, height) + copied) as at:
             routing = route(backend, backend.view(numbers), known, height, step, at)
-            run = family.prepare(backend, replace(product, routing=routing))
+            run = family.prepare(backend, replace(product, routing=routing))(rows)
             run(backend, view.pointer, epilogue.pack(backend))
         return out

@@ -20,9 +20,9 @@ from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
-from cuquant.ops.matmul.choose import Run, family_of
+from cuquant.ops.matmul.choose import Family, family_of
 from cuquant.ops.matmul.epilogue import PACK
-from cuquant.ops.matmul.problem import Product
+from cuquant.ops.matmul.problem import Prepared, Problem, Product, Run
 from cuquant.ops.remember import Remembered
 
 MOST = 64  # kinds of calls that are kept for a weight, the latest ones
@@ -32,8 +32,7 @@ Span = tuple[int, int]  # of memory: the first byte, and the one behind the last
 Signature = Callable[[Any], tuple]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What was found out about a call.
 
     Attributes
@@ -74,12 +73,16 @@ class Rows:
     ----------
     plan
         Of one number of rows.
-    product
-        The same, without the weights' arrays and without x's.
+    product, problem
+        The same, without the weights' arrays and without x's; and as `choose` is asked.
+    prepared
+        By family; what other rows needed until now.
     """
 
     plan: Plan
     product: Product
+    problem: Problem
+    prepared: dict[Family, Prepared]
 
 
 class Known(NamedTuple):
@@ -164,7 +167,7 @@ def _key(call: Call, signatures: Mapping[str, Signature] = _SIGNATURE) -> Any:
     signature = signatures.get(kind)  # type: ignore[arg-type]
     if signature is None:
         return None
-    if kind == "torch" and _wants_gradient(x, bias, residual, out):
+    if kind == "torch" and interop.wants_gradient(x, bias, residual, out):
         return None
     first = weights[0]
     try:  # what is no array of x's library lacks something
@@ -181,10 +184,6 @@ def _key(call: Call, signatures: Mapping[str, Signature] = _SIGNATURE) -> Any:
         )
     except (AttributeError, IndexError):
         return None
-
-
-def _wants_gradient(*tensors: Any) -> bool:
-    return any(t is not None and interop.wants_gradient(t) for t in tensors)
 
 
 def _parts(call: Call) -> Collection[Any]:
@@ -237,30 +236,26 @@ def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
     rows = known.rows.get(_key(call, _ROWS)) if known.rows and key is not None else None
     if rows is None:
         return None
-    plan, product = rows.plan, rows.product
-    count, shape = math.prod(call.x.shape[:-1]), (*call.x.shape[:-1], product.columns)
+    plan, x = rows.plan, call.x
+    count, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], rows.product.columns)
     backend = current_backend(plan.kind, plan.device)
     fits = all(a is None or tuple(a.shape) == shape for a in (call.residual, call.out))
     moved = plan.places is not None and plan.places != list(map(_torch_address, _parts(call)))
     if count < LEAST_ROWS or not fits or moved or backend is None:
         return None
-    stored = zip(product.weights, call.weights, strict=True)
-    product = replace(
-        product,
-        rows=count,
-        x=replace(product.x, pointer=_ADDRESS[plan.kind](call.x)),
-        weights=tuple(replace(w, parts=own.components) for w, own in stored),
-    )
-    family = family_of(backend, product.problem(backend))
-    if any(w.layout not in family.layouts for w in product.weights):
-        return None
-    arrays = call.x, call.bias, call.residual, call.out
-    made = replace(
-        plan,
-        run=family.prepare(backend, product),
-        shape=shape,
-        reaches=tuple(_reach(array, plan.kind) for array in arrays),
-    )
+    family = family_of(backend, replace(rows.problem, rows=count))
+    prepared = rows.prepared.get(family)
+    if prepared is None:
+        if any(w.layout not in family.layouts for w in rows.product.weights):
+            return None
+        stored = zip(rows.product.weights, call.weights, strict=True)
+        weights = tuple(replace(w, parts=own.components) for w, own in stored)
+        prepared = family.prepare(backend, replace(rows.product, weights=weights))
+        rows.prepared[family] = prepared
+    arrays = x, call.residual, call.out
+    of_x, of_residual, of_out = ((0, 0 if a is None else a.nbytes) for a in arrays)
+    reaches = of_x, plan.reaches[1], of_residual, of_out
+    made = plan._replace(run=prepared(count), shape=shape, reaches=reaches)
     _put(known.plans, key, made)
     return made
 
@@ -314,12 +309,8 @@ def keep(
     known = _known.get(parts) or _known.put(parts, Known({}, {}))
     _put(known.plans, key, plan)
     if product.rows >= LEAST_ROWS and not others and all(map(_is_contiguous, arrays)):
-        bare = replace(
-            product,
-            x=replace(product.x, owner=None),
-            weights=tuple(replace(w, parts={}) for w in product.weights),
-        )
-        _put(known.rows, _key(call, _ROWS), Rows(plan, bare))
+        problem = product.problem(backend)
+        _put(known.rows, _key(call, _ROWS), Rows(plan, product.bare, problem, {}))
 
 
 def _put(kept: dict[Any, Any], key: Any, value: Any) -> None:

@@ -2,8 +2,8 @@
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +34,12 @@ def shared_evenly(strips: int, most: int, multiprocessors: int) -> tuple[int, in
     clusters = multiprocessors or -(-strips // most)
     most = -(-strips // clusters)
     return clusters, most, strips - clusters * (most - 1)
+
+
+# Multiplies, called with the backend, x's address and the bytes of an Epilogue.
+Run = Callable[[Backend, int, bytes], None]
+# What multiplies so many rows of x, of weights that were looked at once.
+Prepared = Callable[[int], Run]
 
 
 @dataclass(frozen=True)
@@ -265,6 +271,11 @@ def _stored_rows(fmt: Format, stored: tuple[int, ...]) -> _StoredRows:
 Operand = Dense | Weight
 
 
+def _bare(operand: Operand) -> Operand:
+    dense = isinstance(operand, Dense)
+    return replace(operand, owner=None) if dense else replace(operand, parts={})
+
+
 @dataclass(frozen=True)
 class Routing:
     """Rows of x sorted by expert, as matmul/route.cu does it.
@@ -317,6 +328,12 @@ class Product:
     @property
     def batches(self) -> int:
         return math.prod(size for size, *_ in self.batch)
+
+    @property
+    def bare(self) -> "Product":
+        """The same without the arrays, which may go then."""
+        x, weights = replace(self.x, owner=None), tuple(map(_bare, self.weights))
+        return replace(self, x=x, weights=weights)
 
     def problem(self, backend: Backend) -> "Problem":
         """What `choose` is asked."""

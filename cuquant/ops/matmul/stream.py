@@ -13,7 +13,15 @@ from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper
 from cuquant.ops import cpp
 from cuquant.ops.layout import packed_weight
 from cuquant.ops.layout.packed_weight import Groups
-from cuquant.ops.matmul.problem import LARGE_X, Problem, Product, Weight, shared_evenly
+from cuquant.ops.matmul.problem import (
+    LARGE_X,
+    Prepared,
+    Problem,
+    Product,
+    Run,
+    Weight,
+    shared_evenly,
+)
 from cuquant.ops.matmul.stream_rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way
 
 PAD_BYTES = 64  # between rows of x in shared memory, at most
@@ -372,40 +380,41 @@ class Stream:
         passes = -(-p.rows // shape.tokens)
         return passes * p.weights * max(p.format.bits / 8, 0.5 + shape.tokens / 48) / p.rates.read
 
-    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
         weights = [weight for weight in product.weights if isinstance(weight, Weight)]
         first, second = weights[0], weights[-1]
-        fmt, gated = first.fmt, len(product.weights) > 1
-        division = division_of(product.problem(backend))
-        assert division is not None
-        shape, groups, memory = division.shape, division.groups, division.memory
-        strips = -(-product.columns // STRIP)
-        dtype = product.x.type_name
-        each = backend.multiprocessors if shape.spread else 0
-        clusters, *taken = shared_evenly(strips, shape.taken, each)
-        units = -(-product.depth // UNIT)
-        alone = memory.ring > 0 and is_hopper(backend.arch) and not shape.spread
-        launch = Launch(
-            _program(fmt, dtype, division, first.layout, gated),
-            (clusters * shape.split, -(-product.rows // shape.tokens), 1),
-            32 * shape.strips * shape.depth,
-            max(shared_bytes(shape, groups, units, memory, gated), ALONE if alone else 0),
-        )
+        fmt, layout, gated = first.fmt, first.layout, len(product.weights) > 1
+        problem, columns, depth = product.problem(backend), product.columns, product.depth
+        strips, units, dtype = -(-columns // STRIP), -(-depth // UNIT), product.x.type_name
         packed = [
-            packed_weight.pack(backend, w.fmt, w.parts, (product.columns, product.depth))
-            for w in (first, second)
+            packed_weight.pack(backend, w.fmt, w.parts, (columns, depth)) for w in (first, second)
         ]
         stride = product.x.row_stride
         copies = BY_ELEMENTS
         if product.x.is_aligned():
             copies = IN_RUNS if backend.arch >= 90 else BY_VECTORS
-        numbers = (product.rows, product.columns, product.depth)
-        rest = (*numbers, *taken, shape.tokens, copies)
 
-        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
+        def of_rows(rows: int) -> Run:
+            division = division_of(replace(problem, rows=rows))
+            assert division is not None
+            shape, groups, memory = division.shape, division.groups, division.memory
+            each = backend.multiprocessors if shape.spread else 0
+            clusters, *taken = shared_evenly(strips, shape.taken, each)
+            alone = memory.ring > 0 and is_hopper(backend.arch) and not shape.spread
+            launch = Launch(
+                _program(fmt, dtype, division, layout, gated),
+                (clusters * shape.split, -(-rows // shape.tokens), 1),
+                32 * shape.strips * shape.depth,
+                max(shared_bytes(shape, groups, units, memory, gated), ALONE if alone else 0),
+            )
+            rest = (rows, columns, depth, *taken, shape.tokens, copies)
 
-        return run
+            def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                backend.launch(launch, pointer, stride, *packed, epilogue, *rest)
+
+            return run
+
+        return of_rows
 
 
 @lru_cache(maxsize=4096)

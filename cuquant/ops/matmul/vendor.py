@@ -14,8 +14,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
-from cuquant.formats import Format
-from cuquant.formats.blocks import Run
+from cuquant.formats import Format, blocks
 from cuquant.gpu.backend import Backend, Gemm, Matrix, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops import cpp
@@ -23,7 +22,15 @@ from cuquant.ops.geometry import CHUNK
 from cuquant.ops.layout import packed_weight
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul.epilogue import GATED, PACK, TYPES, UNPACK
-from cuquant.ops.matmul.problem import MOST_STRIDE, Operand, Problem, Product, Weight
+from cuquant.ops.matmul.problem import (
+    MOST_STRIDE,
+    Operand,
+    Prepared,
+    Problem,
+    Product,
+    Run,
+    Weight,
+)
 from cuquant.ops.quantize.nested import E4M3_PEAK
 
 DECODED = 256 << 20  # bytes of decoded weights, at most, unless 256 rows have more
@@ -66,10 +73,15 @@ def _slab(count: int, most: int) -> int:
     return min(count, max(most // SLAB, 1) * SLAB)
 
 
+def pitch_of(depth: int) -> int:
+    """Elements from row to row of a decoded weight."""
+    return -(-depth // CHUNK) * CHUNK
+
+
 @lru_cache(maxsize=4096)
 def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arch: int) -> Division:
     """How to cut x [rows, depth] times so many weights [columns, depth]."""
-    pitch = -(-depth // CHUNK) * CHUNK
+    pitch = pitch_of(depth)
     wide = _slab(columns, DECODED // (pitch * itemsize * weights))
     wide = _slab(wide, SUMS // (SLAB * 4 * weights))
     sums_pitch = -(-wide // FOUR) * FOUR
@@ -117,43 +129,47 @@ class Vendor:
         gemm = max(2 * p.rows * p.weights / rate, p.weights * size / p.rates.read)
         return LAUNCHES_US + moved / p.rates.read + gemm
 
-    def prepare(self, backend: Backend, product: Product) -> Callable[[Backend, int, bytes], None]:
-        rows, columns, depth = product.rows, product.columns, product.depth
-        dtype, count = product.x.type_name, len(product.weights)
-        d = divide(rows, columns, depth, product.x.dtype.itemsize, count, backend.arch)
-        decoders = [
-            (*_decoder(backend, weight, dtype, depth, d), i * d.decoded, i * UNIT_BYTES)
-            for i, weight in enumerate(product.weights)
-        ]
-        all_units, all_decoded, all_sums = count * UNIT_BYTES, count * d.decoded, count * d.sums
-        sum_places = [all_units + all_decoded + i * d.sums for i in range(count)]
-        slabs, row_slabs = _slabs(columns, d.wide), _slabs(rows, d.tall)
+    def prepare(self, backend: Backend, product: Product) -> Prepared:
+        columns, depth = product.columns, product.depth
+        dtype, size, count = product.x.type_name, product.x.dtype.itemsize, len(product.weights)
+        decoders = [_decoder(backend, weight, dtype, depth) for weight in product.weights]
         x_stride = max(product.x.row_stride, depth)  # of one row it may be anything
-        row_bytes = x_stride * product.x.dtype.itemsize
+        all_units = count * UNIT_BYTES
 
-        def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
-            end = Ending(*UNPACK(epilogue))
-            straight = count == 1 and end.is_plain(dtype, rows, columns)
-            taken = all_units + all_decoded + (0 if straight else all_sums)
-            with backend.workspace(taken + d.scratch) as start:
-                at, free = start + all_units, (start + taken, d.scratch)
-                sums = [start + place for place in sum_places]
-                units = [unit(backend, start + of_unit) for _, unit, _, of_unit in decoders]
-                for column, wide in slabs:
-                    for (decode, _, place, _), unit in zip(decoders, units, strict=True):
-                        decode(backend, at + place, unit, column, wide)
-                    out = end.matrix(column, columns) if straight else None
-                    for row, tall in ((0, rows),) if straight else row_slabs:
-                        x = Matrix(pointer + row * row_bytes, x_stride, dtype)
-                        for (*_, place, _), unit, to in zip(decoders, units, sums, strict=True):
-                            y = out or Matrix(to, d.sums_pitch, "float32")
-                            weights = Matrix(at + place, d.pitch, dtype)
-                            factor = unit and unit + INVERSE
-                            backend.gemm(Gemm((tall, wide, depth), x, weights, y, factor, free))
-                        if not straight:
-                            end.finish(backend, sums, d.sums_pitch, (row, column), (tall, wide))
+        def of_rows(rows: int) -> Run:
+            d = divide(rows, columns, depth, size, count, backend.arch)
+            all_decoded, all_sums = count * d.decoded, count * d.sums
+            sum_places = [all_units + all_decoded + i * d.sums for i in range(count)]
+            slabs, row_slabs = _slabs(columns, d.wide), _slabs(rows, d.tall)
 
-        return run
+            def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
+                end = Ending(*UNPACK(epilogue))
+                straight = count == 1 and end.is_plain(dtype, rows, columns)
+                taken = all_units + all_decoded + (0 if straight else all_sums)
+                with backend.workspace(taken + d.scratch) as start:
+                    decoded, free = start + all_units, (start + taken, d.scratch)
+                    each = [
+                        (decode, unit(backend, start + i * UNIT_BYTES), decoded + i * d.decoded)
+                        for i, (decode, unit) in enumerate(decoders)
+                    ]
+                    sums = [start + place for place in sum_places]
+                    for column, wide in slabs:
+                        for decode, unit, at in each:
+                            decode(backend, at, unit, column, wide)
+                        out = end.matrix(column, columns) if straight else None
+                        for row, tall in ((0, rows),) if straight else row_slabs:
+                            x = Matrix(pointer + row * x_stride * size, x_stride, dtype)
+                            for (_, unit, at), to in zip(each, sums, strict=True):
+                                y = out or Matrix(to, d.sums_pitch, "float32")
+                                weights = Matrix(at, d.pitch, dtype)
+                                factor = unit and unit + INVERSE
+                                backend.gemm(Gemm((tall, wide, depth), x, weights, y, factor, free))
+                            if not straight:
+                                end.finish(backend, sums, d.sums_pitch, (row, column), (tall, wide))
+
+            return run
+
+        return of_rows
 
 
 def _slabs(count: int, step: int) -> list[tuple[int, int]]:
@@ -164,14 +180,12 @@ def _slabs(count: int, step: int) -> list[tuple[int, int]]:
 # ---- decoding -----------------------------------------------------------------------------------
 
 
-def _decoder(
-    backend: Backend, weight: Operand, dtype: str, depth: int, d: Division
-) -> tuple[Decode, FindUnit]:
+def _decoder(backend: Backend, weight: Operand, dtype: str, depth: int) -> tuple[Decode, FindUnit]:
     """What decodes rows of a weight, and what finds the number that they are multiplied by."""
     assert isinstance(weight, Weight)
     laid_out = weight.layout == FRAGMENTS_LAYOUT
     make = _fragments_decoder if laid_out else _rows_decoder
-    decode = make(backend, weight, TYPES[dtype], depth, d.pitch)
+    decode = make(backend, weight, TYPES[dtype], depth, pitch_of(depth))
     return decode, _unit_finder(backend, weight, dtype)
 
 
@@ -252,7 +266,7 @@ def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
     return [of("scale", kind, reach)]
 
 
-def _largest_field(runs: tuple[Run, ...]) -> int:
+def _largest_field(runs: tuple[blocks.Run, ...]) -> int:
     """What the integers of ggml's sub-blocks are at most; 1 where there are none."""
     bits = 0
     for run in runs:
