@@ -14,6 +14,7 @@ from hypothesis import settings
 
 import cuquant as cq
 from cuquant.gpu import cubins, jit
+from cuquant.gpu.device import gpu_available
 from cuquant.ops import programs as all_programs
 
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
@@ -35,7 +36,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--gpu-tree",
         metavar="SHA256",
-        help="of the kernels that run (tests/gpu_record.py), where the files do not tell",
+        help="of the kernels that run (tests/support/gpu_record.py), where the files do not tell",
     )
 
 
@@ -64,6 +65,19 @@ def pytest_cmdline_main(config):
         option.numprocesses, option.dist = "auto", "worksteal"
 
 
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU, the tests that need one are left out, unless -m asks: a quarter of all."""
+    if not _leaves_gpu_out(config):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _leaves_gpu_out(config) -> bool:
+    return "gpu" not in config.option.markexpr and not gpu_available()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     if hasattr(config, "workerinput"):  # one of xdist's workers, which ran a part
@@ -74,7 +88,10 @@ def pytest_terminal_summary(terminalreporter, config):
         tree = config.getoption("--gpu-tree") or gpu_record.tree()
         gpu_record.add({**gpu_record.here(), **counts}, tree, Path(path))
         terminalreporter.write_line(f"{counts} written to {path}")
-    elif complaint := _unproven():
+        return
+    if _leaves_gpu_out(config):
+        terminalreporter.write_line("tests on a GPU are left out: there is none")
+    if complaint := _unproven():
         terminalreporter.write_line(complaint, yellow=True)
 
 

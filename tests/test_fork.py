@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from test_package import SOURCES, imported
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows does not fork")
 
@@ -104,8 +103,3 @@ finally:
     thread.join()
 """
     )
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
-def test_nothing_holds_a_lock_while_it_computes_a_property(path):
-    assert "functools.cached_property" not in imported(path), "cuquant.lazy holds none"

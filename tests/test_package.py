@@ -105,6 +105,11 @@ def test_imports_go_one_way(path):
             assert target <= level, f"{path.name} imports {name}, from a layer above its own"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_nothing_holds_a_lock_while_it_computes_a_property(path):
+    assert "functools.cached_property" not in imported(path), "cuquant.lazy holds none"
+
+
 def test_includes_of_kernels_go_one_way():
     for path in KERNELS:
         if path.name == "README.md":
