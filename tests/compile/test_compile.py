@@ -40,10 +40,8 @@ from cuquant.ops.programs import PROGRAMS
 RECORD = Path(__file__).with_name("compile_record.json")
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 MAIN_ARCH = 90
-# Of each kind every run of the tests looks at the first: all others have the kernels of Ampere.
-KINDS = {75: "Turing", 90: "Hopper"}
 SAMPLE = 4  # kernels of an architecture that the test suite compiles, of those not in the record
-SAMPLES = 3  # as many of other kernels, of which all but the first are for `pytest -m full`
+SAMPLES = 3  # as many of other kernels; two architectures' first are for every run of the tests
 
 # The kernels at the memory roof: what they read or write by 16 bytes.
 WIDE = {"quantize": "LDG", "dequantize": "STG"}
@@ -235,7 +233,7 @@ def _compiler():
 
 @pytest.mark.parametrize(
     ("arch", "sample"),
-    sampled(product(ARCHS, range(SAMPLES)), lambda arch, _: KINDS.get(arch, "Ampere")),
+    sampled(product(ARCHS, range(SAMPLES)), lambda arch, _: arch == MAIN_ARCH),
 )
 def test_a_sample_of_what_is_not_recorded_compiles_without_local_memory(arch, sample):
     unknown = unproven(all_programs(arch), arch, recorded())
@@ -250,8 +248,9 @@ def test_every_kernel_compiles_without_local_memory():
     assert not check(all_programs(), MAIN_ARCH, recorded())[1]
 
 
-@pytest.mark.parametrize("name", WIDE_FORMATS)
-@pytest.mark.parametrize("operation", [operation for operation in WIDE if operation in PROGRAMS])
+@pytest.mark.parametrize(
+    ("operation", "name"), sampled(product(WIDE, WIDE_FORMATS), lambda operation, _: operation)
+)
 def test_some_kernel_at_the_memory_roof_has_16_byte_accesses(operation, name):
     """Of the kernels for half precision: the plain one, which takes any shape, has none."""
     faults = []

@@ -436,6 +436,7 @@ def test_the_version_has_a_changelog_entry():
     assert f"## {cq.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.stem
 )

@@ -28,18 +28,18 @@ def build(seed=0, **options):
     return Block(**options).eval().requires_grad_(False)
 
 
-@pytest.fixture
-def files(tmp_path):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
     """A quantized model, and its files: as the command writes it, and as a state_dict."""
-    plain = build()
-    save_file(plain.state_dict(), tmp_path / "float.safetensors")
-    run = [sys.executable, "-m", "cuquant", "quantize", str(tmp_path / "float.safetensors")]
-    run += ["-f", "nf4", "-o", str(tmp_path / "cli"), "--device", "cpu", "--exclude", "embed*"]
+    plain, folder = build(), tmp_path_factory.mktemp("files")
+    save_file(plain.state_dict(), folder / "float.safetensors")
+    run = [sys.executable, "-m", "cuquant", "quantize", str(folder / "float.safetensors")]
+    run += ["-f", "nf4", "-o", str(folder / "cli"), "--device", "cpu", "--exclude", "embed*"]
     subprocess.run(run, check=True, capture_output=True)
     model = quantize_(plain, "nf4")
-    save_file(model.state_dict(), tmp_path / "state")
-    save_file(quantize_(build(), "nf4", prepack=True).state_dict(), tmp_path / "prepacked")
-    return model, {name: tmp_path / name for name in ("cli", "state", "prepacked")}
+    save_file(model.state_dict(), folder / "state")
+    save_file(quantize_(build(), "nf4", prepack=True).state_dict(), folder / "prepacked")
+    return model, {name: folder / name for name in ("cli", "state", "prepacked")}
 
 
 WAYS = ("cli", "state", "prepacked")

@@ -1,11 +1,13 @@
 """What shares a scale, and scales that are given, nested or global."""
 
 import time
+from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
 from oracle import bits_equal, single_scale_formats
+from samples import sampled
 
 import cuquant as cq
 
@@ -32,8 +34,14 @@ def test_block_sizes(name, block, rng):
         assert (scale[:, start // width] == part.scale[:, 0]).all()
 
 
-@pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("tile", [(1, 32), (16, 16), (8, 40), (128, 128), (3, 8)])
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    sampled(
+        product(OWN, [(1, 32), (16, 16), (8, 40), (128, 128), (3, 8)]),
+        lambda name, _: name,
+        lambda _, tile: tile,
+    ),
+)
 def test_two_dimensional_blocks(name, tile, rng):
     x = rng.standard_normal((2, 19, 50), dtype=np.float32)
     options = {"global_scale": 0.01} if name == "nvfp4" else {}
