@@ -196,10 +196,11 @@ def _print_reports(
     made.print(screen)
     _print_hidden(screen, len(reports))
     kept = sum(report.reason is not None for report in reports)
+    changed = len(reports) - kept
     before = sum(report.bytes_in for report in reports)
     after = sum(report.bytes_out for report in reports)
     lines = (
-        f"{len(reports) - kept} tensors quantized to {fmt}, {kept} kept",
+        f"{changed} tensor{'' if changed == 1 else 's'} quantized to {fmt}, {kept} kept",
         f"{in_bytes(before)} -> {in_bytes(after)}, {before / max(after, 1):.2f} times smaller",
         f"{in_seconds(seconds)}, {before / max(seconds, 1e-9) / 1e9:.3f} GB/s of input",
         f"computed by {describe(device)}",
