@@ -93,12 +93,12 @@ def test_python_blocks_name_what_exists(document):
 
 
 @each_document
-@pytest.mark.parametrize("needs", [{"gpu"}, {"torch"}, {"gpu", "torch"}], ids="+".join)
+@pytest.mark.parametrize("needs", [("gpu",), ("torch",), ("gpu", "torch")], ids="+".join)
 def test_python_blocks_use_names_that_an_earlier_block_binds(document, needs):
     """Also where a GPU is needed to run them: none is forgotten to be imported."""
     known = set(dir(builtins))
     for block in blocks(document):
-        if block.language != "python" or not block.needs <= needs:
+        if block.language != "python" or not block.needs <= set(needs):
             continue
         table = symtable.symtable(block.text, str(document), "exec")
         inner, used = [table], set()
