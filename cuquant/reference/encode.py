@@ -13,6 +13,7 @@ from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
 from cuquant.reference.refuse import (
     Components,
+    infinite_blocks,
     refuse_count,
     refuse_nonfinite,
     refuse_vanished,
@@ -90,7 +91,8 @@ def quantize(
     """The components of `x` (float32, float16 or bfloat16, any shape) in format `fmt`.
 
     Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`. `saturates` is
-    called with the number of scales that were found and that float16 cannot hold.
+    called with the number of scales that were found and that float16 cannot hold; of ggml's blocks,
+    which keep ggml's bytes, with the number of those that become infinite.
 
     Raises
     ------
@@ -107,11 +109,11 @@ def quantize(
     clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
     source = Source(x, axis % x.ndim, tiles, clamp)
     if fmt.scale is not None and fmt.rule.rule == "search":
-        return _search_blocks(source, fmt, stored, nonfinite)
+        return _search_blocks(source, fmt, stored, nonfinite, saturates)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     _report_saturation(fmt, given, scales, saturates)
     if fmt.is_blocks:
-        return _interleave(source, fmt, tiles, scales, stored, nonfinite)
+        return _interleave(source, fmt, tiles, scales, stored, nonfinite, saturates)
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
     for name, values in scales.stored.items():
         parts[name][...] = values.reshape(parts[name].shape)
@@ -452,10 +454,16 @@ def _encode(
 
 
 def _interleave(
-    source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, nonfinite: str
+    source: Source,
+    fmt: Format,
+    tiles: Tiles,
+    scales: Scales,
+    stored: tuple,
+    nonfinite: str,
+    saturates: Callable[[int], object] | None,
 ) -> Components:
     """ggml's blocks: codes and half-rounded scales together."""
-    layout, exact, vanished = fmt.layout, np.asarray(scales.exact), 0
+    layout, exact, vanished, infinite = fmt.layout, np.asarray(scales.exact), 0, 0
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     flat = blocks.reshape(tiles.rows, -(-tiles.columns // layout.elements), layout.nbytes)
     for piece in tiles.panels(layout.elements):
@@ -471,33 +479,45 @@ def _interleave(
                 total = fmt.codec.decode(codes).sum(-1, dtype=F32)
                 fields["sum"] = fields["scale"][:, 0] * total
         packed = layout.pack(codes, **fields, saturate=nonfinite == "clamp")
+        infinite += infinite_blocks(packed, layout)
         if nonfinite == "raise":
             vanished += vanished_blocks(values.reshape(codes.shape), packed, fmt)
         _, rows, across = where
         flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)
     refuse_vanished(fmt, vanished)
+    if infinite and saturates:
+        saturates(infinite)
     return {"blocks": blocks}
 
 
-def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -> Components:
+def _search_blocks(
+    source: Source,
+    fmt: Format,
+    stored: tuple,
+    nonfinite: str,
+    saturates: Callable[[int], object] | None,
+) -> Components:
     """K-quants and IQ4: their quantizers look for the scales that err least."""
     layout = fmt.layout
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     tiles = Tiles.of(fmt, stored)
     flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
-    done = vanished = 0
+    done = vanished = infinite = 0
     for piece in tiles.panels(layout.elements):
         values = source[piece].reshape(-1, layout.elements)
         bad = np.logical_not(np.isfinite(values).all(axis=-1))
         values = np.where(bad[:, None], F32(0), values)
         packed = search(fmt.name, values, saturate=nonfinite == "clamp")
         packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
+        infinite += infinite_blocks(packed, layout)
         if nonfinite == "raise":
             refuse_count(fmt, int((~np.isfinite(layout.unpack(packed).scale)).sum()))
             vanished += vanished_blocks(values, packed, fmt)
         flat[done : done + len(packed)] = packed
         done += len(packed)
     refuse_vanished(fmt, vanished)
+    if infinite and saturates:
+        saturates(infinite)
     return {"blocks": blocks}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cuquant.formats import Format
+from cuquant.formats.blocks import BlockLayout
 from cuquant.reference.decode import decode_blocks, dequantize, nested_scales
 from cuquant.reference.tiles import Piece, Tiles
 
@@ -31,9 +32,10 @@ def refuse_count(fmt: Format, overflows: int) -> None:
     """ValueError where scales (or values, where there are none) do not fit into their dtype."""
     if overflows:
         kind = fmt.rule.dtype if fmt.scale else "value"
+        other = "clamp" if fmt.is_blocks else "propagate"  # ggml's blocks would become infinite
         raise ValueError(
             f"{overflows} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
-            "rescale x, choose a format with float32 scales, or pass nonfinite='propagate' to "
+            f"rescale x, choose a format with float32 scales, or pass nonfinite={other!r} to "
             "saturate"
         )
 
@@ -46,6 +48,15 @@ def refuse_vanished(fmt: Format, blocks: int) -> None:
             f"{fmt.rule.dtype} holds no scale so small, and nonfinite='raise'; rescale x, choose "
             "float32 scales, or pass nonfinite='propagate'"
         )
+
+
+def infinite_blocks(packed: np.ndarray, layout: BlockLayout) -> int:
+    """Of ggml's blocks uint8 [n, nbytes], how many have an infinite scale or minimum."""
+    if layout.scale_kind != "half":
+        return 0
+    places = (layout.scale_byte, layout.minimum_byte)
+    halves = (packed[:, at : at + 2].copy().view(np.float16) for at in places if at is not None)
+    return int(np.any([np.isinf(half[:, 0]) for half in halves], axis=0).sum())
 
 
 def vanished_tiles(read: Read, fmt: Format, tiles: Tiles, parts: Components, stored: tuple) -> int:

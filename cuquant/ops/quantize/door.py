@@ -94,7 +94,8 @@ def quantize(
     BackendUnavailable, CompileError
         For an x on a GPU without CuPy or NVRTC, or where NVRTC rejects a kernel.
     RuntimeWarning
-        For an x on the CPU with scales that float16 cannot hold: they saturate, and values do.
+        For an x on the CPU with scales that float16 cannot hold: they saturate, and values do;
+        ggml's blocks keep ggml's bytes and become infinite.
     RuntimeError
         For a kernel's first use while a CUDA graph is captured; `precompile` it.
 
@@ -151,7 +152,8 @@ def quantize(
     how = {"stochastic": bool(stochastic), "seed": key, "nonfinite": nonfinite}
     parts = reference.quantize(source, fmt, axis, known, **how, saturates=saturated.append)
     if saturated:
-        text = f"{sum(saturated)} scales of {fmt} are beyond float16: values saturate; {_WIDER}"
+        kept = "blocks become infinite, as ggml's" if fmt.is_blocks else "values saturate"
+        text = f"{sum(saturated)} scales of {fmt} are beyond float16: {kept}; {_WIDER}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)  # behind `untraced`
     if out is not None:
         for name, part in out.numpy().components.items():

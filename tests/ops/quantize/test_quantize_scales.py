@@ -217,3 +217,23 @@ def test_scales_beyond_float16_warn(name, recwarn):
         cq.quantize(x * 1e9, name, **({} if name == "nf4" else {"block_size": 64}), scale=1)
     cq.quantize(x * 1e9, cq.get_format(name, scale_dtype="float32"))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "q2_k", "q4_k", "q6_k", "iq4_nl", "iq4_xs"],
+)
+def test_blocks_of_ggml_that_become_infinite_warn(name, recwarn):
+    """Their bytes are ggml's, which has no other scale; "clamp" saturates and is silent."""
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    with pytest.warns(RuntimeWarning, match=r"scales of .* are beyond float16: blocks become inf"):
+        q = cq.quantize(x * 1e12, name)
+    assert not np.isfinite(q.dequantize()).any()
+    with pytest.raises(ValueError, match=r"nonfinite='clamp' to saturate|NaN|overflow"):
+        cq.quantize(x * 1e12, name, nonfinite="raise")
+    recwarn.clear()
+    assert np.isfinite(cq.quantize(x * 1e12, name, nonfinite="clamp").dequantize()).all()
+    cq.quantize(x, name)
+    cq.quantize(np.full((1, 256), np.nan, np.float32), name)
+    cq.quantize(np.full((1, 256), np.inf, np.float32), name)
+    assert not recwarn.list
