@@ -32,13 +32,22 @@ _TORCH_CALLS = {
 def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """What a function of torch's gives for arguments of which some are quantized.
 
-    NotImplemented for those that know nothing of it.
+    A float tensor takes the values, as nn.Module.load_state_dict has it. TypeError for functions
+    that know nothing of quantized arrays.
     """
     name = getattr(func, "__name__", "")
+    if name == "copy_" and isinstance(args[1], Stored) and not isinstance(args[0], Stored):
+        stored: Any = args[1]
+        values = stored.dequantize()
+        tensor = interop.from_numpy(values, "torch") if stored.kind == "numpy" else values
+        return args[0].copy_(tensor, *args[2:], **(kwargs or {}))
     if name == "__rmatmul__":  # torch hands over (tensor, other) for other @ tensor
         return OPERATIONS["matmul"](args[1], args[0])
     if name not in _TORCH_CALLS:
-        return NotImplemented
+        raise TypeError(
+            f"torch's {name} does not take a quantized array; call it with q.dequantize()'s "
+            "values, or compare with cuquant.array_equal"
+        )
     operation, names = _TORCH_CALLS[name]
     given = {names.get(key, key): value for key, value in (kwargs or {}).items()}
     return OPERATIONS[operation](*args, **given)

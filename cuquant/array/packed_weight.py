@@ -93,10 +93,10 @@ class PackedWeight(Stored[ArrayT]):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """torch.nn.functional.linear(x, p); torch's own layers then see that p is no tensor."""
-        if getattr(func, "__name__", "") == "linear":
-            return torch_call(func, args, kwargs)
-        return NotImplemented
+        """torch.nn.functional.linear(x, p), and tensor.copy_(p), which takes its values."""
+        if "matmul" in (name := getattr(func, "__name__", "")) or name == "mm":
+            raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
+        return torch_call(func, args, kwargs)
 
     def _check_matmul(self) -> None:
         raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")

@@ -101,6 +101,8 @@ def dequantize(
     """
     tiles = Tiles.of(fmt, stored)
     result = empty(stored, np.dtype(dtype)) if out is None else out
+    if not result.size:  # however many scales there are
+        return result
     matrices = result.reshape(tiles.shape)
     blocks = Blocks(None) if fmt.is_blocks else effective(parts, fmt, stored)
     scale = blocks.scale if blocks.scale is None else blocks.scale.reshape(tiles.grid)

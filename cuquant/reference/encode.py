@@ -1,5 +1,6 @@
 """What `quantize` means, in NumPy: statistics of each block, its scale, its codes, its bytes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from cuquant.reference.refuse import (
 from cuquant.reference.tiles import Piece, Tiles
 
 F32 = np.float32
+EMPTY_ROWS = 1 << 20  # without elements: more share one scale's memory
 NONFINITE = ("propagate", "raise", "clamp")
 E8M0_NAN, E4M3_NAN, E4M3_PEAK = 255, 0x7F, 448
 # The smallest number of a scale dtype and how many of them are its smallest normal one.
@@ -92,7 +94,8 @@ def quantize(
 
     Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`. `saturates` is
     called with the number of scales that were found and that float16 cannot hold; of ggml's blocks,
-    which keep ggml's bytes, with the number of those that become infinite.
+    which keep ggml's bytes, with the number of those that become infinite; of a format without
+    scales, with the number of finite values and infinities beyond its largest.
 
     Raises
     ------
@@ -104,6 +107,8 @@ def quantize(
         refuse_nonfinite(x)
     given = given or Calibration()
     stored = np.moveaxis(x, axis, -1).shape
+    if not x.size and math.prod(stored[:-1]) > EMPTY_ROWS and given.scale is None:
+        return _of_nothing(fmt, stored)
     tiles = Tiles.of(fmt, stored)
     # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
     clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
@@ -120,8 +125,12 @@ def quantize(
     packed = parts["packed"].reshape(tiles.batch, tiles.rows, fmt.row_packing.words(tiles.columns))
     for piece in tiles.panels(fmt.row_packing.group):
         values = source[piece]
-        if nonfinite == "raise" and isinstance(fmt.codec, Minifloat) and fmt.scale is None:
-            refuse_count(fmt, int((np.abs(values) > F32(fmt.codec.peak)).sum()))
+        if isinstance(fmt.codec, Minifloat) and fmt.scale is None:
+            large = int((np.abs(values) > F32(fmt.codec.peak)).sum())
+            if nonfinite == "raise":
+                refuse_count(fmt, large)
+            elif large and saturates:
+                saturates(large)
         draw = uniform(seed, source.flat_index(piece)) if stochastic else None
         codes = _encode(values, fmt, tiles, scales, piece, draw)
         words = fmt.row_packing.pack(codes, fmt.zero_code).view(packed.dtype)
@@ -129,6 +138,16 @@ def quantize(
         packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
     if nonfinite == "raise" and fmt.scale is not None:
         refuse_vanished(fmt, vanished_tiles(source.__getitem__, fmt, tiles, parts, stored))
+    return parts
+
+
+def _of_nothing(fmt: Format, stored: tuple[int, ...]) -> Components:
+    """Those of an array without elements, by one row: others have the same scales, in no memory."""
+    one = quantize(np.empty([*(min(n, 1) for n in stored[:-1]), stored[-1]], F32), fmt)
+    parts = {}
+    for c in fmt.components(stored):
+        own = one[c.name] if math.prod(c.shape) else empty(c.shape, c.dtype)
+        parts[c.name] = own if own.shape == c.shape else np.broadcast_to(own, c.shape)
     return parts
 
 

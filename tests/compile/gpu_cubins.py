@@ -1,4 +1,5 @@
-"""`python tests/compile/gpu_cubins.py FOLDER`: the GPU suite's kernels, by the NVRTC that is here.
+"""The GPU suite's kernels, compiled by the NVRTC that is here:
+`PYTHONPATH=tests/support python tests/compile/gpu_cubins.py FOLDER`.
 
 With CUQUANT_CUBINS naming the folder, the suite runs on a machine with another NVRTC, or with none.
 """

@@ -4,8 +4,10 @@ A kernel that spills registers, or whose wgmma instructions the compiler seriali
 compile_record.json says what was compiled without a failure: a hash for each source and
 architecture, of its kernels' texts without comments, options and compiler. What it does not say is
 compiled: a sample for each architecture by the test suite, all of it for sm_90 by `pytest -m full`,
-all of it for every one by `python tests/compile/test_compile.py --all`. `--record` adds to the
-record, `--anew` does not look at it. What is unchanged is found in the cache (CUQUANT_CACHE_DIR).
+all of it for every one by
+`PYTHONPATH=tests/support python tests/compile/test_compile.py --all`.
+`--record` adds to the record, `--anew` does not look at it. What is unchanged is found in the cache
+(CUQUANT_CACHE_DIR).
 """
 
 import argparse

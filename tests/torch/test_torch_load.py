@@ -98,6 +98,22 @@ def test_load_state_dict_of_each_file(way, files):
     assert torch.equal(other(TOKENS), model(TOKENS))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_float_model_takes_the_values(way, library, files):
+    """load_state_dict of what cq.load gives."""
+    model, paths = files
+    plain = build(5)
+    state = cq.load(paths[way], library="torch", device="cpu")
+    if library == "numpy":
+        state |= {k: v for k, v in cq.load(paths[way]).items() if not isinstance(v, np.ndarray)}
+    plain.load_state_dict(state)
+    assert torch.equal(plain.lm_head.weight, model.lm_head.weight.dequantize())
+    assert torch.allclose(plain(TOKENS), model(TOKENS), atol=1e-5)
+    with pytest.raises(RuntimeError, match="size mismatch for lm_head"):
+        plain.load_state_dict({**state, "lm_head.weight": cq.quantize(np.ones((2, 64)), "int8")})
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_no_linear_layer_is_decoded(device, tmp_path):
     model = build()

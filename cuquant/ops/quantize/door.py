@@ -95,7 +95,8 @@ def quantize(
         For an x on a GPU without CuPy or NVRTC, or where NVRTC rejects a kernel.
     RuntimeWarning
         For an x on the CPU with scales that float16 cannot hold: they saturate, and values do;
-        ggml's blocks keep ggml's bytes and become infinite.
+        ggml's blocks keep ggml's bytes and become infinite. Also for values that a format without
+        scales cannot hold.
     RuntimeError
         For a kernel's first use while a CUDA graph is captured; `precompile` it.
 
@@ -152,8 +153,7 @@ def quantize(
     how = {"stochastic": bool(stochastic), "seed": key, "nonfinite": nonfinite}
     parts = reference.quantize(source, fmt, axis, known, **how, saturates=saturated.append)
     if saturated:
-        kept = "blocks become infinite, as ggml's" if fmt.is_blocks else "values saturate"
-        text = f"{sum(saturated)} scales of {fmt} are beyond float16: {kept}; {_WIDER}"
+        text = f"{sum(saturated)} {_saturation(fmt)}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)  # behind `untraced`
     if out is not None:
         for name, part in out.numpy().components.items():
@@ -163,7 +163,14 @@ def quantize(
     return result(components={n: interop.from_numpy(p, which) for n, p in parts.items()})
 
 
-_WIDER = "rescale x, or pass a format with float32 scales, such as 'int4+float32'"
+def _saturation(fmt: Format) -> str:
+    """What is told of scales, or of values, that a format cannot hold."""
+    wider = "rescale x, or pass a format with float32 scales, such as 'int4+float32'"
+    if fmt.scale is None:
+        return f"values of {fmt} are beyond its largest and saturate; rescale x"
+    if fmt.is_blocks:
+        return f"scales of {fmt} are beyond float16: blocks become infinite, as ggml's; {wider}"
+    return f"scales of {fmt} are beyond float16: values saturate; {wider}"
 
 
 def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:

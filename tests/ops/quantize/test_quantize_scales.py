@@ -237,3 +237,40 @@ def test_blocks_of_ggml_that_become_infinite_warn(name, recwarn):
     cq.quantize(np.full((1, 256), np.nan, np.float32), name)
     cq.quantize(np.full((1, 256), np.inf, np.float32), name)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_values_beyond_a_format_without_scales_warn(name, recwarn):
+    peak = float(cq.get_format(name).codec.peak)
+    x = np.full((2, 64), 1.0, np.float32)
+    x[0, :3] = np.float32(3.4e38)
+    if peak < 3.4e38:
+        with pytest.warns(RuntimeWarning, match="3 values of .* are beyond its largest") as caught:
+            cq.quantize(x, name)
+        assert caught[0].filename == __file__
+    recwarn.clear()
+    cq.quantize(np.ones((2, 64), np.float32), name)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("scale", [1e6, 65520.0, 1e-9, np.array([[1.0], [1e-9]])])
+def test_a_given_scale_that_float16_cannot_hold_is_refused(scale):
+    x = np.ones((2, 64), np.float32)
+    with pytest.raises(ValueError, match=r"float16, in which .* stores them"):
+        cq.quantize(x, "int4", block_size="row", scale=scale)
+    assert cq.quantize(x, "int4:row+float32", scale=scale).scale.any()
+    for held in (65504.0, 6e-8, 0.5):
+        cq.quantize(x, "int4", block_size="row", scale=held)
+    with pytest.raises(ValueError, match="finite"):
+        cq.quantize(x, "int8", scale=1e300)
+
+
+@pytest.mark.parametrize("name", ["int8", "int1", "fp8_e4m3", "int4:row", "nf4", "nvfp4", "nf4+dq"])
+def test_rows_without_elements_take_no_memory(name):
+    """Also where each row has a scale; a few of them are as they were."""
+    q = cq.quantize(np.empty((2**60, 0), np.float32), name)
+    assert q.dequantize().shape == (2**60, 0)
+    few = cq.quantize(np.empty((3, 0), np.float32), name)
+    wanted = {c.name: c.shape for c in cq.get_format(name).components((3, 0))}
+    assert {key: part.shape for key, part in few.components.items()} == wanted
+    assert not any(part.any() for key, part in few.components.items() if key != "global_scale")
