@@ -30,14 +30,6 @@ def calibration(
         raise ValueError(f"the scales of {fmt} have no sign; scale= must not be negative")
     if values.size and not values.any():
         raise ValueError("scale= is 0, which leaves nothing of x; pass a positive number")
-    if rule.dtype == "float16":
-        with np.errstate(over="ignore"):
-            halves = values.astype(np.float16)
-        if np.isinf(halves).any() or ((halves == 0) & (values != 0)).any():
-            raise ValueError(
-                f"scale= holds numbers that float16, in which {fmt} stores them, cannot: from "
-                f"6e-8 to 65504 it can; pass a format with float32 scales, such as 'int4+float32'"
-            )
     if rule.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
         raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
     if zero_point is None:
