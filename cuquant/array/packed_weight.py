@@ -11,7 +11,7 @@ from cuquant import interop, reference
 from cuquant.array.components import OPERATIONS, ArrayT, Stored, torch_call
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import FormatError
+from cuquant.errors import FormatError, clipped
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 
@@ -36,7 +36,7 @@ def layout_components(fmt: Format, shape: tuple[int, ...], layout: str) -> tuple
         For a layout that this version does not know, or that is not one for this weight.
     """
     if layout not in (ROWS_LAYOUT, FRAGMENTS_LAYOUT) or len(shape) not in (2, 3):
-        raise FormatError(f"layout {layout!r} of {fmt} {shape} is unknown to this version")
+        raise FormatError(f"layout {clipped(layout)} of {fmt} {shape} is unknown to this version")
     return _layout_components(fmt, shape, layout)
 
 

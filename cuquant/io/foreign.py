@@ -93,6 +93,8 @@ SIGNS = (
     Sign("FP8 (ComfyUI)", "scaled_fp8", FLOAT8),
     Sign("FP8", "weight", FLOAT8, SCALES),
     Sign("another library", "weight", PACKED, (*SCALES, "zeros", "qzeros")),
+    Sign("another library", "weight_quantized", CODES),
+    Sign("another library", "w_q", PACKED, ("w_s", "w_z")),
     # Alone, in a shard that has the scales and not the codes.
     Sign("another library", "weight_scale", (), (), unless="weight"),
     # Parameters without a module of their own, such as experts.gate_up_proj and its _scale.
@@ -109,6 +111,7 @@ METHODS = {
 # Files beside a checkpoint that only one library writes.
 COMPANIONS = {
     "quantize_config.json": "GPTQ or AWQ",
+    "quant_config.json": "AWQ",
     "hf_quant_config.json": "NVIDIA ModelOpt",
     "quanto_qmap.json": "optimum-quanto",
 }
@@ -232,8 +235,10 @@ def shard_names(index: Path) -> set[str]:
 def _configured(folder: Path) -> Foreign | None:
     """What the files beside a checkpoint say of its quantization."""
     config = _json(folder / "config.json")
-    for key in ("quantization_config", "compression_config", "quantization"):
-        found = config.get(key)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
+    keys = ("quantization_config", "compression_config", "quantization")
+    for part, key in ((part, key) for part in parts for key in keys):
+        found = part.get(key)
         if not isinstance(found, dict) or not found:
             continue
         method = found.get("quant_method")

@@ -8,6 +8,7 @@ from torch import nn
 
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import clipped_text
 from cuquant.io.quantized import load
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
@@ -81,7 +82,8 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     ties = _ties(held, plain)
     problems = _problems(held, plain, ties, weights, {**quantized, **linears})
     if problems:
-        raise RuntimeError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}")
+        told = "; ".join(clipped_text(problem, 400) for problem in problems)
+        raise RuntimeError(f"{path} does not fit {type(model).__name__}: {told}")
 
     for name, layer in swaps.items():
         new = follow(QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer)

@@ -390,6 +390,8 @@ class QuantLinear(nn.Linear):
     def _expect(self, saved: dict[str, Any], prefix: str) -> None:
         """Check what is saved under a prefix, then make room for it; ValueError changes nothing."""
         spec, described = self._spec, saved.get(prefix + EXTRA)
+        if described is None and prefix + EXTRA in saved:
+            raise ValueError(f"{EXTRA} is None, where a uint8 tensor describes the weight")
         if described is not None:
             spec = self._checked(described)
         for component in spec.components():

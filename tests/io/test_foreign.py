@@ -224,6 +224,10 @@ CONFIGS = {
             "compressed-tensors"),
     "quanto": ("quanto_qmap.json", {"lm_head": {"weights": "qint4"}}, "optimum-quanto"),
     "autogptq": ("quantize_config.json", {"bits": 4}, "GPTQ or AWQ"),
+    "a part": (
+        "config.json", {"text_config": {"quantization_config": {"quant_method": "awq"}}}, "AWQ"
+    ),
+    "autoawq": ("quant_config.json", {"w_bit": 4}, "AWQ"),
     "modelopt": ("hf_quant_config.json", {"quantization": {}}, "ModelOpt"),
 }  # fmt: skip
 

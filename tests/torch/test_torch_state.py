@@ -220,3 +220,23 @@ def test_damaged_bytes_of_a_description():
         except RuntimeError as error:
             assert "0: " in str(error)
     assert model(random(1, 256)).shape == (1, 24)
+
+
+def test_a_description_that_is_none_is_named():
+    model = quantize_(nn.Sequential(nn.Linear(64, 8)), "nf4")
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match="0: _extra_state is None"):
+        model.load_state_dict({**state, "0._extra_state": None})
+
+
+def test_a_layout_of_a_million_letters_is_cut():
+    model = quantize_(nn.Sequential(nn.Linear(64, 8)), "nf4")
+    state = model.state_dict()
+    said = json.loads(bytes(state["0._extra_state"].tolist()))
+    text = json.dumps({**said, "layout": "A" * 1_000_000}).encode()
+    described = torch.tensor(list(text), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="layout 'AAA") as caught:
+        model.load_state_dict(
+            {**state, "0._extra_state": torch.tensor(list(text), dtype=torch.uint8)}
+        )
+    assert len(str(caught.value)) < 1000
