@@ -97,6 +97,14 @@ def test_files_of_torch_can_be_converted_as_advised(tmp_path, name, zipped):
     same(run_advice(message, tmp_path), ARRAYS)
 
 
+@pytest.mark.parametrize("key", sampled(["state_dict", "model"]))
+def test_a_checkpoint_of_training_can_be_converted_as_advised(tmp_path, key):
+    torch = pytest.importorskip("torch")
+    weights = {name: torch.from_numpy(value) for name, value in ARRAYS.items()}
+    torch.save({key: weights, "epoch": 3}, tmp_path / "last.ckpt")
+    same(run_advice(refused(tmp_path / "last.ckpt"), tmp_path), ARRAYS)
+
+
 def test_a_name_cannot_extend_the_command(tmp_path):
     path = tmp_path / "a'); print('.npz"
     np.savez(tmp_path / "a.npz", **ARRAYS)

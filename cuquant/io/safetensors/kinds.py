@@ -11,8 +11,9 @@ MAX_INDEX_BYTES = 1 << 26
 NAMED = 5  # files that a message lists
 
 SAVE = "python -c \"import cuquant, {}; cuquant.save('OUT.safetensors', {})\""
-FROM_TORCH = SAVE.format(
-    "torch", "torch.load(open('{}', 'rb'), map_location='cpu', weights_only=True)"
+FROM_TORCH = SAVE.format(  # training's checkpoints have the weights under a name
+    "torch; d = torch.load(open('{}', 'rb'), map_location='cpu', weights_only=True)",
+    "d.get('state_dict', d.get('model', d))",
 )
 FROM_NPZ = SAVE.format("numpy", "dict(numpy.load('{}'))")
 FROM_NPY = SAVE.format("numpy", "{{'array': numpy.load('{}')}}")
