@@ -16,6 +16,7 @@ from cuquant.formats import Format
 from cuquant.formats.format import Component
 
 _LINEAR = "cuquant.linear(x, p) is x @ w.T of a prepacked weight"
+_NO_MATMUL = f"{_LINEAR}; cuquant.matmul and @ take a QuantArray"
 ROWS_LAYOUT = "rows/1"  # name/version: the components of a QuantArray, as they are
 
 
@@ -95,11 +96,11 @@ class PackedWeight(Stored[ArrayT]):
     ) -> Any:
         """torch.nn.functional.linear(x, p), and tensor.copy_(p), which takes its values."""
         if "matmul" in (name := getattr(func, "__name__", "")) or name == "mm":
-            raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
+            raise TypeError(_NO_MATMUL)
         return torch_call(func, args, kwargs)
 
     def _check_matmul(self) -> None:
-        raise TypeError(f"{_LINEAR}; cuquant.matmul and @ take a QuantArray")
+        raise TypeError(_NO_MATMUL)
 
     def __rmatmul__(self, other: Any) -> Any:
         self._check_matmul()

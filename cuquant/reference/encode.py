@@ -95,7 +95,7 @@ def quantize(
     Their shapes are those of `moveaxis(x, axis, -1)`; see `Format.components`. `saturates` is
     called with the number of scales that were found and that float16 cannot hold; of ggml's blocks,
     which keep ggml's bytes, with the number of those that become infinite; of a format without
-    scales, with the number of finite values and infinities beyond its largest.
+    scales, with the number of finite values beyond its largest.
 
     Raises
     ------
@@ -108,25 +108,27 @@ def quantize(
     given = given or Calibration()
     stored = np.moveaxis(x, axis, -1).shape
     if not x.size and math.prod(stored[:-1]) > EMPTY_ROWS and given.scale is None:
-        return _of_nothing(fmt, stored)
+        return _of_nothing(fmt, stored, given)
     tiles = Tiles.of(fmt, stored)
     # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
     clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
     source = Source(x, axis % x.ndim, tiles, clamp)
     if fmt.scale is not None and fmt.rule.rule == "search":
-        return _search_blocks(source, fmt, stored, nonfinite, saturates)
+        return _told(_search_blocks(source, fmt, stored, nonfinite), fmt, saturates)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     _report_saturation(fmt, given, scales, saturates)
     if fmt.is_blocks:
-        return _interleave(source, fmt, tiles, scales, stored, nonfinite, saturates)
+        parts = _interleave(source, fmt, tiles, scales, stored, nonfinite)
+        return _told(parts, fmt, saturates)
     parts = {c.name: empty(c.shape, c.dtype) for c in fmt.components(stored)}
     for name, values in scales.stored.items():
         parts[name][...] = values.reshape(parts[name].shape)
     packed = parts["packed"].reshape(tiles.batch, tiles.rows, fmt.row_packing.words(tiles.columns))
     for piece in tiles.panels(fmt.row_packing.group):
         values = source[piece]
-        if isinstance(fmt.codec, Minifloat) and fmt.scale is None:
-            large = int((np.abs(values) > F32(fmt.codec.peak)).sum())
+        told = saturates is not None or nonfinite == "raise"
+        if told and isinstance(fmt.codec, Minifloat) and fmt.scale is None:
+            large = int(((np.abs(values) > F32(fmt.codec.peak)) & np.isfinite(values)).sum())
             if nonfinite == "raise":
                 refuse_count(fmt, large)
             elif large and saturates:
@@ -141,9 +143,10 @@ def quantize(
     return parts
 
 
-def _of_nothing(fmt: Format, stored: tuple[int, ...]) -> Components:
+def _of_nothing(fmt: Format, stored: tuple[int, ...], given: Calibration) -> Components:
     """Those of an array without elements, by one row: others have the same scales, in no memory."""
-    one = quantize(np.empty([*(min(n, 1) for n in stored[:-1]), stored[-1]], F32), fmt)
+    row = np.empty([*(min(n, 1) for n in stored[:-1]), stored[-1]], F32)
+    one = quantize(row, fmt, -1, given)
     parts = {}
     for c in fmt.components(stored):
         own = one[c.name] if math.prod(c.shape) else empty(c.shape, c.dtype)
@@ -473,16 +476,10 @@ def _encode(
 
 
 def _interleave(
-    source: Source,
-    fmt: Format,
-    tiles: Tiles,
-    scales: Scales,
-    stored: tuple,
-    nonfinite: str,
-    saturates: Callable[[int], object] | None,
+    source: Source, fmt: Format, tiles: Tiles, scales: Scales, stored: tuple, nonfinite: str
 ) -> Components:
     """ggml's blocks: codes and half-rounded scales together."""
-    layout, exact, vanished, infinite = fmt.layout, np.asarray(scales.exact), 0, 0
+    layout, exact, vanished = fmt.layout, np.asarray(scales.exact), 0
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     flat = blocks.reshape(tiles.rows, -(-tiles.columns // layout.elements), layout.nbytes)
     for piece in tiles.panels(layout.elements):
@@ -498,49 +495,45 @@ def _interleave(
                 total = fmt.codec.decode(codes).sum(-1, dtype=F32)
                 fields["sum"] = fields["scale"][:, 0] * total
         packed = layout.pack(codes, **fields, saturate=nonfinite == "clamp")
-        infinite += infinite_blocks(packed, layout)
         if nonfinite == "raise":
             vanished += vanished_blocks(values.reshape(codes.shape), packed, fmt)
         _, rows, across = where
         flat[rows, across] = packed.reshape(piece.shape[0], -1, layout.nbytes)
     refuse_vanished(fmt, vanished)
-    if infinite and saturates:
-        saturates(infinite)
     return {"blocks": blocks}
 
 
-def _search_blocks(
-    source: Source,
-    fmt: Format,
-    stored: tuple,
-    nonfinite: str,
-    saturates: Callable[[int], object] | None,
-) -> Components:
+def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -> Components:
     """K-quants and IQ4: their quantizers look for the scales that err least."""
     layout = fmt.layout
     blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
     tiles = Tiles.of(fmt, stored)
     flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
-    done = vanished = infinite = 0
+    done = vanished = 0
     for piece in tiles.panels(layout.elements):
         values = source[piece].reshape(-1, layout.elements)
         bad = np.logical_not(np.isfinite(values).all(axis=-1))
         values = np.where(bad[:, None], F32(0), values)
         packed = search(fmt.name, values, saturate=nonfinite == "clamp")
         packed[bad, layout.scale_byte : layout.scale_byte + 2] = HALF_NAN
-        infinite += infinite_blocks(packed, layout)
         if nonfinite == "raise":
             refuse_count(fmt, int((~np.isfinite(layout.unpack(packed).scale)).sum()))
             vanished += vanished_blocks(values, packed, fmt)
         flat[done : done + len(packed)] = packed
         done += len(packed)
     refuse_vanished(fmt, vanished)
-    if infinite and saturates:
-        saturates(infinite)
     return {"blocks": blocks}
 
 
 # ---- what is told and refused -------------------------------------------------------------------
+
+
+def _told(parts: Components, fmt: Format, saturates: Callable[[int], object] | None) -> Components:
+    """ggml's blocks, after it was reported how many of them became infinite."""
+    infinite = infinite_blocks(parts["blocks"], fmt.layout) if saturates else 0
+    if infinite and saturates:
+        saturates(infinite)
+    return parts
 
 
 def _report_saturation(

@@ -50,13 +50,13 @@ def refuse_vanished(fmt: Format, blocks: int) -> None:
         )
 
 
-def infinite_blocks(packed: np.ndarray, layout: BlockLayout) -> int:
-    """Of ggml's blocks uint8 [n, nbytes], how many have an infinite scale or minimum."""
+def infinite_blocks(blocks: np.ndarray, layout: BlockLayout) -> int:
+    """Of ggml's blocks uint8 [..., nbytes], how many have an infinite scale or minimum."""
     if layout.scale_kind != "half":
         return 0
     places = (layout.scale_byte, layout.minimum_byte)
-    halves = (packed[:, at : at + 2].copy().view(np.float16) for at in places if at is not None)
-    return int(np.any([np.isinf(half[:, 0]) for half in halves], axis=0).sum())
+    halves = (blocks[..., at : at + 2].copy().view(np.float16) for at in places if at is not None)
+    return int(np.any([np.isinf(half) for half in halves], axis=0).sum())
 
 
 def vanished_tiles(read: Read, fmt: Format, tiles: Tiles, parts: Components, stored: tuple) -> int:

@@ -250,6 +250,7 @@ def test_values_beyond_a_format_without_scales_warn(name, recwarn):
         assert caught[0].filename == __file__
     recwarn.clear()
     cq.quantize(np.ones((2, 64), np.float32), name)
+    cq.quantize(np.full((2, 64), np.inf, np.float32), name)  # no finite value is lost
     assert not recwarn.list
 
 
@@ -268,3 +269,8 @@ def test_rows_without_elements_take_no_memory(name):
     wanted = {c.name: c.shape for c in cq.get_format(name).components((3, 0))}
     assert {key: part.shape for key, part in few.components.items()} == wanted
     assert not any(part.any() for key, part in few.components.items() if key != "global_scale")
+
+
+def test_many_rows_without_elements_keep_a_given_global_scale():
+    q = cq.quantize(np.empty((2**40, 0), np.float32), "nvfp4", global_scale=0.25)
+    assert q.components["global_scale"] == 0.25
