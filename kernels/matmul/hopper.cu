@@ -1,11 +1,13 @@
 // x [M, K] times a prepacked weight [N, K], on Hopper's tensor cores. A warpgroup takes 64 rows of the
 // weight: each warp decodes the codes of its strip in registers to the A operand; x is the B operand. Both
 // come to shared memory by the copy engine, which a warp of its own starts. The warpgroups of a block share
-// rows or K, the blocks of a cluster K. Of a gated unit the two
+// rows or K; blocks take tiles, and the last ones share K: see Schedule. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "matmul/hopper_drain.cuh"
 #include "matmul/hopper_factor.cuh"
+#include "matmul/hopper_schedule.cuh"
+#include "device/cluster.cuh"
 #include "device/overlap.cuh"
 #include "matmul/segment.cuh"
 
@@ -21,6 +23,9 @@ struct Routed {
     const Segment* segments;
     const i64* count;  // of segments
 };
+
+// What a warp needs again after the products of a tile.
+struct Kept { int tile, left, token, row, done; };
 
 // Brings what a strip has beside codes to the L2 cache: its groups from `first` to `last`.
 template <class Format, int kLie>
@@ -44,43 +49,35 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
 // of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
 // for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
-// unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kPaired: see next_tile;
-// kBeside: see kApart; kSharedX: the two blocks of a cluster have the same rows of x, of which each brings half to both;
-// kHalved: of their last tiles, the last 64 rows of the one are the first of the other, and each has every other stage of these.
-// `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole strips,
-// are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has no more.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, int kStages, int kSpan, int kBuffers, int kSlices, int kGroupUnits, int kFine, int kLie,
-          int kKind, bool kTable, bool kPaired, bool kBeside, bool kSharedX, bool kHalved>
-__global__ void CUQUANT_CLUSTER(kPaired || kSharedX || kHalved ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
-matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
-              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N, int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole) {
+// unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two blocks of a cluster have the same
+// rows of x, of which each brings half to both; kStreamed: see Schedule, which says what `whole` is.
+// `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole
+// strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has
+// no more. `handed` is memory for a Handover, and `ticket` its ticket.
+template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kStages, int kSpan, int kBuffers,
+          int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed>
+__global__ void CUQUANT_CLUSTER(kSharedX ? 2 : 1) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
+              const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
+              const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N,
+              int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole, u8* handed, u64 ticket) {
     constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
-    constexpr int kWidth = 64 * kRowGroups, kRows = kPair ? 64 : kWidth;  // sums of a row of x; columns of the output
     constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits, kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
     static_assert(kSpan <= 4 && 4 % kSlices == 0, "each of four warps copies the x of one unit");
     static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
     // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
     // one might be two behind, and would not be seen.
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
-    static_assert(!kSharedX || (kSplit == 1 && kDepthGroups == 1 && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
-    static_assert(!kRouted || (kSplit == 1 && !kPaired), "how many tiles there are is not known before");
-    static_assert(!kPaired || (kSplit == 1 && kDepthGroups == 1 && !kPair), "tiles that blocks have alone");
-    constexpr int kBlocks = kPaired ? 2 : kSplit;                  // that may share a tile
-    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kBlocks>;
-    constexpr bool kAlone = kSplit == 1 && kDepthGroups == 1;      // sums need no other part of K
-    constexpr bool kApart = kAlone || kRouted || kBeside;          // sums have a place beside x
-    static_assert(kApart && !kPaired ? kAlone || Parts::kBytes <= kDepthGroups * kTokens * Parts::kPitch * 4
-                                     : Parts::kBytes <= kStages * kSpan * (kBoxBytes + kCodeBytes), "the sums do not fit");
-    constexpr int kPitch = Parts::kPitch;
-    using HalfParts = Exchange<kTokens, 1, 1, 2>;  // of a warpgroup's sums
-    static_assert(!kHalved || (kAlone && kKind == kOne && kRowGroups > 1 && !kPaired && !kSharedX && !kRouted), "blocks whose sums are whole, but for a warpgroup's");
-    static_assert(!kHalved || kStages >= 3, "a warpgroup holds a stage, passes one and waits for the next");
-    using Drained = Drain<T, kTokens, kGroups, kTable && kTokens == 256>;
+    constexpr bool kAlone = kDepthGroups == 1;  // sums need no other part of K
+    static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1 && !kStreamed), "two blocks with the same rows of x");
+    static_assert(!kRouted || !kStreamed, "how many tiles there are is not known before");
+    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kTable && kTokens == 256>;
+    using Parts = typename Drained::Parts;
+    using Between = Handover<Parts, kTokens, kRowGroups, kGroups>;
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
     constexpr bool kSends = kAlone && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
-    static_assert(!kHalved || Drained::kParts > 1, "half of the parts are another block's");
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
@@ -93,63 +90,31 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    float* strip_units = drain + (kAlone ? kGroups * Drained::floats : kApart ? kDepthGroups * kTokens * kPitch : 0);  // of each warp's strip: see Factor
-    u64* full = reinterpret_cast<u64*>(strip_units + kMostWarps);
-    u64 *empty = full + kStages, *received = empty + kStages;
+    float* strip_units = drain + Drained::kBytes / 4;  // of each warp's strip: see Factor
+    Kept* all_kept = reinterpret_cast<Kept*>(strip_units + kMostWarps);
+    u64* full = reinterpret_cast<u64*>(all_kept + kMostWarps);
+    u64* empty = full + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
     if (kSends && threadIdx.x == 0) prefetch_map(&y);
     if (lane == 0) {
 #pragma unroll
         for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups * (kSharedX ? 2 : 1)); }
-        if ((kBlocks > 1 || kHalved) && warp == 0) { barrier_init(received, 1); barrier_expect(received, kHalved ? HalfParts::kReceivedBytes : Parts::kReceivedBytes); }
         barrier_fence();
     }
     __syncthreads();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
-    const int rank = kHalved ? static_cast<int>(blockIdx.x % 2) : kSplit > 1 || kPaired || kSharedX ? static_cast<int>(cluster_rank()) : 0;
-    int first_unit, units;  // of K, that are this block's
-    const auto share = [&](int parts) {
-        first_unit = static_cast<int>(static_cast<i64>(weights.units) * rank / parts);
-        units = static_cast<int>(static_cast<i64>(weights.units) * (rank + 1) / parts) - first_unit;
-    };
-    if (kSharedX || kHalved) first_unit = 0, units = weights.units;
-    else share(kSplit);
-    const auto share_tile = [&](int tile) {
-        if (tile >= whole) share(2);
-        else { first_unit = 0; units = weights.units; }
-    };
+    const int rank = kSharedX ? static_cast<int>(cluster_rank()) : 0;
     if constexpr (kRouted) {
         wait_for_earlier();
         token_tiles = static_cast<int>(*routed.count);
     }
     const int tiles = token_tiles * row_tiles;
-    // Where sums take the place of x, a cluster has one tile. kPaired: the last tiles, from number `whole` on, are those of
-    // clusters, whose two blocks share K; the others are blocks'.
-    // kHalved: tiles are a block's own.
-    const int first_tile = kHalved ? 0 : blockIdx.x / kSplit;
-    const auto next_tile = [&](int tile) {
-        if constexpr (!kApart) return tiles;
-        if constexpr (kHalved) return tile + 1;
-        const int next = tile + static_cast<int>(gridDim.x);
-        if constexpr (!kPaired) return next;
-        return tile >= whole ? tiles : next < whole ? next : whole + static_cast<int>(blockIdx.x) / 2;
-    };
+    Schedule<kSpan * kDepthGroups, kStreamed> schedule(kStreamed ? whole : tiles, tiles, weights.units);
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
-    const int half = rank ? 0 : kRowGroups - 1;  // kHalved: the warpgroup whose last rows are the other block's too
-    const auto is_halved = [&](int tile, int row_group) { return kHalved && tile == tiles - 1 && row_group == half; };
-    const auto row_of = [&](int number, int rank) {  // kHalved
-        const int last = number == tiles - 1, before = (2 * tiles * kRowGroups - 1) * (blockIdx.x / 2) + 2 * number * kRowGroups;
-        return (before + rank * (kRowGroups - last)) * 64;
-    };
     const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
-        if constexpr (kHalved) {
-            token = 0;
-            row = row_of(number, rank);
-            return;
-        }
         const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
         const int set = tile / (kTogether * rows_of), in_set = tile - set * kTogether * rows_of;
         const int wide = min(kTogether, token_tiles - set * kTogether);
@@ -177,9 +142,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if (elect_one()) {
             int stage = 0; u32 parity = 1;
             const int x_bytes = tile_tokens * kUnit * 2;
-            for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
-                locate(tile);
-                if constexpr (kPaired) share_tile(tile);
+            bool begun = kRouted;
+            while (schedule.next()) {
+                locate(schedule.tile);
+                const int first_unit = schedule.first, units = schedule.stop - first_unit;
                 if (kRouted && expert < 0) continue;
                 // Beyond the last strip any will do.
                 const auto strip_of = [&](int r) {
@@ -199,33 +165,30 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 const u8* from[kRowGroups];
 #pragma unroll
                 for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
-                if (!kRouted && tile == first_tile) {  // to L2 while the kernels before this one end
+                if (!begun) {  // to L2 while the kernels before this one end
                     constexpr int kSoon = (4096 / (kRowGroups * kUnitBytes) + kSpan - 1) / kSpan * kSpan;  // units
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r)
                         if (has(r)) prefetch_run(from[r], min(units, kSoon) * kUnitBytes);
                     wait_for_earlier();
+                    begun = true;
                 }
 #pragma unroll 1
                 for (int i = 0; i < units; i += kSpan) {
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
-                    const bool other = kHalved && i / kSpan % 2 != rank;
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (x_bytes + (strips - (is_halved(tile, half) && other ? 4 : 0)) * kUnitBytes));
+                    if (own == 0) barrier_expect(ready, count * (x_bytes + strips * kUnitBytes));
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
-                        if (own < 2) {
-                            if (kPaired && tile >= whole) copy_box(to + own * x_bytes / 2, &x, ready, column, token + own * tile_tokens / 2);
-                            else if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, token + rank * tile_tokens / 2);
-                        }
+                        if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, token + rank * tile_tokens / 2);
                     } else if (own < count) {
                         copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        if (has(r) && !(is_halved(tile, r) && other)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        if (has(r)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -244,7 +207,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         filling.store(tables, threadIdx.x);
         named_barrier(1 + kGroups, kThreads);
     }
-    const int group = warp / 4, row_group = group % kRowGroups, depth = group / kRowGroups, g = lane / 4, t = lane % 4;
+    const int group = warp / 4, row_group = group % kRowGroups, depth = kAlone ? 0 : group / kRowGroups;
+    const int g = lane / 4, t = lane % 4;
     const u32 table = Decode::lane_table(lane);
     const u32 own_codes = shared_address(coded) + (row_group * 4 + warp % 4) * kSpan * kUnitBytes;
     const u32 own_x = swizzled(stages);
@@ -256,10 +220,17 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if (row_group) moved = second;
     }
     const Prepacked& own_weights = kKind == kOne ? weights : moved;
-    for (int tile = first_tile; tile < tiles; tile = next_tile(tile)) {
-        locate(tile);
-        if constexpr (kPaired) share_tile(tile);
+    Kept& kept = all_kept[warp];
+    const auto come_back = [&] { schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done; };
+    for (; schedule.next(); come_back()) {
+        locate(schedule.tile);
         const bool lost = kRouted && expert < 0;
+        const int first_unit = schedule.first, stop = lost ? first_unit : schedule.stop;
+        int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
+        u32 parity = (done + depth) / kStages & 1;
+        // What comes after the products waits in shared memory, and leaves them its registers.
+        if (lane == 0) kept = {schedule.tile, schedule.left, token, row, done + (stop - first_unit + kSpan - 1) / kSpan};
+        __syncwarp();
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
         const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
         const i64 before = kRouted && !lost ? static_cast<i64>(expert) * weights.strips : 0;  // strips of other experts
@@ -268,19 +239,17 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         keep(lies.scale);
         // Scales may have been overwritten since the last product: what brings them into range is found each time.
         if constexpr (!kLate) {
-            const int last = min(static_cast<int>(group_of(first_unit + units - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
+            const int last = min(static_cast<int>(group_of(stop - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
             const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, t);
             if (lane == 0) strip_units[warp] = found;
             __syncwarp();
         }
-        if (!kRouted && tile == first_tile) wait_for_earlier();
+        if constexpr (!kRouted) wait_for_earlier();
         // In shared memory: with several groups in a unit and minimums there is no register for it.
         const auto own_unit = [&] { return kLate ? 1.0f : *static_cast<volatile float*>(strip_units + warp); };
         Own groups[2][kFine];
-        const bool halved = is_halved(tile, row_group);
-        // `i`: of this warpgroup's; of halved ones those of every other stage.
         const auto fetch = [&](int d, int i) {
-            const u32 unit = min(first_unit + (halved ? i / kSpan * 2 * kSpan + rank * kSpan + i % kSpan : i), weights.units - 1);
+            const u32 unit = min(i, weights.units - 1);
             const u32 first = group_of(unit);
 #pragma unroll
             for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
@@ -288,7 +257,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         };
         // Of this warpgroup's units, those of a stage and then those of the next of its stages: the one `n` behind unit 0 of a stage.
         const auto behind = [](int n) { return n / kSpan * kDepthGroups * kSpan + n % kSpan; };
-        int i = depth * kSpan;
+        int i = first_unit + depth * kSpan;
         fetch(0, i);
         fetch(1, i + behind(1));
 
@@ -297,15 +266,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
         constexpr int kSteps = 4 / kSlices;  // of a unit
         u32 a[kBuffers][kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
-        if constexpr (kHalved) done = tile * ((units + kSpan - 1) / kSpan);
-        int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
-        u32 parity = (done + depth) / kStages & 1;
-        const int own_units = [&] {
-            if (lost) return 0;
-            if (!halved) return units;
-            const int stages = (units + kSpan - 1) / kSpan, own = (stages - rank + 1) / 2;
-            return own * kSpan - ((stages - 1) % 2 == rank ? stages * kSpan - units : 0);
-        }();
         const auto leave = [&](int stage) {
             if (lane != 0) return;
             barrier_arrive(empty + stage);
@@ -337,25 +297,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
-        // A stage of the other block's is left when it is there, so that no phase of its barrier is missed.
-        const auto pass = [&] {
-            barrier_wait(full + stage, parity);
-            leave(stage);
-            step_stage();
-        };
-        const auto advance = [&](bool more) {
-            step_stage();
-            if (halved && more) pass();
-        };
-        if (halved && rank && own_units > 0) pass();
         if constexpr (kLate) {
-            if (i < own_units) {
+            if (i < stop) {
                 load(0);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) decode_step(step, groups[0], a[0] + step * kSlices);
             }
         }
-        if (kEarly && i < own_units) load(0);
+        if (kEarly && i < stop) load(0);
         // The unit `n` behind unit 0 of the stage that unit i begins; `more`: another one comes.
         const auto unit = [&](int n, bool more) {
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
@@ -373,7 +322,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 multiply(0);
                 const float scale[2] = {groups[d][0].value(0), groups[d][0].value(1)};
                 fetch(d, i + behind(n + 2));
-                if (of_stage == kSpan - 1) advance(more);
+                if (of_stage == kSpan - 1) step_stage();
                 if (more) {
                     load((n + 1) % kSpan);
 #pragma unroll
@@ -405,34 +354,27 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     wgmma_commit();
                 }
                 fetch(d, i + behind(n + 2));
-                const auto come_next = [&] {
-                    if (of_stage == kSpan - 1) advance(more);
-                    if (kEarly && more) load((n + 1) % kSpan);
-                };
-                // The stage after the next one would wait for that before this one, if it were not released.
-                const bool early = !(halved && kSteps == 1 && kSpan == 1);
-                if (early) come_next();
+                if (of_stage == kSpan - 1) step_stage();
+                if (kEarly && more) load((n + 1) % kSpan);
                 if constexpr (kBuffers > 1) {
                     wgmma_wait<1>();
                     if (kSteps == 1 && of_stage == 0) release();
                 }
-                if (!early) come_next();
                 last = own_stage;
             }
         };
         constexpr int kRound = kSpan > 1 ? kSpan : 2;  // units, of one stage or of two
         static_assert(kRound % 2 == 0, "units have the two operands in turn");
 #pragma unroll 1
-        for (; i + behind(kRound - 1) < own_units; i += behind(kRound)) {
+        for (; i + behind(kRound - 1) < stop; i += behind(kRound)) {
 #pragma unroll
-            for (int n = 0; n < kRound; ++n) unit(n, n + 1 < kRound || i + behind(kRound) < own_units);
+            for (int n = 0; n < kRound; ++n) unit(n, n + 1 < kRound || i + behind(kRound) < stop);
         }
 #pragma unroll
         for (int n = 0; n < kRound - 1; ++n)
-            if (i + behind(n) < own_units) unit(n, i + behind(n + 1) < own_units);
-        if constexpr (!kHalved) done += lost ? 0 : (units + kSpan - 1) / kSpan;
-        else row = row_of(tile, static_cast<int>(cluster_rank()));  // anew: it had no register
+            if (i + behind(n) < stop) unit(n, i + behind(n + 1) < stop);
         wgmma_wait<0>();
+        token = kept.token; row = kept.row;
         float factor = 1.0f / own_unit();
         if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
         if (factor != 1.0f) {
@@ -444,56 +386,25 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if constexpr (kRouted) return Sorted{routed.order};
             else return Straight{};
         }();
-        if constexpr (kApart) release();
+        release();
+        Parts::run(sum, reinterpret_cast<float4*>(drain), depth, row_group, 1 + kGroups);
+        if constexpr (kStreamed) {
+            const Between between{handed, ticket, warp, lane, depth, row_group};
+            if (stop < weights.units) {
+                between.give(sum);
+                continue;
+            }
+            come_back();
+            if (schedule.begins_within()) between.take(sum, [&](int block) { return schedule.is_shared_with(block); });
+        }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
-        // Where this block and this warpgroup have whole sums of some tokens.
-        const auto finish_parts = [&](u8* area, i64 rows, int barrier) {
-            constexpr int kOwn = kTokens / kBlocks;
-            const i64 first_token = token + kOwn * rank;
-            const int first_row = row_group * 64 + warp % 4 * kStrip;
-            using Whole = Results<T, kWidth>;
-            if (!kPair && Whole::possible(epilogue, N)) {
-                const typename Whole::Bias bias(epilogue, row + first_row, N, lane);
-                Parts::each(depth, rank, [&](int tile, int own) { Whole::put_8(sum + 4 * tile, bias, shared_address(area) + own * 8 * Whole::kPitch + first_row * 2, lane); });
-                named_barrier(barrier, kThreads);
-                Whole::template store<kOwn, kThreads>(epilogue, area, first_token, row, rows, row_end, threadIdx.x, place);
-            } else {
-                float* const sums = reinterpret_cast<float*>(area);
-                Parts::each(depth, rank, [&](int tile, int own) { put_8(sum + 4 * tile, sums + own * 8 * kPitch + first_row + g, kPitch, t); });
-                named_barrier(barrier, kThreads);
-                store_sums<1, 1, kPair>(epilogue, sums, kPitch, 0, kOwn, kRows, first_token, row, rows, N, Turn(tile_rows, threadIdx.x, kThreads), 0, place);
-            }
-        };
-        if constexpr (kPaired) {
-            if (tile >= whole) {  // the block's last one: its sums take the place of x
-                cluster_arrive();
-                u8* const area = Parts::run(sum, stages, received, depth, row_group, rank, 1 + kGroups);
-                finish_parts(area, rows, 1 + kGroups);
-                break;
-            }
-        }
-        if constexpr (kHalved) {
-            if (tile == tiles - 1) cluster_arrive();
-            if (halved) HalfParts::run(sum, stages, received, 0, 0, rank, 0);
-        }
-        if constexpr (kAlone) {
-            const Tile own_tile{token, row, rows, row_end, N, tile_tokens, token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
-            if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, warp % 4, lane);
-            else {
-                const auto stores = [&](int part, int parts) { return !halved || part * 2 / parts == rank; };
-                Drained::template store<kSends>(sum, drain + row_group * Drained::floats, epilogue, y, own_tile, row_group, warp % 4, lane, stores, place);
-            }
-        } else {
-            // Every x of this tile has been used: the sums take its place.
-            if constexpr (kSplit > 1) cluster_arrive();
-            if constexpr (!kApart && kDepthGroups > 1) named_barrier(1, kThreads);
-            finish_parts(Parts::run(sum, kApart ? reinterpret_cast<u8*>(drain) : stages, received, depth, row_group, rank, 1), rows, 1);
-            if constexpr (kApart) named_barrier(1, kThreads);  // the next tile's overwrite them
-        }
+        const Tile own_tile{token, row, rows, row_end, N, tile_tokens,
+                            token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
+        if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, depth, warp % 4, lane);
+        else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, depth, warp % 4, lane, place);
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
-    if (kHalved && row_group != half) cluster_wait();
 }
 
 }  // namespace cuquant

@@ -14,7 +14,7 @@ constexpr int kDrainPitch = 68, kDrainRoom = 72;
 
 // A lane's sums of 64 rows x kTokens to floats in shared memory, from row g of its warp on.
 template <int kTokens>
-__device__ void put(const float* sum, float* to, int pitch, int t) {
+__device__ void put_all(const float* sum, float* to, int pitch, int t) {
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) put_8(sum + 4 * j, to + 8 * j * pitch, pitch, t);
 }
@@ -26,44 +26,79 @@ struct Tile {
     int tokens, box_tokens;  // box_tokens: of which there are whole ones in a tile, or no other tile behind it
 };
 
-// kGroups: warpgroups of a block. kSlight: little shared memory is left.
-template <class T, int kTokens, int kGroups, bool kSlight>
+// How many tokens are stored at a time, `most` or fewer: an even part of those of a warpgroup, or any where several meet for them.
+__device__ constexpr int drain_of(int tokens, int depth_groups, int most) {
+    const int all = tokens % (8 * depth_groups) ? 8 : tokens / depth_groups;
+    int each = all < most ? all : most;
+    while (all % each || (depth_groups == 1 && each < all && all / each % 2)) each -= 8;
+    return each;
+}
+
+// kSlight: little shared memory is left.
+template <class T, int kTokens, int kRowGroups, int kDepthGroups, bool kSlight>
 struct Drain {
-    static constexpr int kMost = kTokens == 96 ? (kGroups == 4 ? 24 : 48) : kTokens == 160 || kTokens == 224 ? kTokens / 4 : kGroups == 4 || kTokens == 192 || kSlight ? 32 : 64;
-    static constexpr int kDrain = kTokens < kMost ? kTokens : kMost, kParts = kTokens / kDrain;  // tokens that are stored at a time
-    static constexpr int kBox = kDrain % 16 ? 8 : 16;                                            // and by the copy engine, where a tile has no whole kDrain
-    static constexpr int kWhole = kTokens > 128 ? 256 : 1;                                       // floats of 1024 bytes, on which boxes begin
-    static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;          // of a warpgroup
+    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups>;
+    static constexpr int kGroups = kRowGroups * kDepthGroups;
+    static constexpr int kMost = kGroups == 4 || kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
+    static constexpr int kDrain = drain_of(kTokens, kDepthGroups, kMost), kParts = kTokens / kDrain;  // tokens at a time
+    static constexpr int kBox = kDrain % 16 ? 8 : 16;       // by the copy engine, where a tile has no whole kDrain
+    static constexpr int kWhole = kTokens > 128 ? 256 : 1;  // floats of 1024 bytes, on which boxes begin
+    static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;  // of a warpgroup
+    static constexpr int kAll = kGroups * floats * 4;
+    static constexpr int kBytes = kAll > Parts::kBytes ? kAll : Parts::kBytes;  // an Exchange comes before it, and has the same place
     using Whole = Results<T, 64>;
     static constexpr int kPartBytes = kDrain * Whole::kPitch;
     static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
-    static_assert(kParts == 1 || kParts % 2 == 0, "and the first of a tile another one than the last of the tile before");
+    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1,
+                  "and the first of a tile another one than the last of the tile before, unless all warpgroups meet in between");
+
+    static constexpr int kTurns = (Parts::kMost * 8 + kDrain - 1) / kDrain;  // a warpgroup stores a part in each, or none
+
+    // Calls `put` with the sums of the part that a warpgroup stores in a turn, and returns the part's number; -1: there is none.
+    template <class Put>
+    __device__ static int in_turn(const float (&sum)[kTokens / 2], int turn, int depth, const Put& put) {
+        int found = -1;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            if (Parts::own(part * kDrain / 8) == turn * kDrain / 8 && Parts::owner(part * kDrain / 8) == depth) {
+                put(sum + part * kDrain / 2);
+                found = part;
+            }
+        return found;
+    }
 
     // A gated unit's, of which two warpgroups have the two sums of the same rows.
-    __device__ static void store_gated(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const Tile& tile, int row_group, int warp, int lane) {
+    __device__ static void store_gated(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue,
+                                       const Tile& tile, int row_group, int depth, int warp, int lane) {
         constexpr int kPitch = 2 * 64 + 4;
+        float* const sums = area + depth * 2 * floats;
         float* const own = sums + row_group * 64 + warp * kStrip + lane / 4;
+        const int barrier = 1 + depth;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            put<kDrain>(sum + part * kDrain / 2, own, kPitch, lane % 4);
-            named_barrier(1, 256);
-            store_sums<1, 1, true>(epilogue, sums, kPitch, 0, kDrain, 64, tile.token + part * kDrain, tile.row, tile.rows, tile.N, Turn(64, threadIdx.x, 256), 0);
-            named_barrier(1, 256);
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const auto put = [&](const float* from) { put_all<kDrain>(from, own, kPitch, lane % 4); };
+            const int part = in_turn(sum, turn, depth, put);
+            if (part < 0) continue;
+            named_barrier(barrier, 256);
+            store_sums<1, 1, true>(epilogue, sums, kPitch, 0, kDrain, 64, tile.token + part * kDrain, tile.row,
+                                   tile.rows, tile.N, Turn(64, threadIdx.x % 256, 256), 0);
+            named_barrier(barrier, 256);
         }
     }
 
-    // A warpgroup's. `y` is the map of the output where kSends; `stores` says which parts there are, and `place` where rows go.
-    template <bool kSends, class Stores, class Place>
-    __device__ static void store(const float (&sum)[kTokens / 2], float* sums, const Epilogue& epilogue, const TensorMap& y, const Tile& tile, int row_group, int warp, int lane,
-                                 const Stores& stores, Place place) {
-        static_assert(!kSends || kWhole > 1, "boxes have a place");
-        const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64, barrier = 1 + row_group;
+    // A warpgroup's. `y` is the map of the output where kSends, and `place` says where rows go.
+    template <bool kSends, class Place>
+    __device__ static void store(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue, const TensorMap& y,
+                                 const Tile& tile, int row_group, int depth, int warp, int lane, Place place) {
+        static_assert(!kSends || (kWhole > 1 && kDepthGroups == 1), "boxes have a place");
+        const int group = depth * kRowGroups + row_group, barrier = 1 + group;
+        const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64;
+        float* const sums = area + group * floats;
         const bool quick = Whole::possible(epilogue, tile.N);
         const typename Whole::Bias bias(epilogue, first_row + warp * kStrip, quick ? tile.N : 0, lane);
         if (kSends && quick && (first_row + 64 <= tile.row_end || tile.row_end == tile.N)) {  // a box has no rows of another tile
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                if (!stores(part, kParts)) continue;
                 u8* const box = reinterpret_cast<u8*>(sums) + part % 2 * kDrain * 128;
 #pragma unroll
                 for (int j = 0; j < kDrain / 8; ++j)
@@ -81,12 +116,15 @@ struct Drain {
                 named_barrier(barrier, 128);
             }
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                if (!stores(part, kParts)) continue;
-                u8* const results = reinterpret_cast<u8*>(sums) + part % 2 * kPartBytes;
+            for (int turn = 0; turn < kTurns; ++turn) {
+                u8* const results = reinterpret_cast<u8*>(sums) + turn % 2 * kPartBytes;
+                const auto put = [&](const float* from) {
+                    const u32 to = shared_address(results) + warp * kStrip * 2;
 #pragma unroll
-                for (int j = 0; j < kDrain / 8; ++j)
-                    Whole::put_8(sum + part * kDrain / 2 + 4 * j, bias, shared_address(results) + j * 8 * Whole::kPitch + warp * kStrip * 2, lane);
+                    for (int j = 0; j < kDrain / 8; ++j) Whole::put_8(from + 4 * j, bias, to + j * 8 * Whole::kPitch, lane);
+                };
+                const int part = in_turn(sum, turn, depth, put);
+                if (part < 0) continue;
                 named_barrier(barrier, 128);
                 Whole::template store<kDrain, 128>(epilogue, results, tile.token + part * kDrain, first_row, tile.rows, tile.row_end, thread, place);
                 if (kParts == 1) named_barrier(barrier, 128);  // else nobody reads these any more when all have the next ones
@@ -94,11 +132,13 @@ struct Drain {
         } else {
             float* const own = sums + warp * kStrip + lane / 4;
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                if (!stores(part, kParts)) continue;
-                put<kDrain>(sum + part * kDrain / 2, own, kDrainPitch, lane % 4);
+            for (int turn = 0; turn < kTurns; ++turn) {
+                const auto put = [&](const float* from) { put_all<kDrain>(from, own, kDrainPitch, lane % 4); };
+                const int part = in_turn(sum, turn, depth, put);
+                if (part < 0) continue;
                 named_barrier(barrier, 128);
-                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain, first_row, tile.rows, tile.row_end, Turn(64, thread, 128), 0, place);
+                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain, first_row,
+                                        tile.rows, tile.row_end, Turn(64, thread, 128), 0, place);
                 named_barrier(barrier, 128);
             }
         }

@@ -1,8 +1,8 @@
-// Sums of a tile [64 kRowGroups, kTokens] of which the kDepthGroups warpgroups of a block that share K, and
-// kSplit blocks of a cluster that do, have a part each, in the registers of wgmma: each of them gets the
-// whole sums of some columns.
+// Sums of a tile [64 kRowGroups, kTokens] of which several have a part each, in the registers of wgmma: the kDepthGroups
+// warpgroups of a block that share K, and blocks that do.
 #pragma once
-#include "device/cluster.cuh"
+#include "device/barrier.cuh"
+#include "device/flag.cuh"
 #include "device/wgmma.cuh"
 
 namespace cuquant {
@@ -12,64 +12,126 @@ __device__ inline void put_8(const float* sum, float* to, int pitch, int t) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) to[(2 * t + e % 2) * pitch + e / 2 * 8] = sum[e];
 }
+__device__ inline float4 four_of(const float* sum) { return make_float4(sum[0], sum[1], sum[2], sum[3]); }
+__device__ inline void add_four(float* sum, const float4& part) {
+    sum[0] += part.x; sum[1] += part.y; sum[2] += part.z; sum[3] += part.w;
+}
 
-template <int kTokens, int kRowGroups, int kDepthGroups, int kSplit>
+// Between the warpgroups of a block: each of those that share K gets the whole sums of some columns.
+template <int kTokens, int kRowGroups, int kDepthGroups>
 struct Exchange {
-    static constexpr int kTiles = kTokens / 8, kOwn = kTiles / kSplit;     // columns by eights: all, and a block's
-    static constexpr int kThreads = 128 * kRowGroups * kDepthGroups, kPitch = 64 * kRowGroups + 4;  // lanes of a fragment meet no bank twice
-    static constexpr int kSlot = 128;                                      // float4s: four sums of each thread of a warpgroup
-    // In shared memory, one behind the other: what warpgroups give each other, what the other block
-    // gives, and a place for whole sums [8 kOwn][kPitch].
-    static constexpr int kGiven = (kDepthGroups - 1) * kRowGroups * kTiles * kSlot, kReceived = kSplit > 1 ? kRowGroups * kOwn * kSlot : 0;
-    static constexpr int kBytes = (kGiven + kReceived) * 16 + kOwn * 8 * kPitch * 4, kReceivedBytes = kReceived * 16;
-    static_assert(kSplit <= 2 && kTiles % kSplit == 0, "a block has every other part of K");
+    static constexpr int kTiles = kTokens / 8;                                    // columns by eights
+    static constexpr int kMost = (kTiles + kDepthGroups - 1) / kDepthGroups;      // of a warpgroup
+    static constexpr int kGivers = kDepthGroups - 1, kPlaces = kGivers * kDepthGroups * kRowGroups;
+    static constexpr int kRoom = kPlaces ? 12 / kPlaces : 1;                      // 24 KB
+    static constexpr int kAtOnce = kMost < kRoom ? kMost : kRoom;                 // that each of them gets at a time
+    static constexpr int kSlot = 128;                                             // float4s, one of each thread
+    static constexpr int kBytes = kPlaces * kAtOnce * kSlot * 16, kThreads = 128 * kRowGroups * kDepthGroups;
 
-    // Which of the warpgroups along K gets eight columns.
-    __device__ static constexpr int owner(int tile) { return tile % kOwn * kDepthGroups / kOwn; }
+    // Which of the warpgroups along K gets eight columns, which ones are the first that it gets, and how many it gets before.
+    __device__ static constexpr int owner(int tile) { return tile * kDepthGroups / kTiles; }
+    __device__ static constexpr int begin_of(int depth) { return (depth * kTiles + kDepthGroups - 1) / kDepthGroups; }
+    __device__ static constexpr int own(int tile) { return tile - begin_of(owner(tile)); }
 
-    // Makes some sums whole: see each. `area` is not in use, nor is it in the other block where cluster_wait
-    // returns; `received`, a barrier, waits for kReceivedBytes. Returns what is left of the area.
-    __device__ static u8* run(float (&sum)[kTokens / 2], u8* area, u64* received, int depth, int row_group, int rank, int barrier) {
-        const int thread = threadIdx.x % 128;
-        float4* const slots = reinterpret_cast<float4*>(area);
-        float4* const given = slots + row_group * kTiles * kSlot + thread;
-        float4* const arriving = slots + kGiven + row_group * kOwn * kSlot + thread;
-        const auto four = [&](int tile) { return make_float4(sum[4 * tile], sum[4 * tile + 1], sum[4 * tile + 2], sum[4 * tile + 3]); };
-        const auto add = [&](int tile, const float4& part) {
-            sum[4 * tile] += part.x; sum[4 * tile + 1] += part.y; sum[4 * tile + 2] += part.z; sum[4 * tile + 3] += part.w;
-        };
+    // Makes some sums whole: see each. Nobody uses the area when this returns, but it may be in use before.
+    __device__ static void run(float (&sum)[kTokens / 2], float4* area, int depth, int row_group, int barrier) {
         if constexpr (kDepthGroups > 1) {
+            float4* const own_area = area + row_group * kDepthGroups * kGivers * kAtOnce * kSlot + threadIdx.x % 128;
+            const auto slot = [&](int tile, int giver) -> float4& {
+                return own_area[((owner(tile) * kGivers + giver) * kAtOnce + own(tile) % kAtOnce) * kSlot];
+            };
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-                const int place = depth - (depth > owner(tile));  // among those that give it
-                if (owner(tile) != depth) given[(place * kRowGroups * kTiles + tile) * kSlot] = four(tile);
+            for (int first = 0; first < kMost; first += kAtOnce) {
+                const auto is_now = [&](int tile) { return own(tile) / kAtOnce * kAtOnce == first; };
+                named_barrier(barrier, kThreads);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                    if (is_now(tile) && owner(tile) != depth) slot(tile, depth - (depth > owner(tile))) = four_of(sum + 4 * tile);
+                named_barrier(barrier, kThreads);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                    if (is_now(tile) && owner(tile) == depth) {
+#pragma unroll
+                        for (int giver = 0; giver < kGivers; ++giver) add_four(sum + 4 * tile, slot(tile, giver));
+                    }
             }
             named_barrier(barrier, kThreads);
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                if (owner(tile) == depth) {
-#pragma unroll
-                    for (int place = 0; place < kDepthGroups - 1; ++place) add(tile, given[(place * kRowGroups * kTiles + tile) * kSlot]);
-                }
         }
-        if constexpr (kSplit > 1) {
-            cluster_wait();
-            const Remote other(arriving, received, rank ^ 1);
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                if (owner(tile) == depth && tile / kOwn != rank) other.store(tile % kOwn * kSlot * 16, four(tile));
-            barrier_wait_remote(received, 0);
-        }
-        if constexpr (kSplit > 1) each(depth, rank, [&](int tile, int own) { add(tile, arriving[own * kSlot]); });
-        return reinterpret_cast<u8*>(slots + kGiven + kReceived);
     }
-    // Calls `take` for each eight columns of which this warpgroup has the whole sums: with their number in the
-    // tile, which is known when it is compiled, and in the block's part of it.
+    // Calls `take` for the eights of columns of which this warpgroup gets the whole sums, `count` from number `first` on: with
+    // their number in the tile, which is known when it is compiled, and among those that it gets.
     template <class Take>
-    __device__ static void each(int depth, int rank, const Take& take) {
+    __device__ static void each(int depth, const Take& take, int first = 0, int count = kMost) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
-            if (owner(tile) == depth && (kSplit == 1 || tile / kOwn == rank)) take(tile, tile % kOwn);
+            if (own(tile) >= first && own(tile) < first + count && owner(tile) == depth) take(tile, own(tile));
+    }
+};
+
+// Between blocks that share the units of a tile, through global memory. The block with the last unit adds up what the others
+// hand over, each of them one tile's sums at most, warp by warp in the order of registers. A warp says by a ticket that they
+// are there. No two calls have the same one, and memory does not hold it by accident: nobody needs to clear it before. Who
+// has seen it clears it, since a CUDA graph comes again with the ticket that it had.
+template <class Parts, int kTokens, int kRowGroups, int kGroups>
+struct Handover {
+    static constexpr int kFlags = 16, kSums = kRowGroups * 4 * Parts::kTiles * 32;  // float4s
+    static constexpr int kBytes = kFlags * 8 + kSums * 16;                          // of a block
+    static constexpr int kInFlight = kGroups > 2 ? 8 : 16;                          // loads of a thread
+    static constexpr int kTogether = Parts::kMost < kInFlight ? Parts::kMost : kInFlight, kBlocks = kInFlight / kTogether;
+    u8* memory;
+    u64 ticket;
+    int warp, lane, depth, row_group;
+
+    __device__ u64* flag(int block) const { return reinterpret_cast<u64*>(memory + static_cast<i64>(block) * kBytes) + warp; }
+    __device__ float4* sums(int block) const {
+        float4* const first = reinterpret_cast<float4*>(memory + static_cast<i64>(block) * kBytes + kFlags * 8);
+        return first + (row_group * 4 + warp % 4) * Parts::kTiles * 32 + lane;
+    }
+    __device__ void give(const float (&sum)[kTokens / 2]) const {
+        float4* const to = sums(blockIdx.x);
+        Parts::each(depth, [&](int tile, int) { to[tile * 32] = four_of(sum + 4 * tile); });
+        __syncwarp();
+        if (lane == 0) raise_flag(flag(blockIdx.x), ticket);
+    }
+    // `gives` says which of the blocks of lower numbers have a part. Each lane waits for another one, since a look at a flag takes
+    // as long as loads of sums, of which many are on their way at a time.
+    template <class Gives>
+    __device__ void take(float (&sum)[kTokens / 2], const Gives& gives) const {
+        for (int last = static_cast<int>(blockIdx.x) - 1; last >= 0 && gives(last); last -= 32) {
+            const int block = last - lane;
+            const bool waits = block >= 0 && gives(block);
+            if (waits) {
+                wait_for_flag(flag(block), ticket);
+                *flag(block) = 0;
+            }
+            u32 blocks = __ballot_sync(~0u, waits);
+            __syncwarp();
+            while (blocks) {
+                const int begin = Parts::begin_of(depth);
+                const float4* from[kBlocks];
+                bool there[kBlocks];
+#pragma unroll
+                for (int b = 0; b < kBlocks; ++b) {
+                    there[b] = blocks;
+                    from[b] = there[b] ? sums(last - (__ffs(blocks) - 1)) : from[0];
+                    blocks &= blocks - 1;
+                }
+#pragma unroll
+                for (int first = 0; first < Parts::kMost; first += kTogether) {
+                    float4 part[kBlocks][kTogether];
+#pragma unroll
+                    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+                        for (int i = 0; i < kTogether; ++i) part[b][i] = from[b][min(begin + first + i, Parts::kTiles - 1) * 32];
+                    }
+#pragma unroll
+                    for (int b = 0; b < kBlocks; ++b) {
+                        if (!there[b]) continue;
+                        Parts::each(depth, [&](int tile, int own) { add_four(sum + 4 * tile, part[b][own - first]); }, first, kTogether);
+                    }
+                }
+            }
+        }
     }
 };
 

@@ -1,10 +1,13 @@
 """Many rows of x times a prepacked weight on Hopper's tensor cores: matmul/hopper.cu."""
 
+import secrets
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 
-from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
 from cuquant.formats import Format, Uniform
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
@@ -17,13 +20,14 @@ from cuquant.ops.matmul.epilogue import TYPES, UNPACK
 from cuquant.ops.matmul.hopper_tiles import (
     BOX_ALIGNMENT,
     Shape,
+    blocks_of,
     box_of,
     divider,
-    halves_of,
     is_heavy,
     rows_of_tile,
     shape_of,
     shared_bytes,
+    streamed_tiles,
     tokens_of_tile,
 )
 from cuquant.ops.matmul.problem import Prepared, Problem, Product, Run, Weight
@@ -35,6 +39,8 @@ NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
 # 4096 x 14336 on an H100 nf4 took 624 us, q4_k 670 and q6_k 731, where decoding and cuBLAS took
 # 674, 659 and 669. A GEMM's memory counts too.
 SLOWER_BY_4, SLOWER_BY_8 = 1 / 12, 2 / 15
+# By which warps say that their sums are there: of each call another one, whatever memory holds.
+TICKETS = count(secrets.randbits(62))
 FEW_STRIPS = 7  # of two multiprocessors: fewer leave matmul/stream.cu little to overlap
 
 
@@ -52,7 +58,7 @@ def takes_few(p: Problem) -> bool:
     shape = shape_of(p)
     fine = Groups.of(p.format, p.depth).fine > 1
     if p.rows <= 8:
-        full = 10 * -(-p.columns // shape.rows) * shape.split >= 9 * p.multiprocessors
+        full = 20 * -(-p.columns // shape.rows) >= 9 * p.multiprocessors
         return shape.wide and full and shape.row_groups == 1 and not fine
     if fine:
         few = 2 * -(-p.columns // STRIP) < FEW_STRIPS * p.multiprocessors
@@ -126,17 +132,16 @@ class Hopper:
             tile_rows = rows_of_tile(shape, columns, token_tiles, processors)
             row_tiles = -(-columns // tile_rows)
             tiles = token_tiles * row_tiles
-            if shape.halved:  # a block's own
-                row_tiles, tiles, _ = halves_of(shape, columns, processors)
-            whole = tiles - tiles % processors if shape.paired else tiles
+            whole = tiles - streamed_tiles(tiles, processors) if shape.streamed else tiles
             table = packed_weight.table_bytes(fmt, shape.wide)
-            launch = _launch(
+            blocks = blocks_of(shape, tiles, -(-depth // UNIT), processors)
+            launch = Launch(
                 _program(fmt, dtype, shape, Groups.of(fmt, depth)),
-                shape,
-                tiles,
+                (blocks, 1, 1),
+                shape.threads,
                 shared_bytes(shape, fmt.bits, table),
-                processors,
             )
+            handed = blocks * shape.handed_bytes
             numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
             if sort is not None:
                 copy, sorted_x, routed, height = sort
@@ -145,7 +150,8 @@ class Hopper:
                 def run_sorted(backend: Backend, pointer: int, epilogue: bytes) -> None:
                     copy(backend, pointer)
                     x = backend.tensor_map(sorted_x, *box_of_x, dtype)
-                    backend.launch(launch, x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
+                    arguments = (x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
+                    backend.launch(launch, *arguments, 0, 0)
 
                 return run_sorted
 
@@ -158,7 +164,9 @@ class Hopper:
             def run(backend: Backend, pointer: int, epilogue: bytes) -> None:
                 x = backend.tensor_map(pointer, rows, depth, stride, each, dtype)
                 y = results(backend, epilogue) if sends else NO_MAP
-                backend.launch(launch, x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
+                arguments = (x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
+                with backend.workspace(handed) if handed else nullcontext(0) as memory:
+                    backend.launch(launch, *arguments, memory, next(TICKETS))
 
             return run
 
@@ -176,13 +184,6 @@ def _map_of_results(
     return backend.tensor_map(out, rows, columns, stride * ELEMENT_BYTES, box, dtype)
 
 
-def _launch(
-    program: Program, shape: Shape, tiles: int, shared: int, multiprocessors: int
-) -> Launch:
-    blocks = min(tiles, multiprocessors) if shape.persistent else tiles * shape.split
-    return Launch(program, (blocks, 1, 1), shape.threads, shared)
-
-
 @lru_cache(maxsize=4096)
 def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
     facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
@@ -192,7 +193,6 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
         shape.tokens,
         shape.row_groups,
         shape.depth_groups,
-        shape.split,
         shape.stages,
         shape.span,
         shape.buffers,
@@ -202,10 +202,8 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
         packed_weight.lie(fmt, FRAGMENTS_LAYOUT),
         shape.kind,
         int(shape.wide),
-        int(shape.paired),
-        int(shape.beside),
         int(shape.shared_x),
-        int(shape.halved),
+        int(shape.streamed),
     )
     return Program(
         "matmul/hopper.cu",

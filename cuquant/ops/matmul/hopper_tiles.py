@@ -13,15 +13,18 @@ from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul.problem import Problem
 
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
-DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time
+DRAIN, DRAIN_SMALL = 64, 32  # rows of x that are stored at a time, at most
 DRAIN_PITCH = 72  # floats that each of them has room for
-UNITS = 64  # bytes, of a power of two for each warp
+KEPT = 384  # bytes, of a power of two and of five numbers for each warp
+GIVEN_AT_ONCE = 12  # eights of rows of x that warpgroups along K give each other at a time
+GIVEN_BYTES = 2048  # of each of them
+FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 MANY = (160, 192, 224, 256)  # rows of x, of which a multiprocessor has two warpgroups
-QUARTERED = (160, 224)  # of these, those that are stored by quarters
+UNUSUAL_ROWS = (160, 224)  # of these, those whose products are a little slower
 # Units of a stage, by rows of x.
 SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
 TOKENS = tuple(SPANS)
@@ -44,8 +47,6 @@ class Shape:
     row_groups, depth_groups
         Warpgroups of a block that have different rows of the weight, or each one of the two weights
         of a gated unit; and different parts of K.
-    split
-        Blocks that share K.
     stages, span
         Parts of x and of the weight in shared memory, and units of each.
     buffers, slices
@@ -54,32 +55,24 @@ class Shape:
         Whether the table of a codebook is the larger one.
     kind
         ONE weight, the two of a GATED unit, or EXPERTS.
-    paired
-        Whether the last tiles, that are too few for all multiprocessors, are shared by two blocks.
-    beside
-        Whether parts of sums, of warpgroups that share K, have a place beside x.
     shared_x
         Whether the two blocks of a cluster have the same rows of x, of which each brings half to
         both.
-    halved
-        Whether the last tiles of the two blocks of a cluster have 64 rows of the weight in common,
-        of which each multiplies half of K.
+    streamed
+        Whether blocks share the units of the last tiles: see streamed_tiles.
     """
 
     tokens: int
     row_groups: int
     depth_groups: int
-    split: int
     stages: int
     span: int
     buffers: int
     slices: int
     kind: int = ONE
     wide: bool = False
-    paired: bool = False
-    beside: bool = False
     shared_x: bool = False
-    halved: bool = False
+    streamed: bool = False
 
     @property
     def rows(self) -> int:
@@ -92,9 +85,14 @@ class Shape:
         return 128 * (self.row_groups * self.depth_groups + 1)
 
     @property
+    def portion(self) -> int:
+        """Units that no two blocks share: those that the warpgroups along K take together."""
+        return self.span * self.depth_groups
+
+    @property
     def alone(self) -> bool:
-        """Whether a warpgroup's sums are the whole ones."""
-        return self.depth_groups == self.split == 1
+        """Whether a warpgroup's sums are those of its block."""
+        return self.depth_groups == 1
 
     @property
     def sends(self) -> bool:
@@ -102,19 +100,22 @@ class Shape:
         return self.alone and self.kind == ONE and self.tokens in MANY
 
     @property
-    def persistent(self) -> bool:
-        """Whether blocks take one tile after the other: sums have a place beside x."""
-        return self.alone or self.kind == EXPERTS or self.beside
+    def handed_bytes(self) -> int:
+        """Memory for the sums that a block hands to another one; 0 where none does."""
+        sums = self.tokens * self.row_groups * GROUP_ROWS * 4
+        return FLAG_BYTES + sums if self.streamed else 0
 
 
 def drain_of(shape: Shape) -> int:
-    """Rows of x that are stored at a time: few where other things need the place; an even part."""
-    if shape.tokens in QUARTERED:
-        return shape.tokens // 4
+    """Rows of x that a warpgroup stores at a time: matmul/hopper_drain.cuh's drain_of."""
     large = shape.wide and shape.tokens == TOKENS[-1]
-    small = large or shape.row_groups == 4 or shape.tokens == 192
-    most = DRAIN_SMALL if small else DRAIN
-    return most * 3 // 4 if shape.tokens == FEW_MORE else most
+    small = shape.row_groups == 4 or not shape.alone or shape.tokens == 192 or large
+    own = shape.tokens // shape.depth_groups
+    own = 8 if shape.tokens % (8 * shape.depth_groups) else own
+    each = min(own, DRAIN_SMALL if small else DRAIN)
+    while own % each or (shape.alone and each < own and own // each % 2):
+        each -= 8
+    return each
 
 
 def box_of(shape: Shape, token_tiles: int, tile_tokens: int) -> int:
@@ -129,15 +130,13 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     """Dynamic shared memory of a block."""
     width = shape.row_groups * GROUP_ROWS
     stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
-    drain = 0
-    if shape.alone:
-        each = min(shape.tokens, drain_of(shape)) * DRAIN_PITCH * 4
-        whole = BOX_ALIGNMENT if shape.tokens in MANY else 1
-        drain = shape.row_groups * -(-each // whole) * whole
-    elif shape.persistent:
-        drain = shape.depth_groups * shape.tokens * (width + 4) * 4
-    received = 16 if shape.split > 1 or shape.paired or shape.halved else 0
-    return shape.stages * stage + drain + table + UNITS + received
+    whole = BOX_ALIGNMENT if shape.tokens in MANY else 1
+    each = -(-drain_of(shape) * DRAIN_PITCH * 4 // whole) * whole
+    pairs = shape.row_groups * shape.depth_groups * (shape.depth_groups - 1)  # that give sums
+    most = -(-shape.tokens // (8 * shape.depth_groups))
+    given = pairs and pairs * min(most, GIVEN_AT_ONCE // pairs) * GIVEN_BYTES
+    drain = max(shape.row_groups * shape.depth_groups * each, given)
+    return shape.stages * stage + drain + table + KEPT
 
 
 @lru_cache(maxsize=4096)
@@ -153,13 +152,6 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
             if shared_bytes(found, bits, table) <= SHARED[90]:
                 return found
     return None
-
-
-def has_place(shape: Shape, bits: int) -> bool:
-    """Whether sums fit where x was."""
-    width = shape.row_groups * GROUP_ROWS
-    sums = shape.depth_groups * shape.tokens * (width + 4) * 4
-    return sums <= shape.stages * shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8)
 
 
 class Decoding(NamedTuple):
@@ -201,8 +193,8 @@ def is_heavy(fmt: Format, depth: int) -> bool:
 
 
 def room_of(fmt: Format, depth: int, dtype: str) -> int:
-    """What decoding leaves registers for: 2, four warpgroups that have different rows of a weight,
-    and to skip stages; 1, four for up to 64 rows of x; 0, no more than three."""
+    """What decoding leaves registers for: 2, four warpgroups that have different rows of a weight;
+    1, four for up to 64 rows of x; 0, no more than three."""
     if fmt.is_blocks:
         return int(fmt.layout.elements <= UNIT)
     fine = Groups.of(fmt, depth).fine
@@ -221,15 +213,27 @@ FEED, MEMORY, MULTIPLIED = 48.2, 12.95, 1943
 COMPUTED, LOOKED_UP, HEAVY = (610, 33), (608, 57), (960, 95)
 WAITING = {(1, 4): 4.3, (2, 4): 0.75, (2, 2): 0.2, (2, 1): 0.2}
 COMING_LATE, IN_TURN, IN_TURN_READING = 1.31, 0.04, 0.13
-UNUSUAL = 1.04  # what products of QUARTERED rows of x take more than their part of others'
-# Cycles of blocks whose sums are parts, and of those that meet another block; floats that
-# warpgroups of a block give each other in a cycle, and that blocks do.
-PARTS, MEETING, GIVEN, SENT = 420, 280, 10, 9
+UNUSUAL = 1.04  # what products of UNUSUAL_ROWS rows of x take more than their part of others'
+# Cycles of warpgroups whose sums are parts, and of blocks that hand them to others; floats of them
+# in a cycle.
+PARTS, HANDING, GIVEN, HANDED = 420, 3000, 10, 9
+
+
+def streamed_tiles(tiles: int, processors: int) -> int:
+    """Of how many tiles blocks share the units: those behind the last round but one of whole ones.
+
+    So each of them has at least a whole tile's units, where there are so many, and few meet.
+    """
+    return tiles if tiles < processors else processors + tiles % processors
+
+
+def blocks_of(shape: Shape, tiles: int, units: int, processors: int) -> int:
+    """Blocks of the kernel, each of which has something to do."""
+    return min(processors, tiles * -(-units // shape.portion) if shape.streamed else tiles)
 
 
 def _cost(
     shape: Shape,
-    ways: tuple[bool, bool],
     rows: int,
     tile_rows: int,
     tiles: int,
@@ -237,11 +241,7 @@ def _cost(
     decoding: Decoding,
     processors: int,
 ) -> float:
-    """Cycles that a product takes, but for what is the same for all shapes.
-
-    `ways`: whether its tiles are paired, and halved.
-    """
-    paired, halved = ways
+    """Cycles that a product takes, but for what is the same for all shapes."""
     s, width = shape, shape.row_groups * GROUP_ROWS
     latency, issue = HEAVY if decoding.heavy else LOOKED_UP if decoding.looked_up else COMPUTED
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (decoding.bits + 0.25) / 8
@@ -254,24 +254,19 @@ def _cost(
         alone,
     )
     step += IN_TURN * alone
-    sums, end = width * s.tokens, 0.0
-    if s.depth_groups > 1:
-        end += PARTS + (s.depth_groups - 1) * sums / GIVEN
-    together = PARTS + MEETING + sums / SENT
-    rounds: float = -(-tiles * s.split // processors)
-    if s.split > 1:
-        end += together
-    if paired:
-        end, rounds = together / rounds, rounds - 0.5
-    if halved:
-        end = (PARTS + MEETING + sums / s.row_groups / SENT) / rounds
-        rounds -= 0.5 / s.row_groups
+    sums = width * s.tokens
+    end = 0.0 if s.alone else PARTS + (s.depth_groups - 1) * sums / GIVEN
+    blocks = blocks_of(s, tiles, units, processors)
+    rounds: float = tiles / blocks if s.streamed else -(-tiles // blocks)
+    ending = rounds * end
+    if s.streamed:  # a block begins within one tile, and ends within another one
+        ending += end + HANDING + (1 + max(1, blocks / tiles)) * sums / HANDED
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
         reading = tiles * units * codes / (processors * MEMORY)
-        reading += IN_TURN_READING * units / s.split * alone + end
-    cost = max(rounds * (units / s.split * step + end), reading)
-    return cost * UNUSUAL if s.tokens in QUARTERED else cost
+        reading += IN_TURN_READING * units * min(rounds, 1) * alone + ending / max(rounds, 1)
+    cost = max(rounds * units * step + ending, reading)
+    return cost * UNUSUAL if s.tokens in UNUSUAL_ROWS else cost
 
 
 def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
@@ -300,16 +295,15 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 continue
             if tokens == ALONE and depth_groups > 1:
                 continue
+            if tokens >= LARGE and row_groups == depth_groups == 2:  # there are no registers for it
+                continue
             if row_groups == 4 and decoding.room < (2 if tokens >= FEW_MORE else 1):
                 continue
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
             operands = _operands(tokens, groups, decoding)
-            for split in (1,) if kind == EXPERTS else (1, 2):
-                for span in SPANS[tokens]:
-                    yield Shape(
-                        tokens, row_groups, depth_groups, split, STAGES, span, *operands, kind
-                    )
+            for span in SPANS[tokens]:
+                yield Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
 
 
 def divide(
@@ -338,93 +332,43 @@ def _fastest(
 ) -> Shape:
     """`divide`, of a multiple of TOKENS[0] rows, with at most so many in a tile."""
     units = -(-depth // UNIT)
-    bits, heavy, _, room = decoding
-    best: tuple[float, Shape, bool, bool, int, int] | None = None
-    for shape, staged_shapes in _candidates(rows if kind == EXPERTS else most, decoding, kind):
-        if shape.tokens == FEW_MORE and rows > FEW_MORE:
+    best: tuple[float, Shape, int, int] | None = None
+    for staged_shape in _candidates(rows if kind == EXPERTS else most, decoding, kind):
+        if staged_shape.tokens == FEW_MORE and rows > FEW_MORE:
             continue
-        token_tiles = -(-rows // shape.tokens)
-        tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
-        tiles = -(-columns // tile_rows) * token_tiles
-        if shape.split > 1 and tiles * shape.split > multiprocessors:
-            continue
-        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
-            continue
-        found = staged_shapes[_is_beside(shape, tiles, multiprocessors)]
-        if found is None or not (found.persistent or has_place(found, bits)):
-            continue
-        paired = not heavy and has_place(found, bits)
-        paired = paired and _is_paired(found, tiles, units, multiprocessors)
-        common = halves_of(found, columns, multiprocessors)
-        halved = room == 2 and is_halved(found, common, tiles, token_tiles, multiprocessors)
-        if halved:
-            paired, tile_rows, tiles = False, common.rows, common.rounds * common.blocks
-        ways = paired, halved
-        cost = _cost(found, ways, rows, tile_rows, tiles, units, decoding, multiprocessors)
-        if best is None or cost < best[0]:
-            best = cost, found, paired, halved, token_tiles, tiles
+        token_tiles = -(-rows // staged_shape.tokens)
+        for streamed in (False,) if kind == EXPERTS else (False, True):
+            shape = replace(staged_shape, streamed=streamed)
+            tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
+            tiles = -(-columns // tile_rows) * token_tiles
+            if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
+                continue
+            cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
+            if best is None or cost < best[0]:
+                best = cost, shape, token_tiles, tiles
     assert best is not None
-    _, shape, paired, halved, token_tiles, tiles = best
-    shape = replace(shape, paired=paired, halved=halved)
+    _, shape, token_tiles, tiles = best
     shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
-    parts = shape.halved or shape.split > 1
-    if decoding.looked_up and not heavy and shape.tokens in MANY and parts:
+    few = shape.streamed and shape.tokens in MANY
+    if decoding.looked_up and not decoding.heavy and few:
         shape = replace(shape, slices=2)  # a block's few products have less to hide decoding behind
     return shape
 
 
 @lru_cache(maxsize=1024)
-def _candidates(
-    most: int, decoding: Decoding, kind: int
-) -> tuple[tuple[Shape, tuple[Shape | None, Shape | None]], ...]:
-    """All shapes with at most so many rows of x in a tile, and what they are with their stages:
-    where sums take the place of x, and where they have one beside it."""
+def _candidates(most: int, decoding: Decoding, kind: int) -> tuple[Shape, ...]:
+    """All shapes with at most so many rows of x in a tile, with their stages: those of the larger
+    table of a codebook, where it leaves room for enough."""
     tables = decoding.tables
 
-    def found(shape: Shape, beside: bool) -> Shape | None:
+    def found(shape: Shape) -> Shape | None:
         for wide in (True, False) if tables[1] > tables[0] else (False,):
-            own = replace(shape, wide=wide, beside=beside)
-            made = staged(own, decoding.bits, tables[wide])
+            made = staged(replace(shape, wide=wide), decoding.bits, tables[wide])
             if made and (shape.tokens < TOKENS[-1] or made.stages >= LEAST_STAGES):
                 return made
         return None
 
-    shapes = _shapes(most, decoding, kind)
-    return tuple((shape, (found(shape, False), found(shape, True))) for shape in shapes)
-
-
-def _is_paired(shape: Shape, tiles: int, units: int, processors: int) -> bool:
-    """Whether blocks are so many, and the last ones so few, that two may share a tile."""
-    left = tiles % processors
-    fits = shape.alone and shape.kind == ONE and units > 1
-    return fits and processors % 2 == 0 and tiles > processors and 0 < left <= processors // 2
-
-
-class Halves(NamedTuple):
-    """Tiles of blocks that have half of K of some of their rows: so many of each, and those of two
-    rows of the weight have, on average."""
-
-    rounds: int
-    blocks: int
-    rows: int
-
-
-def halves_of(shape: Shape, columns: int, processors: int) -> Halves:
-    """The fewest rounds in which two blocks have one warpgroup's rows in common."""
-    groups, pairs = -(-columns // GROUP_ROWS), max(processors // 2, 1)
-    both = 2 * shape.row_groups
-    rounds = -(-(-(-groups // pairs) + 1) // both)
-    each = both * rounds - 1
-    return Halves(rounds, 2 * -(-groups // each), GROUP_ROWS * each // (2 * rounds))
-
-
-def is_halved(shape: Shape, halves: Halves, tiles: int, token_tiles: int, processors: int) -> bool:
-    """Whether the blocks of a cluster have a warpgroup's rows in common: where this takes no more
-    rounds, of which the last one is shorter."""
-    able = shape.alone and shape.kind == ONE and shape.row_groups > 1 and token_tiles == 1
-    parts = shape.tokens > drain_of(shape)
-    fits = 2 <= halves.blocks <= processors and halves.rounds <= -(-tiles // processors)
-    return able and parts and fits
+    return tuple(filter(None, map(found, _shapes(most, decoding, kind))))
 
 
 def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bool:
@@ -433,14 +377,8 @@ def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bo
     With one tile of them all blocks read the same ones at the same time.
     """
     large = shape.tokens in MANY and shape.alone and shape.kind == ONE and shape.span == 1
+    large = large and not shape.streamed
     return large and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
-
-
-def _is_beside(shape: Shape, tiles: int, processors: int) -> bool:
-    """Whether blocks take several tiles of few rows of x: what comes next is then on its way while
-    sums meet."""
-    several = tiles > processors and shape.tokens <= TOKENS[1]
-    return several and shape.kind == ONE and shape.split == 1 and shape.depth_groups > 1
 
 
 def tokens_of_tile(rows: int, token_tiles: int) -> int:
@@ -453,10 +391,10 @@ def tokens_of_tile(rows: int, token_tiles: int) -> int:
 def rows_of_tile(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
     """Rows of a tile, whole strips: fewer than there may be where no block has two tiles, and for
     few rows of x, which weights keep waiting, in any case, so that all rounds are full."""
-    blocks = processors // (token_tiles * shape.split)
+    blocks = processors // token_tiles
     rounds = -(-columns // (blocks * shape.rows)) if blocks else 0
     few = shape.tokens == TOKENS[0] and token_tiles == 1
-    if shape.kind != ONE or shape.halved or not (rounds == 1 or (rounds > 1 and few)):
+    if shape.kind != ONE or shape.streamed or not (rounds == 1 or (rounds > 1 and few)):
         return shape.rows
     return -(-columns // (rounds * blocks * STRIP)) * STRIP
 

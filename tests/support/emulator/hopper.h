@@ -201,6 +201,14 @@ inline void prefetch_run(const void* from, int bytes) {
     static_cast<void>(static_cast<const volatile unsigned char*>(from)[bytes - 1]);
 }
 
+// ---- numbers in global memory that other blocks wait for ----------------------------------------
+
+inline void raise_flag(unsigned long long* flag, unsigned long long value) { *flag = value; }
+inline void wait_for_flag(const unsigned long long* flag, unsigned long long value, Place place = Place::here()) {
+    const auto raised = [](const void* about, std::uint64_t value) { return *static_cast<const unsigned long long*>(about) == value; };
+    emulator::wait_until({"wait_for_flag", raised, flag, value, place});
+}
+
 // ---- warps with different tasks -----------------------------------------------------------------
 
 inline bool elect_one() { return threadIdx.x % 32 == 0; }

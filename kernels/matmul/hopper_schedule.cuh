@@ -1,0 +1,49 @@
+// Which tiles a block multiplies, and which units of K of each. The first tiles are taken whole, one by each block in turn. The
+// units of the last ones lie one behind the other, and each block has an even part of them, whatever their number is.
+#pragma once
+
+namespace cuquant {
+
+// kPortion: units that are never divided, those that the warpgroups of a block take together. kStreamed: whether there are
+// tiles behind the `whole` ones.
+template <int kPortion, bool kStreamed>
+struct Schedule {
+    // A part of fewer portions takes less time than its sums take to the block that wants them.
+    static constexpr int kLeast = 2;
+    int whole, tiles, all_units;   // tiles that are taken whole, and all of them; units of a tile
+    int tile, first = 0, stop;     // what the block has now: units from `first` on, those below `stop`
+    int left = -1;                 // of its part of the last tiles: the end of the portions that are to come
+
+    __device__ Schedule(int whole, int tiles, int all_units)
+        : whole(whole), tiles(tiles), all_units(all_units), tile(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)), stop(all_units) {}
+    __device__ int portions() const { return (all_units + kPortion - 1) / kPortion; }  // of a tile
+
+    // Where the part of a block begins, in portions from tile `whole` on: behind that of the block before.
+    __device__ int begin_of(int block) const {
+        const int each = portions(), all = (tiles - whole) * each, blocks = gridDim.x;
+        const int at = all / blocks * block + min(block, all % blocks), in_tile = at % each;
+        return in_tile < kLeast ? at - in_tile : each - in_tile < kLeast ? at - in_tile + each : at;
+    }
+    // The next tile; false where there is none. Of its part a block takes the end first, which is the beginning of a tile: by the
+    // time that the block with the tile's last unit comes to it, the sums are there.
+    __device__ bool next() {
+        if (!kStreamed || left < 0) {
+            tile += gridDim.x;
+            if (tile < whole || !kStreamed) return tile < whole;
+            left = begin_of(blockIdx.x + 1);
+        }
+        const int begin = begin_of(blockIdx.x), number = (left - 1) / portions(), start = number * portions();
+        if (left <= begin) return false;
+        tile = whole + number;
+        first = max(begin - start, 0) * kPortion;
+        stop = min((left - start) * kPortion, all_units);
+        left = max(begin, start);
+        return true;
+    }
+    // Whether blocks of lower numbers have the first units of the tile.
+    __device__ bool begins_within() const { return left > (tile - whole) * portions(); }
+    // Whether a block of a lower number has units of this tile too.
+    __device__ bool is_shared_with(int block) const { return begin_of(block + 1) > (tile - whole) * portions(); }
+};
+
+}  // namespace cuquant
