@@ -221,7 +221,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     const Prepacked& own_weights = kKind == kOne ? weights : moved;
     Kept& kept = all_kept[warp];
-    const auto come_back = [&] { schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done; };
+    const auto come_back = [&] {
+        schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done;
+        __syncwarp();  // before lane 0 overwrites them
+    };
     for (; schedule.next(); come_back()) {
         locate(schedule.tile);
         const bool lost = kRouted && expert < 0;

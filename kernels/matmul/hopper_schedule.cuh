@@ -41,7 +41,7 @@ struct Schedule {
         return true;
     }
     // Whether blocks of lower numbers have the first units of the tile.
-    __device__ bool begins_within() const { return left > (tile - whole) * portions(); }
+    __device__ bool begins_within() const { return tile >= whole && left > (tile - whole) * portions(); }
     // Whether a block of a lower number has units of this tile too.
     __device__ bool is_shared_with(int block) const { return begin_of(block + 1) > (tile - whole) * portions(); }
 };
