@@ -70,11 +70,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     // one might be two behind, and would not be seen.
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
     constexpr bool kAlone = kDepthGroups == 1;  // sums need no other part of K
-    static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1 && !kStreamed), "two blocks with the same rows of x");
+    static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
     static_assert(!kRouted || !kStreamed, "how many tiles there are is not known before");
     using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kTable && kTokens == 256>;
     using Parts = typename Drained::Parts;
-    using Between = Handover<Parts, kTokens, kRowGroups, kGroups>;
+    constexpr int kPeers = kSharedX ? 2 : 1;
+    using Between = Handover<Parts, kTokens, kRowGroups, kGroups, kPeers>;
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
     constexpr bool kSends = kAlone && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
@@ -110,13 +111,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         wait_for_earlier();
         token_tiles = static_cast<int>(*routed.count);
     }
+    row_tiles /= kPeers;  // the blocks of a cluster take neighbours
     const int tiles = token_tiles * row_tiles;
-    Schedule<kSpan * kDepthGroups, kStreamed> schedule(kStreamed ? whole : tiles, tiles, weights.units);
+    using Share = Schedule<kSpan * kDepthGroups, kStreamed>;
+    Share schedule(kStreamed ? whole / kPeers : tiles, tiles, weights.units, blockIdx.x / kPeers, gridDim.x / kPeers);
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
-    const auto locate = [&](int number) {  // kSharedX: two neighbours have different rows of the weight
-        const int tile = kSharedX ? number / 2 : number, rows_of = kSharedX ? row_tiles / 2 : row_tiles;
-        const int set = tile / (kTogether * rows_of), in_set = tile - set * kTogether * rows_of;
+    const auto locate = [&](int tile) {
+        const int set = tile / (kTogether * row_tiles), in_set = tile - set * kTogether * row_tiles;
         const int wide = min(kTogether, token_tiles - set * kTogether);
         const int own = set * kTogether + in_set % wide;
         token = own * tile_tokens;
@@ -125,7 +127,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
             end = token + static_cast<int>(segment.count);
         }
-        row = (kSharedX ? in_set / wide * 2 + number % 2 : in_set / wide) * tile_rows;
+        row = (in_set / wide * kPeers + rank) * tile_rows;
     };
 
     const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
@@ -392,7 +394,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         release();
         Parts::run(sum, reinterpret_cast<float4*>(drain), depth, row_group, 1 + kGroups);
         if constexpr (kStreamed) {
-            const Between between{handed, ticket, warp, lane, depth, row_group};
+            const Between between{handed, ticket, rank, warp, lane, depth, row_group};
             if (stop < weights.units) {
                 between.give(sum);
                 continue;

@@ -72,7 +72,8 @@ struct Exchange {
 // hand over, each of them one tile's sums at most, warp by warp in the order of registers. A warp says by a ticket that they
 // are there. No two calls have the same one, and memory does not hold it by accident: nobody needs to clear it before. Who
 // has seen it clears it, since a CUDA graph comes again with the ticket that it had.
-template <class Parts, int kTokens, int kRowGroups, int kGroups>
+// kPeers: blocks of a cluster, of which each has to do with the same one of other clusters.
+template <class Parts, int kTokens, int kRowGroups, int kGroups, int kPeers>
 struct Handover {
     static constexpr int kFlags = 16, kSums = kRowGroups * 4 * Parts::kTiles * 32;  // float4s
     static constexpr int kBytes = kFlags * 8 + kSums * 16;                          // of a block
@@ -80,24 +81,25 @@ struct Handover {
     static constexpr int kTogether = Parts::kMost < kInFlight ? Parts::kMost : kInFlight, kBlocks = kInFlight / kTogether;
     u8* memory;
     u64 ticket;
-    int warp, lane, depth, row_group;
+    int rank, warp, lane, depth, row_group;
 
-    __device__ u64* flag(int block) const { return reinterpret_cast<u64*>(memory + static_cast<i64>(block) * kBytes) + warp; }
+    __device__ u8* place(int block) const { return memory + static_cast<i64>(block * kPeers + rank) * kBytes; }
+    __device__ u64* flag(int block) const { return reinterpret_cast<u64*>(place(block)) + warp; }
     __device__ float4* sums(int block) const {
-        float4* const first = reinterpret_cast<float4*>(memory + static_cast<i64>(block) * kBytes + kFlags * 8);
+        float4* const first = reinterpret_cast<float4*>(place(block) + kFlags * 8);
         return first + (row_group * 4 + warp % 4) * Parts::kTiles * 32 + lane;
     }
     __device__ void give(const float (&sum)[kTokens / 2]) const {
-        float4* const to = sums(blockIdx.x);
+        float4* const to = sums(blockIdx.x / kPeers);
         Parts::each(depth, [&](int tile, int) { to[tile * 32] = four_of(sum + 4 * tile); });
         __syncwarp();
-        if (lane == 0) raise_flag(flag(blockIdx.x), ticket);
+        if (lane == 0) raise_flag(flag(blockIdx.x / kPeers), ticket);
     }
     // `gives` says which of the blocks of lower numbers have a part. Each lane waits for another one, since a look at a flag takes
     // as long as loads of sums, of which many are on their way at a time.
     template <class Gives>
     __device__ void take(float (&sum)[kTokens / 2], const Gives& gives) const {
-        for (int last = static_cast<int>(blockIdx.x) - 1; last >= 0 && gives(last); last -= 32) {
+        for (int last = static_cast<int>(blockIdx.x / kPeers) - 1; last >= 0 && gives(last); last -= 32) {
             const int block = last - lane;
             const bool waits = block >= 0 && gives(block);
             if (waits) {

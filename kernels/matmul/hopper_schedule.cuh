@@ -11,28 +11,29 @@ struct Schedule {
     // A part of fewer portions takes less time than its sums take to the block that wants them.
     static constexpr int kLeast = 2;
     int whole, tiles, all_units;   // tiles that are taken whole, and all of them; units of a tile
+    int block, blocks;
     int tile, first = 0, stop;     // what the block has now: units from `first` on, those below `stop`
     int left = -1;                 // of its part of the last tiles: the end of the portions that are to come
 
-    __device__ Schedule(int whole, int tiles, int all_units)
-        : whole(whole), tiles(tiles), all_units(all_units), tile(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)), stop(all_units) {}
+    __device__ Schedule(int whole, int tiles, int all_units, int block, int blocks)
+        : whole(whole), tiles(tiles), all_units(all_units), block(block), blocks(blocks), tile(block - blocks), stop(all_units) {}
     __device__ int portions() const { return (all_units + kPortion - 1) / kPortion; }  // of a tile
 
     // Where the part of a block begins, in portions from tile `whole` on: behind that of the block before.
-    __device__ int begin_of(int block) const {
-        const int each = portions(), all = (tiles - whole) * each, blocks = gridDim.x;
-        const int at = all / blocks * block + min(block, all % blocks), in_tile = at % each;
+    __device__ int begin_of(int number) const {
+        const int each = portions(), all = (tiles - whole) * each;
+        const int at = all / blocks * number + min(number, all % blocks), in_tile = at % each;
         return in_tile < kLeast ? at - in_tile : each - in_tile < kLeast ? at - in_tile + each : at;
     }
     // The next tile; false where there is none. Of its part a block takes the end first, which is the beginning of a tile: by the
     // time that the block with the tile's last unit comes to it, the sums are there.
     __device__ bool next() {
         if (!kStreamed || left < 0) {
-            tile += gridDim.x;
+            tile += blocks;
             if (tile < whole || !kStreamed) return tile < whole;
-            left = begin_of(blockIdx.x + 1);
+            left = begin_of(block + 1);
         }
-        const int begin = begin_of(blockIdx.x), number = (left - 1) / portions(), start = number * portions();
+        const int begin = begin_of(block), number = (left - 1) / portions(), start = number * portions();
         if (left <= begin) return false;
         tile = whole + number;
         first = max(begin - start, 0) * kPortion;
@@ -43,7 +44,7 @@ struct Schedule {
     // Whether blocks of lower numbers have the first units of the tile.
     __device__ bool begins_within() const { return tile >= whole && left > (tile - whole) * portions(); }
     // Whether a block of a lower number has units of this tile too.
-    __device__ bool is_shared_with(int block) const { return begin_of(block + 1) > (tile - whole) * portions(); }
+    __device__ bool is_shared_with(int number) const { return begin_of(number + 1) > (tile - whole) * portions(); }
 };
 
 }  // namespace cuquant

@@ -377,7 +377,6 @@ def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bo
     With one tile of them all blocks read the same ones at the same time.
     """
     large = shape.tokens in MANY and shape.alone and shape.kind == ONE and shape.span == 1
-    large = large and not shape.streamed
     return large and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
 
 

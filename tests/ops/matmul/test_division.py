@@ -1,7 +1,7 @@
 """How products with prepacked weights are divided: all of them once, by what a GPU has."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -89,13 +89,12 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     decoding = tiles.Decoding(bits, heavy, tables)
     shape = tiles.divide(rows, columns, depth, decoding, processors, kind)
     assert tiles.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
-    assert shape.tokens in tiles.TOKENS and shape.split in (1, 2) and shape.kind == kind
-    assert kind != tiles.EXPERTS or (shape.tokens == rows and shape.split == 1)
+    assert shape.tokens in tiles.TOKENS and shape.kind == kind
+    assert kind != tiles.EXPERTS or (shape.tokens == rows and not shape.streamed)
     assert kind != tiles.GATED or shape.row_groups == 2
-    # The kernel's static_asserts: registers, and sums that take the place of x.
+    # The kernel's static_asserts: registers and stages.
     groups = shape.row_groups * shape.depth_groups
     assert 2 <= groups <= 4 and shape.threads == 128 * (groups + 1)
-    assert tiles.has_place(shape, bits) or (shape.persistent and not shape.paired)
     assert shape.stages % shape.depth_groups == 0 and shape.stages >= 2 * shape.depth_groups
     # Threads of a warpgroup hold its sums, and an operand or two: whole ones for late scales.
     launched = 65536 // shape.threads // 8 * 8 * (groups + 1)
@@ -103,31 +102,55 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     operands = 4 * shape.buffers * (4 if shape.tokens <= 32 else shape.slices)
     assert shape.slices in (1, 2, 4) and shape.span <= 4
     assert shape.tokens // 2 + operands + 32 <= (launched - few) // groups // 8 * 8
-    units = -(-depth // 64)  # K: every block of a cluster has some, and all have all
-    borders = [units * rank // shape.split for rank in range(shape.split + 1)]
-    assert borders[0] == 0 and borders[-1] == units and sorted(set(borders)) == borders
     # A tile has whole strips, and where there are several rounds as many as it can, or for few rows
     # of x as many as leave no more rounds.
-    token_tiles, at_once = -(-rows // shape.tokens), max(processors // shape.split, 1)
+    token_tiles = -(-rows // shape.tokens)
     tile_rows = tiles.rows_of_tile(shape, columns, token_tiles, processors)
     assert 0 < tile_rows <= shape.rows and tile_rows % 16 == 0
     count, fewest = (token_tiles * -(-columns // each) for each in (tile_rows, shape.rows))
     few = shape.tokens == 16 and token_tiles == 1
-    even = few and -(-count // at_once) == -(-fewest // at_once)
-    assert tile_rows == shape.rows or count * shape.split <= processors or even
-    assert count * shape.split < 1 << 31 and count * shape.tokens * 4 < 1 << 62
-    if shape.beside:
-        assert kind == tiles.ONE and shape.split == 1 < shape.depth_groups
-        assert count > processors and shape.tokens <= 32
+    even = few and -(-count // processors) == -(-fewest // processors)
+    assert tile_rows == shape.rows or count <= processors or even
+    assert count < 1 << 31 and count * shape.tokens * 4 < 1 << 62
     if shape.shared_x:  # and both blocks of a cluster always have a tile
         assert shape.alone and shape.span == 1 and kind == tiles.ONE and token_tiles > 1
         assert processors % 2 == 0 and count // token_tiles % 2 == 0
-    if shape.paired:  # each cluster has one of the last tiles, or none
-        assert shape.alone and processors % 2 == 0 < count % processors <= processors // 2
+    if shape.streamed:  # in portions that 32 bits hold
+        assert tile_rows == shape.rows
+        assert tiles.streamed_tiles(count, processors) * -(-depth // 64) < 1 << 31
+
+
+@given(st.integers(1, 1000), processors, st.integers(1, 70), st.integers(1, 16))
+def test_blocks_have_even_parts_of_the_last_tiles(count, processors, units, portion):
+    """matmul/hopper_schedule.cuh: every portion is one block's, and nobody waits for nobody."""
+    streamed = tiles.streamed_tiles(count, processors)
+    assert (count - streamed) % processors == 0 and streamed < 2 * processors
+    shape = tiles.Shape(16, 1, 1, 4, portion, 2, 4, streamed=True)
+    blocks, each = tiles.blocks_of(shape, count, units, processors), -(-units // portion)
+    assert blocks <= processors
+
+    def begin_of(block: int) -> int:
+        all_ = streamed * each
+        at = all_ // blocks * block + min(block, all_ % blocks)
+        if at % each < 2:
+            return at - at % each
+        return at + each - at % each if each - at % each < 2 else at
+
+    begins = [begin_of(block) for block in range(blocks + 1)]
+    assert begins[0] == 0 and begins[-1] == streamed * each and sorted(begins) == begins
+    assert max(b - a for a, b in pairwise(begins)) <= -(-streamed * each // blocks) + 2
+    for block, (first, end) in enumerate(pairwise(begins)):
+        start = first // each * each  # of the tile that it has the last portions of
+        if first == start or end < start + each:
+            continue
+        gives = [b for b in range(block) if begins[b + 1] > start]
+        assert gives and all(begins[b] < begins[b + 1] for b in gives)
+        assert gives == list(range(gives[0], block)) and begins[gives[0]] <= start
 
 
 def test_rounds_of_few_rows_of_x_are_even():
-    shape = replace(tiles.shape_of(replace(PROBLEM, rows=16)), tokens=16, row_groups=2, split=1)
+    found = tiles.shape_of(replace(PROBLEM, rows=16))
+    shape = replace(found, tokens=16, row_groups=2, streamed=False)
     for columns, rows in ((14336, 112), (28672, 112), (16896, 128), (50_688, 128), (16, 16)):
         assert tiles.rows_of_tile(shape, columns, 1, 132) == rows
     assert tiles.rows_of_tile(replace(shape, tokens=32), 28672, 1, 132) == 128
@@ -148,13 +171,12 @@ def test_small_tiles_that_are_not_looked_at_would_not_be_the_fastest(name, monke
     assert list(map(tiles.shape_of, problems)) == found
 
 
-def test_blocks_of_several_tiles_of_few_rows_of_x_do_not_begin_anew():
-    nf4 = replace(PROBLEM, rows=16, format=LAID["nf4"], columns=28672, depth=8192)
-    wide = tiles.shape_of(nf4)
-    assert wide.beside and wide.persistent and not wide.alone
-    one_each = tiles.shape_of(replace(nf4, columns=8192))
-    assert one_each.depth_groups > 1 and not one_each.beside and not one_each.persistent
-    assert not tiles.shape_of(replace(nf4, rows=300)).beside
+def test_blocks_share_tiles_where_these_are_too_few_or_a_few_too_many():
+    nf4 = replace(PROBLEM, rows=64, format=LAID["nf4"], columns=5120, depth=27648)
+    assert tiles.shape_of(nf4).streamed
+    assert tiles.shape_of(replace(nf4, gated=True)).streamed
+    assert not tiles.shape_of(replace(nf4, columns=132 * 128, rows=256)).streamed
+    assert not tiles.shape_of(replace(nf4, columns=132 * 128, depth=64, rows=256)).streamed
 
 
 def test_blocks_share_x_where_two_have_the_same_rows_at_a_time():
@@ -178,21 +200,6 @@ def test_every_tile_has_rows_of_x(rows, tokens):
     each = tiles.tokens_of_tile(rows, count)
     assert each <= tokens and (count - 1) * each < rows <= count * each
     assert count == 1 or each % 16 == 0  # whole boxes, of which two blocks have half
-
-
-@given(sizes, processors)
-def test_blocks_that_have_rows_in_common(columns, processors):
-    """All rows are somebody's, in as few rounds as without them."""
-    for groups, tokens in ((2, 128), (4, 64), (2, 256), (3, 128)):
-        shape = tiles.Shape(tokens, groups, 1, 1, 4, 1, 2, 4)
-        found = tiles.halves_of(shape, columns, processors)
-        both = 64 * (2 * groups * found.rounds - 1)  # rows of two blocks
-        assert found.blocks % 2 == 0 and found.blocks // 2 * both >= columns
-        assert (found.blocks // 2 - 1) * both < columns and found.rows * found.rounds * 2 <= both
-        count = -(-columns // (64 * groups))
-        if tiles.is_halved(shape, found, count, 1, processors):
-            assert found.blocks <= processors and found.rounds <= -(-count // processors)
-        assert not tiles.is_halved(shape, found, count, 2, processors)
 
 
 def test_the_large_table_of_levels_leaves_enough_stages():

@@ -108,6 +108,7 @@ STREAMED = [
         (256, 2, 1, 3, 1, 2, 4),
     )
 ]
+BOTH = (64, 2, 1, 4, 1, 2, 4, tiles.ONE, False, True, True)
 DIVIDED = [
     *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in (*SHAPES, *STREAMED)),
     *(
@@ -238,6 +239,17 @@ def test_every_way_to_divide(case, numbers, run):
     """Fewer stages than steps, so that they are used again; blocks that have several tiles."""
     with divided(numbers):
         y = run_case(run, case, out_dtype="float32")
+    assert expected(case).admits(y, case.shape[1])
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 10])
+def test_blocks_that_share_x_and_tiles(multiprocessors, built):
+    """Of 6 pairs of tiles two clusters take one each, which is whole, and both share the others;
+    or five clusters share them all."""
+    case = Case("nf4", "float16", 190, (450, 1160))
+    with divided(BOTH):
+        emulator = Emulator(multiprocessors=multiprocessors, arch=ARCH)
+        y = run_case(Products(emulator), case, out_dtype="float32")
     assert expected(case).admits(y, case.shape[1])
 
 
