@@ -113,16 +113,14 @@ def fine() -> list[Program]:
 
 @cache
 def tall() -> list[Program]:
-    """Kernels of tiles of other rows of x, and of rows of the weight that two blocks share."""
-    found, shape = [], (28672, 8192)
+    """Kernels of tiles of other rows of x, of blocks that share tiles and of some that do not."""
+    found, rows_of_x = [], (32, 64, 80, 128, 160, 192, 224)
     for i, name in enumerate(("int4", "nf4", "uint4", "int8", "uint3", "k6", "q4_1", "q4_k")):
         fmt, dtype = cq.get_format(name), ("float16", "bfloat16")[i % 2]
-        for rows in (80, 128, 160, 192, 224):
+        for rows, shape in product(rows_of_x, ((28672, 8192), (5120, 13824))):
             problem = Problem(rows, *shape, fmt, FRAGMENTS_LAYOUT, dtype, True, MAIN_ARCH, 132)
             tile = tiles.shape_of(problem)
-            assert tile.tokens >= rows
-            assert tile.halved <= (tiles.room_of(fmt, shape[1], dtype) == 2)
-            assert tile.halved or name not in ("int4", "nf4", "uint4")
+            assert tile.streamed or shape != (5120, 13824)
             found.append(hopper._program(fmt, dtype, tile, Groups.of(fmt, shape[1])))
     return found
 

@@ -176,6 +176,9 @@ def built(request) -> None:
         with divided(stored(given["tokens"])):
             run_case(run, given["case"])
             run_case(run, given["case"], out_dtype="float32")
+    for given in selected(request, "test_blocks_share_tiles_of_each_format"):
+        with divided(STREAMED[2]):
+            run_case(run, given["case"])
     for given in selected(request, "test_blocks_that_share_tiles"):
         with divided(given["numbers"]):
             run_case(run, of_several(given["columns"], given["depth"]))
@@ -325,6 +328,10 @@ SHARED = [
 ]
 
 
+def bits_of(case: Case) -> tuple[int, bool]:
+    return cq.get_format(case.format).bits, cq.get_format(case.format).is_blocks
+
+
 def of_several(columns: int, depth: int) -> Case:
     return Case("nf4", "float16", 70, (columns, depth))
 
@@ -365,6 +372,15 @@ def test_blocks_that_share_tiles(numbers, multiprocessors, columns, depth, built
     assert expected(case).admits(y, depth)
     (memory,) = emulator.seen
     assert not (flags(memory, shape) == ticket + 1).any()
+
+
+@pytest.mark.parametrize("case", sampled(EACH, bits_of), ids=str)
+def test_blocks_share_tiles_of_each_format(case, run):
+    """Two blocks have two units each, and each finds what brings its own into float16's range."""
+    emulator = Seen(multiprocessors=3)
+    with divided(STREAMED[2]):
+        y = run_case(Products(emulator), case, out_dtype="float32")
+    assert len(emulator.seen) == 1 and expected(case).admits(y, case.shape[1])
 
 
 def test_who_gives_sums_and_who_takes_them(built):
