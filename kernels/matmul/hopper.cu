@@ -45,15 +45,15 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
     }
 }
 
-// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units of a
-// stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those of 16 columns
-// of each. Products that read registers keep a warp waiting for the ones before, so that with few slices it has less to wait
-// for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one group; kFine: groups in a
-// unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two blocks of a cluster have the same
-// rows of x, of which each brings half to both; kStreamed: see Schedule, which says what `whole` is.
-// `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight, whole
-// strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long where x has
-// no more. `handed` is memory for a Handover, and `ticket` its ticket.
+// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units
+// of a stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those
+// of 16 columns of each. Products that read registers keep a warp waiting for the ones before, so that with few slices
+// it has less to wait for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one
+// group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two
+// blocks of a cluster have the same rows of x, of which each brings half to both; kStreamed, `whole`: see Schedule.
+// `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
+// whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
+// where x has no more. `handed` is memory for a Handover, and `ticket` its ticket.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kStages, int kSpan, int kBuffers,
           int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed>
 __global__ void CUQUANT_CLUSTER(kSharedX ? 2 : 1) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
@@ -114,7 +114,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     row_tiles /= kPeers;  // the blocks of a cluster take neighbours
     const int tiles = token_tiles * row_tiles;
     using Share = Schedule<kSpan * kDepthGroups, kStreamed>;
-    Share schedule(kStreamed ? whole / kPeers : tiles, tiles, weights.units, blockIdx.x / kPeers, gridDim.x / kPeers);
+    const auto share = [&] {
+        return Share(kStreamed ? whole / kPeers : tiles, tiles, weights.units, blockIdx.x / kPeers, gridDim.x / kPeers);
+    };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
     const auto locate = [&](int tile) {
@@ -145,12 +147,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             int stage = 0; u32 parity = 1;
             const int x_bytes = tile_tokens * kUnit * 2;
             bool begun = kRouted;
+            Share schedule = share();
             while (schedule.next()) {
                 locate(schedule.tile);
                 const int first_unit = schedule.first, units = schedule.stop - first_unit;
                 if (kRouted && expert < 0) continue;
                 // Beyond the last strip any will do.
-                const auto strip_of = [&](int r) {
+                const auto strip_of = [&](int row, int r) {
                     return min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
                 };
                 const auto weights_of = [&](int r) -> const Prepacked& { return kPair && r ? second : weights; };
@@ -162,11 +165,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     const i64 first = group_of(first_unit + begin), last = min(static_cast<i64>(group_of(first_unit + end - 1)) + kFine - 1, weights.groups - 1);
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r)
-                        if (has(r)) prefetch_groups<Format, kLie>(weights_of(r), strip_of(r), first, last);
+                        if (has(r)) prefetch_groups<Format, kLie>(weights_of(r), strip_of(anew(row), r), first, last);
                 };
                 const u8* from[kRowGroups];
 #pragma unroll
-                for (int r = 0; r < kRowGroups; ++r) from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) + (strip_of(r) * weights.units + first_unit) * kUnitBytes;
+                for (int r = 0; r < kRowGroups; ++r)
+                    from[r] = reinterpret_cast<const u8*>(weights_of(r).codes) +
+                              (strip_of(row, r) * weights.units + first_unit) * kUnitBytes;
                 if (!begun) {  // to L2 while the kernels before this one end
                     constexpr int kSoon = (4096 / (kRowGroups * kUnitBytes) + kSpan - 1) / kSpan * kSpan;  // units
 #pragma unroll
@@ -184,13 +189,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
-                        if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, token + rank * tile_tokens / 2);
+                        const int first_token = token + rank * tile_tokens / 2;
+                        if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, first_token);
                     } else if (own < count) {
                         copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
-                        if (has(r)) copy_run(coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes, from[r], count * kUnitBytes, ready);
+                        u8* const to = coded + (stage * kStrips + 4 * r + own) * kSpan * kUnitBytes;
+                        if (has(r)) copy_run(to, from[r], count * kUnitBytes, ready);
                         from[r] += kSpan * kUnitBytes;
                     }
                     if (++stage == kStages) { stage = 0; parity ^= 1; }
@@ -223,6 +230,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     const Prepacked& own_weights = kKind == kOne ? weights : moved;
     Kept& kept = all_kept[warp];
+    Share schedule = share();
     const auto come_back = [&] {
         schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done;
         __syncwarp();  // before lane 0 overwrites them
@@ -234,7 +242,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         int stage = (done + depth) % kStages, last = -1;  // `last`: one that is not released yet
         u32 parity = (done + depth) / kStages & 1;
         // What comes after the products waits in shared memory, and leaves them its registers.
-        if (lane == 0) kept = {schedule.tile, schedule.left, token, row, done + (stop - first_unit + kSpan - 1) / kSpan};
+        if (lane == 0) kept = {schedule.tile, schedule.left, token, row,
+                               done + (stop - first_unit + kSpan - 1) / kSpan};
         __syncwarp();
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
         const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
@@ -405,8 +414,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Tile own_tile{token, row, rows, row_end, N, tile_tokens,
                             token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
-        if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, depth, warp % 4, lane);
-        else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, depth, warp % 4, lane, place);
+        const int own = warp % 4;
+        if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, depth, own, lane);
+        else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, depth, own, lane, place);
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals

@@ -26,7 +26,8 @@ struct Tile {
     int tokens, box_tokens;  // box_tokens: of which there are whole ones in a tile, or no other tile behind it
 };
 
-// How many tokens are stored at a time, `most` or fewer: an even part of those of a warpgroup, or any where several meet for them.
+// How many tokens are stored at a time, `most` or fewer: those of a warpgroup by an even number of times, or by any
+// where several warpgroups meet before.
 __device__ constexpr int drain_of(int tokens, int depth_groups, int most) {
     const int all = tokens % (8 * depth_groups) ? 8 : tokens / depth_groups;
     int each = all < most ? all : most;
@@ -40,21 +41,22 @@ struct Drain {
     using Parts = Exchange<kTokens, kRowGroups, kDepthGroups>;
     static constexpr int kGroups = kRowGroups * kDepthGroups;
     static constexpr int kMost = kGroups == 4 || kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
-    static constexpr int kDrain = drain_of(kTokens, kDepthGroups, kMost), kParts = kTokens / kDrain;  // tokens at a time
+    static constexpr int kDrain = drain_of(kTokens, kDepthGroups, kMost), kParts = kTokens / kDrain;
     static constexpr int kBox = kDrain % 16 ? 8 : 16;       // by the copy engine, where a tile has no whole kDrain
     static constexpr int kWhole = kTokens > 128 ? 256 : 1;  // floats of 1024 bytes, on which boxes begin
     static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;  // of a warpgroup
     static constexpr int kAll = kGroups * floats * 4;
-    static constexpr int kBytes = kAll > Parts::kBytes ? kAll : Parts::kBytes;  // an Exchange comes before it, and has the same place
+    static constexpr int kBytes = kAll > Parts::kBytes ? kAll : Parts::kBytes;  // an Exchange has the same place before
     using Whole = Results<T, 64>;
     static constexpr int kPartBytes = kDrain * Whole::kPitch;
     static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
-    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1,
-                  "and the first of a tile another one than the last of the tile before, unless all warpgroups meet in between");
+    // And the first of a tile another one than the last of the tile before, unless all warpgroups meet in between.
+    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1, "see drain_of");
 
-    static constexpr int kTurns = (Parts::kMost * 8 + kDrain - 1) / kDrain;  // a warpgroup stores a part in each, or none
+    static constexpr int kTurns = (Parts::kMost * 8 + kDrain - 1) / kDrain;  // of a warpgroup, of a part or none
 
-    // Calls `put` with the sums of the part that a warpgroup stores in a turn, and returns the part's number; -1: there is none.
+    // Calls `put` with the sums of the part that a warpgroup stores in a turn, and returns its number; -1: there is
+    // none.
     template <class Put>
     __device__ static int in_turn(const float (&sum)[kTokens / 2], int turn, int depth, const Put& put) {
         int found = -1;
@@ -88,8 +90,9 @@ struct Drain {
 
     // A warpgroup's. `y` is the map of the output where kSends, and `place` says where rows go.
     template <bool kSends, class Place>
-    __device__ static void store(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue, const TensorMap& y,
-                                 const Tile& tile, int row_group, int depth, int warp, int lane, Place place) {
+    __device__ static void store(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue,
+                                 const TensorMap& y, const Tile& tile, int row_group, int depth, int warp, int lane,
+                                 Place place) {
         static_assert(!kSends || (kWhole > 1 && kDepthGroups == 1), "boxes have a place");
         const int group = depth * kRowGroups + row_group, barrier = 1 + group;
         const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64;
@@ -121,7 +124,8 @@ struct Drain {
                 const auto put = [&](const float* from) {
                     const u32 to = shared_address(results) + warp * kStrip * 2;
 #pragma unroll
-                    for (int j = 0; j < kDrain / 8; ++j) Whole::put_8(from + 4 * j, bias, to + j * 8 * Whole::kPitch, lane);
+                    for (int j = 0; j < kDrain / 8; ++j)
+                        Whole::put_8(from + 4 * j, bias, to + j * 8 * Whole::kPitch, lane);
                 };
                 const int part = in_turn(sum, turn, depth, put);
                 if (part < 0) continue;
@@ -137,8 +141,8 @@ struct Drain {
                 const int part = in_turn(sum, turn, depth, put);
                 if (part < 0) continue;
                 named_barrier(barrier, 128);
-                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain, first_row,
-                                        tile.rows, tile.row_end, Turn(64, thread, 128), 0, place);
+                store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain,
+                                        first_row, tile.rows, tile.row_end, Turn(64, thread, 128), 0, place);
                 named_barrier(barrier, 128);
             }
         }

@@ -1,5 +1,5 @@
-// Sums of a tile [64 kRowGroups, kTokens] of which several have a part each, in the registers of wgmma: the kDepthGroups
-// warpgroups of a block that share K, and blocks that do.
+// Sums of a tile [64 kRowGroups, kTokens], in the registers of wgmma, of which several have a part each: the
+// kDepthGroups warpgroups of a block that share K (Exchange), and blocks that do (Handover).
 #pragma once
 #include "device/barrier.cuh"
 #include "device/flag.cuh"
@@ -28,7 +28,7 @@ struct Exchange {
     static constexpr int kSlot = 128;                                             // float4s, one of each thread
     static constexpr int kBytes = kPlaces * kAtOnce * kSlot * 16, kThreads = 128 * kRowGroups * kDepthGroups;
 
-    // Which of the warpgroups along K gets eight columns, which ones are the first that it gets, and how many it gets before.
+    // Which of the warpgroups along K gets an eight of columns, where its eights begin, and how many it gets before.
     __device__ static constexpr int owner(int tile) { return tile * kDepthGroups / kTiles; }
     __device__ static constexpr int begin_of(int depth) { return (depth * kTiles + kDepthGroups - 1) / kDepthGroups; }
     __device__ static constexpr int own(int tile) { return tile - begin_of(owner(tile)); }
@@ -46,7 +46,8 @@ struct Exchange {
                 named_barrier(barrier, kThreads);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile)
-                    if (is_now(tile) && owner(tile) != depth) slot(tile, depth - (depth > owner(tile))) = four_of(sum + 4 * tile);
+                    if (is_now(tile) && owner(tile) != depth)
+                        slot(tile, depth - (depth > owner(tile))) = four_of(sum + 4 * tile);
                 named_barrier(barrier, kThreads);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile)
@@ -58,8 +59,8 @@ struct Exchange {
             named_barrier(barrier, kThreads);
         }
     }
-    // Calls `take` for the eights of columns of which this warpgroup gets the whole sums, `count` from number `first` on: with
-    // their number in the tile, which is known when it is compiled, and among those that it gets.
+    // Calls `take` for the eights of columns of which this warpgroup gets the whole sums, `count` from number `first`
+    // on: with their number in the tile, which is known when it is compiled, and among those that it gets.
     template <class Take>
     __device__ static void each(int depth, const Take& take, int first = 0, int count = kMost) {
 #pragma unroll
@@ -68,17 +69,19 @@ struct Exchange {
     }
 };
 
-// Between blocks that share the units of a tile, through global memory. The block with the last unit adds up what the others
-// hand over, each of them one tile's sums at most, warp by warp in the order of registers. A warp says by a ticket that they
-// are there. No two calls have the same one, and memory does not hold it by accident: nobody needs to clear it before. Who
-// has seen it clears it, since a CUDA graph comes again with the ticket that it had.
+// Between blocks that share the units of a tile, through global memory. The block with the last unit adds up what the
+// others hand over: each of them the sums of one tile at most, warp by warp in the order of registers. A warp raises a
+// flag when its sums are there: the call's ticket, 62 random bits that no other call has. Memory does not hold these by
+// accident, so that nobody needs to clear it before; a CUDA graph comes again with the ticket that it had, so that the
+// warp that has seen a flag clears it.
 // kPeers: blocks of a cluster, of which each has to do with the same one of other clusters.
 template <class Parts, int kTokens, int kRowGroups, int kGroups, int kPeers>
 struct Handover {
     static constexpr int kFlags = 16, kSums = kRowGroups * 4 * Parts::kTiles * 32;  // float4s
     static constexpr int kBytes = kFlags * 8 + kSums * 16;                          // of a block
     static constexpr int kInFlight = kGroups > 2 ? 8 : 16;                          // loads of a thread
-    static constexpr int kTogether = Parts::kMost < kInFlight ? Parts::kMost : kInFlight, kBlocks = kInFlight / kTogether;
+    static constexpr int kTogether = Parts::kMost < kInFlight ? Parts::kMost : kInFlight;  // of a block
+    static constexpr int kBlocks = kInFlight / kTogether;
     u8* memory;
     u64 ticket;
     int rank, warp, lane, depth, row_group;
@@ -95,8 +98,8 @@ struct Handover {
         __syncwarp();
         if (lane == 0) raise_flag(flag(blockIdx.x / kPeers), ticket);
     }
-    // `gives` says which of the blocks of lower numbers have a part. Each lane waits for another one, since a look at a flag takes
-    // as long as loads of sums, of which many are on their way at a time.
+    // `gives` says which of the blocks of lower numbers have a part. Each lane waits for another one, and loads of
+    // several are on their way together: one after the other they would take a microsecond each.
     template <class Gives>
     __device__ void take(float (&sum)[kTokens / 2], const Gives& gives) const {
         for (int last = static_cast<int>(blockIdx.x / kPeers) - 1; last >= 0 && gives(last); last -= 32) {
@@ -124,12 +127,14 @@ struct Handover {
 #pragma unroll
                     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-                        for (int i = 0; i < kTogether; ++i) part[b][i] = from[b][min(begin + first + i, Parts::kTiles - 1) * 32];
+                        for (int i = 0; i < kTogether; ++i)
+                            part[b][i] = from[b][min(begin + first + i, Parts::kTiles - 1) * 32];
                     }
 #pragma unroll
                     for (int b = 0; b < kBlocks; ++b) {
                         if (!there[b]) continue;
-                        Parts::each(depth, [&](int tile, int own) { add_four(sum + 4 * tile, part[b][own - first]); }, first, kTogether);
+                        const auto add = [&](int tile, int own) { add_four(sum + 4 * tile, part[b][own - first]); };
+                        Parts::each(depth, add, first, kTogether);
                     }
                 }
             }

@@ -47,7 +47,7 @@ struct Results {
         const int tokens = row + column < row_end ? static_cast<int>(min(M - token, static_cast<i64>(kTokens))) : 0;
 #pragma unroll
         for (int k = 0; k < kEach; k += kTogether) {
-            uint4 v[kTogether] = {};  // else the compiler keeps registers for it from the beginning of the kernel
+            uint4 v[kTogether] = {};  // else it has registers, or local memory, throughout the kernel
 #pragma unroll
             for (int j = 0; j < kTogether; ++j)
                 if (first + (k + j) * kAtOnce < tokens) v[j] = *reinterpret_cast<const uint4*>(from + (k + j) * kAtOnce * kPitch);

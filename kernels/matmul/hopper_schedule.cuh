@@ -1,22 +1,23 @@
-// Which tiles a block multiplies, and which units of K of each. The first tiles are taken whole, one by each block in turn. The
-// units of the last ones lie one behind the other, and each block has an even part of them, whatever their number is.
+// Which tiles a block multiplies, and which units of K of each. The first tiles are taken whole, one by each block in
+// turn. The units of the last ones lie one behind the other, and each block has an even part of them ("stream-K").
 #pragma once
 
 namespace cuquant {
 
-// kPortion: units that are never divided, those that the warpgroups of a block take together. kStreamed: whether there are
-// tiles behind the `whole` ones.
+// kPortion: units that are never divided, those that the warpgroups of a block take together. kStreamed: whether there
+// are tiles behind the `whole` ones. The blocks of a cluster have one schedule.
 template <int kPortion, bool kStreamed>
 struct Schedule {
     // A part of fewer portions takes less time than its sums take to the block that wants them.
     static constexpr int kLeast = 2;
-    int whole, tiles, all_units;   // tiles that are taken whole, and all of them; units of a tile
+    int whole, tiles, all_units;  // tiles that are taken whole, and all of them; units of a tile
     int block, blocks;
-    int tile, first = 0, stop;     // what the block has now: units from `first` on, those below `stop`
-    int left = -1;                 // of its part of the last tiles: the end of the portions that are to come
+    int tile, first = 0, stop;    // what the block has now: units from `first` on, those below `stop`
+    int left = -1;                // the end of the portions that are to come, once the last tiles have begun
 
     __device__ Schedule(int whole, int tiles, int all_units, int block, int blocks)
-        : whole(whole), tiles(tiles), all_units(all_units), block(block), blocks(blocks), tile(block - blocks), stop(all_units) {}
+        : whole(whole), tiles(tiles), all_units(all_units), block(block), blocks(blocks), tile(block - blocks),
+          stop(all_units) {}
     __device__ int portions() const { return (all_units + kPortion - 1) / kPortion; }  // of a tile
 
     // Where the part of a block begins, in portions from tile `whole` on: behind that of the block before.
@@ -25,8 +26,9 @@ struct Schedule {
         const int at = all / blocks * number + min(number, all % blocks), in_tile = at % each;
         return in_tile < kLeast ? at - in_tile : each - in_tile < kLeast ? at - in_tile + each : at;
     }
-    // The next tile; false where there is none. Of its part a block takes the end first, which is the beginning of a tile: by the
-    // time that the block with the tile's last unit comes to it, the sums are there.
+    // The next tile; false where there is none. Of its part a block takes the end first, which is the beginning of a
+    // tile: its sums are there when the block with the tile's last unit, which takes that last, wants them. A block
+    // waits for blocks of lower numbers only, which have begun before it: all of them need not run at a time.
     __device__ bool next() {
         if (!kStreamed || left < 0) {
             tile += blocks;

@@ -1,6 +1,7 @@
-// Products of a warp, of a warpgroup and sums of a cluster, with one bug at a time. Bug::None is right.
+// Products of a warp and of a warpgroup, and what blocks hand to each other, with one bug at a time. Bug::None is right.
 #include "device/wgmma.cuh"
 #include "device/mma.cuh"
+#include "device/flag.cuh"
 
 namespace cuquant {
 
@@ -34,12 +35,9 @@ enum class Bug {
     // of `cluster_sum`
     NoArrival,          // the other block may not have begun
     NoLastWait,         // a block goes while the other one stores there
-    // of `cluster_gift`
-    NoMeeting,          // the other block may not have begun
-    NoGiftBarrier,      // nothing counts what comes
-    FewGifts,           // more bytes are waited for than come
-    GiftPlace,          // misaligned
-    NoGiftWait,         // a block goes before what comes is there
+    // of `flags`
+    NoFlag,             // a block waits for what no other one says
+    OtherFlag,          // or says to nobody
 };
 
 // y[16, 8] = a[16, 32] b[8, 32]^T
@@ -121,24 +119,15 @@ __global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) 
     if (threadIdx.x == 0) y[blockIdx.x] = (numbers[0] + numbers[1]) * (cluster_rank() + 1);
 }
 
-// y[block] = four times the number of the other block of the cluster, which that block stores here.
+// y[block] = the sum of the numbers up to the block's, which each hands to the next one.
 template <Bug kBug>
-__global__ void cluster_gift(const float* __restrict__ x, float* __restrict__ y) {
-    extern __shared__ __align__(128) u8 dynamic_shared[];  // 40 bytes
-    float* const given = reinterpret_cast<float*>(dynamic_shared);
-    u64* const barrier = reinterpret_cast<u64*>(dynamic_shared + 32);
-    if (kBug != Bug::NoGiftBarrier && threadIdx.x == 0) {
-        barrier_init(barrier, 1);
-        barrier_expect(barrier, kBug == Bug::FewGifts ? 32 : 16);
-        barrier_fence();
+__global__ void flags(const float* __restrict__ x, float* y, u64* raised, u64 ticket) {
+    const int block = blockIdx.x;
+    if (threadIdx.x == 0) {
+        if (block) { wait_for_flag(raised + block - 1, ticket); raised[block - 1] = 0; }
+        y[block] = x[block] + (block ? y[block - 1] : 0.0f);
+        if (kBug != Bug::NoFlag) raise_flag(raised + block, ticket + (kBug == Bug::OtherFlag));
     }
-    __syncthreads();
-    if constexpr (kBug != Bug::NoMeeting) { cluster_arrive(); cluster_wait(); }
-    const Remote other(given, barrier, cluster_rank() ^ 1);
-    const float number = x[blockIdx.x];
-    if (threadIdx.x == 0) other.store(kBug == Bug::GiftPlace ? 4 : 0, make_float4(number, number, number, number));
-    if constexpr (kBug != Bug::NoGiftWait) barrier_wait_remote(barrier, 0);
-    if (threadIdx.x == 0) y[blockIdx.x] = given[0] + given[1] + given[2] + given[3];
 }
 
 // a * b + c of pairs.
