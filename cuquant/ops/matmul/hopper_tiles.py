@@ -257,15 +257,15 @@ def _cost(
     sums = width * s.tokens
     end = 0.0 if s.alone else PARTS + (s.depth_groups - 1) * sums / GIVEN
     blocks = blocks_of(s, tiles, units, processors)
-    rounds: float = tiles / blocks if s.streamed else -(-tiles // blocks)
-    ending = rounds * end
+    rounds, handing = float(-(-tiles // blocks)), 0.0
     if s.streamed:  # a block begins within one tile, and ends within another one
-        ending += end + HANDING + (1 + max(1, blocks / tiles)) * sums / HANDED
+        rounds, handed = tiles / blocks, (1 + max(1, blocks / tiles)) * sums
+        handing = end + HANDING + handed / HANDED
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
         reading = tiles * units * codes / (processors * MEMORY)
-        reading += IN_TURN_READING * units * min(rounds, 1) * alone + ending / max(rounds, 1)
-    cost = max(rounds * units * step + ending, reading)
+        reading += IN_TURN_READING * units * min(rounds, 1) * alone + end
+    cost = max(rounds * (units * step + end), reading) + handing
     return cost * UNUSUAL if s.tokens in UNUSUAL_ROWS else cost
 
 
