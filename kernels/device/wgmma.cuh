@@ -25,12 +25,37 @@ __device__ void keep(E*& p) {
 
 #ifndef CUQUANT_EMULATOR
 
+// barrier_wait, of a barrier that counts bytes which another block of the cluster stores.
+__device__ inline void barrier_wait_remote(u64* barrier, u32 parity) {
+    asm volatile("{.reg .pred p;\n"
+                 "again_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra done_%=;\n"
+                 "bra again_%=;\n"
+                 "done_%=:}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
 // The barriers of block `rank` of the cluster that lie where `own` do in this one.
 struct RemoteBarriers {
     u32 first;
 
     __device__ RemoteBarriers(const u64* own, u32 rank) { asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(first) : "r"(shared_address(own)), "r"(rank)); }
     __device__ void arrive(int i) const { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(first + i * 8) : "memory"); }
+};
+
+// A place in the shared memory of block `rank` of the cluster, and a barrier there that counts the bytes
+// which are stored: where `to` and `barrier` lie in this block's.
+struct Remote {
+    u32 to, barrier;
+
+    __device__ Remote(const void* own, const u64* own_barrier, u32 rank) {
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(own)), "r"(rank));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(barrier) : "r"(shared_address(own_barrier)), "r"(rank));
+    }
+    __device__ void store(int offset, const float4& v) const {
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                     :: "r"(to + offset), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+    }
 };
 
 // ---- warps with different tasks -----------------------------------------------------------------

@@ -1,7 +1,8 @@
 // x [M, K] times a prepacked weight [N, K], on Hopper's tensor cores. A warpgroup takes 64 rows of the
 // weight: each warp decodes the codes of its strip in registers to the A operand; x is the B operand. Both
 // come to shared memory by the copy engine, which a warp of its own starts. The warpgroups of a block share
-// rows or K; blocks take tiles, and the last ones share K: see Schedule. Of a gated unit the two
+// rows or K; blocks take tiles, and the last ones share K: see Schedule; or the two blocks of a cluster share
+// that of one tile. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
 // a segment of its rows times 64 rows, or more, of that expert's weight.
 #include "matmul/hopper_drain.cuh"
@@ -50,13 +51,15 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // of 16 columns of each. Products that read registers keep a warp waiting for the ones before, so that with few slices
 // it has less to wait for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one
 // group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two
-// blocks of a cluster have the same rows of x, of which each brings half to both; kStreamed, `whole`: see Schedule.
+// blocks of a cluster have the same rows of x, of which each brings half to both; kStreamed, `whole`: see Schedule;
+// kSplit: 2 where the two blocks of a cluster share K of one tile, and where the cluster has no other one.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
 // where x has no more. `handed` is memory for a Handover, and `ticket` its ticket.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kStages, int kSpan, int kBuffers,
-          int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed>
-__global__ void CUQUANT_CLUSTER(kSharedX ? 2 : 1) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+          int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed,
+          int kSplit>
+__global__ void CUQUANT_CLUSTER(kSharedX ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
               const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N,
@@ -71,14 +74,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
     constexpr bool kAlone = kDepthGroups == 1;  // sums need no other part of K
     static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
-    static_assert(!kRouted || !kStreamed, "how many tiles there are is not known before");
-    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kTable && kTokens == 256>;
+    static_assert(!kRouted || !(kStreamed || kSplit > 1), "how many tiles there are is not known before");
+    static_assert(kSplit == 1 || !(kSharedX || kStreamed), "a cluster has one tile");
+    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kSplit, kTable && kTokens == 256>;
     using Parts = typename Drained::Parts;
-    constexpr int kPeers = kSharedX ? 2 : 1;
+    constexpr bool kInPlace = kSplit > 1;  // of x: a cluster has one tile
+    static_assert(!kInPlace || Parts::kBytes + Drained::kAll <= kStages * kSpan * (kBoxBytes + kCodeBytes),
+                  "sums have the place of x");
+    constexpr int kPeers = kSharedX ? 2 : 1, kCluster = kPeers * kSplit;
     using Between = Handover<Parts, kTokens, kRowGroups, kGroups, kPeers>;
     using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
-    constexpr bool kSends = kAlone && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
+    constexpr bool kSends =
+        kAlone && kSplit == 1 && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
@@ -90,32 +98,42 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
-    float* drain = reinterpret_cast<float*>(tables + Decode::table_bytes);
-    float* strip_units = drain + Drained::kBytes / 4;  // of each warp's strip: see Factor
+    u8* const beside = tables + Decode::table_bytes;
+    u8* area = kInPlace ? stages : beside;
+    float* drain = reinterpret_cast<float*>(area + (kInPlace ? Parts::kBytes : 0));
+    float* strip_units = reinterpret_cast<float*>(beside + (kInPlace ? 0 : Drained::kBytes));  // of each warp's strip: see Factor
     Kept* all_kept = reinterpret_cast<Kept*>(strip_units + kMostWarps);
     u64* full = reinterpret_cast<u64*>(all_kept + kMostWarps);
-    u64* empty = full + kStages;
+    u64 *empty = full + kStages, *received = empty + kStages;
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
     if (kSends && threadIdx.x == 0) prefetch_map(&y);
     if (lane == 0) {
 #pragma unroll
-        for (int s = warp; s < kStages; s += 4 * kGroups + 4) { barrier_init(full + s, 1); barrier_init(empty + s, 4 * kRowGroups * (kSharedX ? 2 : 1)); }
+        for (int s = warp; s < kStages; s += 4 * kGroups + 4) {
+            barrier_init(full + s, 1);
+            barrier_init(empty + s, 4 * kRowGroups * kPeers);
+        }
+        if (kSplit > 1 && warp == 0) {
+            barrier_init(received, 1);
+            barrier_expect(received, Parts::kReceivedBytes);
+        }
         barrier_fence();
     }
     __syncthreads();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
-    const int rank = kSharedX ? static_cast<int>(cluster_rank()) : 0;
+    const int rank = blockIdx.x % kCluster;  // in a register where it is needed, which cluster_rank would always be
     if constexpr (kRouted) {
         wait_for_earlier();
         token_tiles = static_cast<int>(*routed.count);
     }
-    row_tiles /= kPeers;  // the blocks of a cluster take neighbours
+    row_tiles /= kPeers;  // which take neighbours
     const int tiles = token_tiles * row_tiles;
     using Share = Schedule<kSpan * kDepthGroups, kStreamed>;
     const auto share = [&] {
-        return Share(kStreamed ? whole / kPeers : tiles, tiles, weights.units, blockIdx.x / kPeers, gridDim.x / kPeers);
+        return Share(kStreamed ? whole / kPeers : tiles, tiles, weights.units, blockIdx.x / kCluster,
+                     gridDim.x / kCluster, rank % kSplit, kSplit);
     };
     constexpr int kTogether = 4;  // token tiles that follow each other, so that their x stays in L2
     int token, row, end = 0, expert = 0;  // end: behind the rows of x of this tile's expert
@@ -129,7 +147,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             token = static_cast<int>(segment.first); expert = static_cast<int>(segment.expert);
             end = token + static_cast<int>(segment.count);
         }
-        row = (in_set / wide * kPeers + rank) * tile_rows;
+        row = (in_set / wide * kPeers + rank % kPeers) * tile_rows;
     };
 
     const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
@@ -401,7 +419,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             else return Straight{};
         }();
         release();
-        Parts::run(sum, reinterpret_cast<float4*>(drain), depth, row_group, 1 + kGroups);
+        if constexpr (kSplit > 1) cluster_arrive();  // this thread needs no x any more
+        Parts::run(sum, reinterpret_cast<float4*>(area), depth, row_group, 1 + kGroups);
+        if constexpr (kSplit > 1) Parts::meet(sum, reinterpret_cast<float4*>(area), received, depth, row_group, rank);
         if constexpr (kStreamed) {
             const Between between{handed, ticket, rank, warp, lane, depth, row_group};
             if (stop < weights.units) {
@@ -414,9 +434,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Tile own_tile{token, row, rows, row_end, N, tile_tokens,
                             token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
-        const int own = warp % 4;
-        if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, depth, own, lane);
-        else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, depth, own, lane, place);
+        const int own = warp % 4, whose = rank % kSplit * kDepthGroups + depth;
+        if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, whose, own, lane);
+        else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, whose, own, lane, place);
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals

@@ -36,12 +36,12 @@ __device__ constexpr int drain_of(int tokens, int depth_groups, int most) {
 }
 
 // kSlight: little shared memory is left.
-template <class T, int kTokens, int kRowGroups, int kDepthGroups, bool kSlight>
+template <class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, bool kSlight>
 struct Drain {
-    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups>;
+    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kSplit>;
     static constexpr int kGroups = kRowGroups * kDepthGroups;
     static constexpr int kMost = kGroups == 4 || kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
-    static constexpr int kDrain = drain_of(kTokens, kDepthGroups, kMost), kParts = kTokens / kDrain;
+    static constexpr int kDrain = drain_of(kTokens / kSplit, kDepthGroups, kMost), kParts = kTokens / kDrain;
     static constexpr int kBox = kDrain % 16 ? 8 : 16;       // by the copy engine, where a tile has no whole kDrain
     static constexpr int kWhole = kTokens > 128 ? 256 : 1;  // floats of 1024 bytes, on which boxes begin
     static constexpr int floats = (kDrain * kDrainRoom + kWhole - 1) / kWhole * kWhole;  // of a warpgroup
@@ -51,27 +51,28 @@ struct Drain {
     static constexpr int kPartBytes = kDrain * Whole::kPitch;
     static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
     // And the first of a tile another one than the last of the tile before, unless all warpgroups meet in between.
-    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1, "see drain_of");
+    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1 || kSplit > 1, "see drain_of");
 
     static constexpr int kTurns = (Parts::kMost * 8 + kDrain - 1) / kDrain;  // of a warpgroup, of a part or none
 
     // Calls `put` with the sums of the part that a warpgroup stores in a turn, and returns its number; -1: there is
     // none.
     template <class Put>
-    __device__ static int in_turn(const float (&sum)[kTokens / 2], int turn, int depth, const Put& put) {
+    __device__ static int in_turn(const float (&sum)[kTokens / 2], int turn, int whose, const Put& put) {
         int found = -1;
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-            if (Parts::own(part * kDrain / 8) == turn * kDrain / 8 && Parts::owner(part * kDrain / 8) == depth) {
+            if (Parts::own(part * kDrain / 8) == turn * kDrain / 8 && Parts::owner(part * kDrain / 8) == whose) {
                 put(sum + part * kDrain / 2);
                 found = part;
             }
         return found;
     }
 
-    // A gated unit's, of which two warpgroups have the two sums of the same rows.
+    // A gated unit's, of which two warpgroups have the two sums of the same rows. `whose`: see Exchange.
     __device__ static void store_gated(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue,
-                                       const Tile& tile, int row_group, int depth, int warp, int lane) {
+                                       const Tile& tile, int row_group, int whose, int warp, int lane) {
+        const int depth = whose % kDepthGroups;
         constexpr int kPitch = 2 * 64 + 4;
         float* const sums = area + depth * 2 * floats;
         float* const own = sums + row_group * 64 + warp * kStrip + lane / 4;
@@ -79,7 +80,7 @@ struct Drain {
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
             const auto put = [&](const float* from) { put_all<kDrain>(from, own, kPitch, lane % 4); };
-            const int part = in_turn(sum, turn, depth, put);
+            const int part = in_turn(sum, turn, whose, put);
             if (part < 0) continue;
             named_barrier(barrier, 256);
             store_sums<1, 1, true>(epilogue, sums, kPitch, 0, kDrain, 64, tile.token + part * kDrain, tile.row,
@@ -91,10 +92,10 @@ struct Drain {
     // A warpgroup's. `y` is the map of the output where kSends, and `place` says where rows go.
     template <bool kSends, class Place>
     __device__ static void store(const float (&sum)[kTokens / 2], float* area, const Epilogue& epilogue,
-                                 const TensorMap& y, const Tile& tile, int row_group, int depth, int warp, int lane,
+                                 const TensorMap& y, const Tile& tile, int row_group, int whose, int warp, int lane,
                                  Place place) {
-        static_assert(!kSends || (kWhole > 1 && kDepthGroups == 1), "boxes have a place");
-        const int group = depth * kRowGroups + row_group, barrier = 1 + group;
+        static_assert(!kSends || (kWhole > 1 && Parts::kOwners == 1), "boxes have a place");
+        const int group = whose % kDepthGroups * kRowGroups + row_group, barrier = 1 + group;
         const int thread = threadIdx.x % 128, first_row = tile.row + row_group * 64;
         float* const sums = area + group * floats;
         const bool quick = Whole::possible(epilogue, tile.N);
@@ -127,7 +128,7 @@ struct Drain {
                     for (int j = 0; j < kDrain / 8; ++j)
                         Whole::put_8(from + 4 * j, bias, to + j * 8 * Whole::kPitch, lane);
                 };
-                const int part = in_turn(sum, turn, depth, put);
+                const int part = in_turn(sum, turn, whose, put);
                 if (part < 0) continue;
                 named_barrier(barrier, 128);
                 Whole::template store<kDrain, 128>(epilogue, results, tile.token + part * kDrain, first_row, tile.rows, tile.row_end, thread, place);
@@ -138,7 +139,7 @@ struct Drain {
 #pragma unroll
             for (int turn = 0; turn < kTurns; ++turn) {
                 const auto put = [&](const float* from) { put_all<kDrain>(from, own, kDrainPitch, lane % 4); };
-                const int part = in_turn(sum, turn, depth, put);
+                const int part = in_turn(sum, turn, whose, put);
                 if (part < 0) continue;
                 named_barrier(barrier, 128);
                 store_sums<1, 1, false>(epilogue, sums, kDrainPitch, 0, kDrain, 64, tile.token + part * kDrain,

@@ -1,7 +1,9 @@
 // Sums of a tile [64 kRowGroups, kTokens], in the registers of wgmma, of which several have a part each: the
-// kDepthGroups warpgroups of a block that share K (Exchange), and blocks that do (Handover).
+// kDepthGroups warpgroups of a block that share K, and the two blocks of a cluster that do (Exchange); and blocks that
+// share the units of several tiles (Handover).
 #pragma once
 #include "device/barrier.cuh"
+#include "device/cluster.cuh"
 #include "device/flag.cuh"
 #include "device/wgmma.cuh"
 
@@ -17,55 +19,76 @@ __device__ inline void add_four(float* sum, const float4& part) {
     sum[0] += part.x; sum[1] += part.y; sum[2] += part.z; sum[3] += part.w;
 }
 
-// Between the warpgroups of a block: each of those that share K gets the whole sums of some columns.
-template <int kTokens, int kRowGroups, int kDepthGroups>
+// Between those that share K of one tile, warpgroups of kSplit blocks: each gets the whole sums of some columns. They
+// are numbered one block's after the other's.
+template <int kTokens, int kRowGroups, int kDepthGroups, int kSplit>
 struct Exchange {
+    static constexpr int kOwners = kSplit * kDepthGroups;
     static constexpr int kTiles = kTokens / 8;                                    // columns by eights
-    static constexpr int kMost = (kTiles + kDepthGroups - 1) / kDepthGroups;      // of a warpgroup
+    static constexpr int kMost = (kTiles + kOwners - 1) / kOwners;                // of a warpgroup
     static constexpr int kGivers = kDepthGroups - 1, kPlaces = kGivers * kDepthGroups * kRowGroups;
-    static constexpr int kRoom = kPlaces ? 12 / kPlaces : 1;                      // 24 KB
-    static constexpr int kAtOnce = kMost < kRoom ? kMost : kRoom;                 // that each of them gets at a time
+    static constexpr int kRoom = kSplit > 1 ? kSplit * kMost : kPlaces ? 12 / kPlaces : 1;  // 24 KB, or x's
+    static constexpr int kAll = kSplit * kMost;                                   // that warpgroups of a block get
+    static constexpr int kAtOnce = kAll < kRoom ? kAll : kRoom;                   // that each of them gets at a time
     static constexpr int kSlot = 128;                                             // float4s, one of each thread
-    static constexpr int kBytes = kPlaces * kAtOnce * kSlot * 16, kThreads = 128 * kRowGroups * kDepthGroups;
+    static constexpr int kGiven = kPlaces * kAtOnce * kSlot, kThreads = 128 * kRowGroups * kDepthGroups;
+    static constexpr int kHalf = kTiles / kSplit, kReceivedBytes = kSplit > 1 ? kRowGroups * kHalf * kSlot * 16 : 0;
+    static constexpr int kBytes = kGiven * 16 + kReceivedBytes;
 
-    // Which of the warpgroups along K gets an eight of columns, where its eights begin, and how many it gets before.
-    __device__ static constexpr int owner(int tile) { return tile * kDepthGroups / kTiles; }
-    __device__ static constexpr int begin_of(int depth) { return (depth * kTiles + kDepthGroups - 1) / kDepthGroups; }
+    // Who gets an eight of columns, where its eights begin, and how many it gets before.
+    __device__ static constexpr int owner(int tile) { return tile * kOwners / kTiles; }
+    __device__ static constexpr int begin_of(int owner) { return (owner * kTiles + kOwners - 1) / kOwners; }
     __device__ static constexpr int own(int tile) { return tile - begin_of(owner(tile)); }
 
-    // Makes some sums whole: see each. Nobody uses the area when this returns, but it may be in use before.
+    // Makes some sums whole, but for the other block's part: see each. Nobody uses the area when this returns, but it
+    // may be in use before.
     __device__ static void run(float (&sum)[kTokens / 2], float4* area, int depth, int row_group, int barrier) {
         if constexpr (kDepthGroups > 1) {
             float4* const own_area = area + row_group * kDepthGroups * kGivers * kAtOnce * kSlot + threadIdx.x % 128;
+            const auto taker = [](int tile) { return owner(tile) % kDepthGroups; };
+            const auto number = [](int tile) { return owner(tile) / kDepthGroups * kMost + own(tile); };
             const auto slot = [&](int tile, int giver) -> float4& {
-                return own_area[((owner(tile) * kGivers + giver) * kAtOnce + own(tile) % kAtOnce) * kSlot];
+                return own_area[((taker(tile) * kGivers + giver) * kAtOnce + number(tile) % kAtOnce) * kSlot];
             };
 #pragma unroll
-            for (int first = 0; first < kMost; first += kAtOnce) {
-                const auto is_now = [&](int tile) { return own(tile) / kAtOnce * kAtOnce == first; };
+            for (int first = 0; first < kAll; first += kAtOnce) {
+                const auto is_now = [&](int tile) { return number(tile) / kAtOnce * kAtOnce == first; };
                 named_barrier(barrier, kThreads);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile)
-                    if (is_now(tile) && owner(tile) != depth)
-                        slot(tile, depth - (depth > owner(tile))) = four_of(sum + 4 * tile);
+                    if (is_now(tile) && taker(tile) != depth)
+                        slot(tile, depth - (depth > taker(tile))) = four_of(sum + 4 * tile);
                 named_barrier(barrier, kThreads);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile)
-                    if (is_now(tile) && owner(tile) == depth) {
+                    if (is_now(tile) && taker(tile) == depth) {
 #pragma unroll
                         for (int giver = 0; giver < kGivers; ++giver) add_four(sum + 4 * tile, slot(tile, giver));
                     }
             }
-            named_barrier(barrier, kThreads);
+            if constexpr (kSplit == 1) named_barrier(barrier, kThreads);
         }
     }
-    // Calls `take` for the eights of columns of which this warpgroup gets the whole sums, `count` from number `first`
-    // on: with their number in the tile, which is known when it is compiled, and among those that it gets.
+    // Gives the other block what it gets of this one's sums, and adds what comes, behind what `run` has in the area.
+    // All threads have called cluster_arrive since both blocks used these bytes; `received`, a barrier, waits for them.
+    __device__ static void meet(float (&sum)[kTokens / 2], float4* area, u64* received, int depth, int row_group,
+                                int rank) {
+        float4* const arriving = area + kGiven + row_group * kHalf * kSlot + threadIdx.x % 128;
+        cluster_wait();
+        const Remote other(arriving, received, rank ^ 1);
+        each((rank ^ 1) * kDepthGroups + depth,
+             [&](int tile, int) { other.store(tile % kHalf * kSlot * 16, four_of(sum + 4 * tile)); });
+        barrier_wait_remote(received, 0);
+        each(rank * kDepthGroups + depth,
+             [&](int tile, int) { add_four(sum + 4 * tile, arriving[tile % kHalf * kSlot]); });
+    }
+    // Calls `take` for the eights of columns that `whose` gets, `count` from number `first` on: with their number in
+    // the tile, which is known when it is compiled, and among those that it gets.
     template <class Take>
-    __device__ static void each(int depth, const Take& take, int first = 0, int count = kMost) {
+    __device__ static void each(int whose, const Take& take, int first = 0, int count = kMost) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
-            if (own(tile) >= first && own(tile) < first + count && owner(tile) == depth) take(tile, own(tile));
+            if (own(tile) >= first && own(tile) < first + count && owner(tile) == whose) take(tile, own(tile));
     }
 };
 

@@ -5,19 +5,19 @@
 namespace cuquant {
 
 // kPortion: units that are never divided, those that the warpgroups of a block take together. kStreamed: whether there
-// are tiles behind the `whole` ones. The blocks of a cluster have one schedule.
+// are tiles behind the `whole` ones. The blocks of a cluster have one schedule, or each of `parts` its part of units.
 template <int kPortion, bool kStreamed>
 struct Schedule {
     // A part of fewer portions takes less time than its sums take to the block that wants them.
     static constexpr int kLeast = 2;
     int whole, tiles, all_units;  // tiles that are taken whole, and all of them; units of a tile
     int block, blocks;
-    int tile, first = 0, stop;    // what the block has now: units from `first` on, those below `stop`
+    int tile, first, stop;        // what the block has now: units from `first` on, those below `stop`
     int left = -1;                // the end of the portions that are to come, once the last tiles have begun
 
-    __device__ Schedule(int whole, int tiles, int all_units, int block, int blocks)
+    __device__ Schedule(int whole, int tiles, int all_units, int block, int blocks, int part, int parts)
         : whole(whole), tiles(tiles), all_units(all_units), block(block), blocks(blocks), tile(block - blocks),
-          stop(all_units) {}
+          first(all_units * part / parts), stop(all_units * (part + 1) / parts) {}
     __device__ int portions() const { return (all_units + kPortion - 1) / kPortion; }  // of a tile
 
     // Where the part of a block begins, in portions from tile `whole` on: behind that of the block before.

@@ -43,6 +43,13 @@ REPORTED = {
         "NoArrival": r"block 1 of the cluster has no shared memory now",
         "NoLastWait": r"block \d of the cluster has no shared memory now",
     },
+    "cluster_gift": {
+        "NoMeeting": r"Remote::store: block 1 of the cluster has no shared memory now",
+        "NoGiftBarrier": r"a barrier that was not initialised",
+        "FewGifts": r"(?s)deadlock.*barrier_wait in matrix.cu",
+        "GiftPlace": r"misaligned Remote::store",
+        "NoGiftWait": r"Remote::store: block \d of the cluster has no shared memory now",
+    },
     "flags": {
         "NoFlag": r"(?s)deadlock.*wait_for_flag in matrix.cu",
         "OtherFlag": r"(?s)deadlock.*wait_for_flag in matrix.cu",
@@ -52,13 +59,14 @@ WRONG = {  # shown by results, or by threads that wait for ever
     "warp_product": ("NoWait", "SwappedRegisters"),
     "group_product": ("NoFullWait", "WrongParity", "NoProductWait", "OperandChanged"),
     "cluster_sum": (),
+    "cluster_gift": (),
     "flags": (),
 }
 BUGS = [(entry, bug) for entry, bugs in REPORTED.items() for bug in bugs]
 
 
 def program(entry: str, bug: str, kind: str = "Half") -> Program:
-    kinds = () if entry in ("cluster_sum", "flags") else (kind,)
+    kinds = () if entry in ("cluster_sum", "cluster_gift", "flags") else (kind,)
     arguments = (f"Bug::{bug}", *kinds)
     return Program("matrix.cu", entry, arguments)
 
@@ -112,6 +120,14 @@ def cluster_sum(bug: str, order: str, kind: str) -> bool:
     return np.array_equal(y.reshape(3, 2), x.reshape(3, 2).sum(1, keepdims=True) * [1, 2])
 
 
+def cluster_gift(bug: str, order: str, kind: str) -> bool:
+    emulator = Emulator(order, [PLANTED])
+    x, y = np.arange(1, 7, dtype=F32), emulator.empty((6,), F32)
+    pointers = map(emulator.pointer, (emulator.upload(x), y))
+    emulator.launch(Launch(program("cluster_gift", bug), (6, 1, 1), 64, 40), *pointers)
+    return np.array_equal(y.reshape(3, 2), 4 * x.reshape(3, 2)[:, ::-1])
+
+
 def flags(bug: str, order: str, kind: str) -> bool:
     emulator = Emulator(order, [PLANTED])
     x, y = np.arange(1, 6, dtype=F32), emulator.empty((5,), F32)
@@ -125,6 +141,7 @@ RUN = {
     "warp_product": warp_product,
     "group_product": group_product,
     "cluster_sum": cluster_sum,
+    "cluster_gift": cluster_gift,
     "flags": flags,
 }
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from cuquant.array.fragments import STRIP, UNIT
@@ -60,6 +61,8 @@ class Shape:
         both.
     streamed
         Whether blocks share the units of the last tiles: see streamed_tiles.
+    split
+        Blocks that share K of a tile: the two of a cluster, which has no other tile.
     """
 
     tokens: int
@@ -73,6 +76,7 @@ class Shape:
     wide: bool = False
     shared_x: bool = False
     streamed: bool = False
+    split: int = 1
 
     @property
     def rows(self) -> int:
@@ -97,7 +101,7 @@ class Shape:
     @property
     def sends(self) -> bool:
         """Whether the copy engine stores whole tiles of results."""
-        return self.alone and self.kind == ONE and self.tokens in MANY
+        return self.alone and self.split == 1 and self.kind == ONE and self.tokens in MANY
 
     @property
     def handed_bytes(self) -> int:
@@ -110,8 +114,8 @@ def drain_of(shape: Shape) -> int:
     """Rows of x that a warpgroup stores at a time: matmul/hopper_drain.cuh's drain_of."""
     large = shape.wide and shape.tokens == TOKENS[-1]
     small = shape.row_groups == 4 or not shape.alone or shape.tokens == 192 or large
-    own = shape.tokens // shape.depth_groups
-    own = 8 if shape.tokens % (8 * shape.depth_groups) else own
+    tokens = shape.tokens // shape.split
+    own = 8 if tokens % (8 * shape.depth_groups) else tokens // shape.depth_groups
     each = min(own, DRAIN_SMALL if small else DRAIN)
     while own % each or (shape.alone and each < own and own // each % 2):
         each -= 8
@@ -136,6 +140,8 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     most = -(-shape.tokens // (8 * shape.depth_groups))
     given = pairs and pairs * min(most, GIVEN_AT_ONCE // pairs) * GIVEN_BYTES
     drain = max(shape.row_groups * shape.depth_groups * each, given)
+    if shape.split > 1:  # which has the place of x, and a barrier
+        drain = 16
     return shape.stages * stage + drain + table + KEPT
 
 
@@ -206,6 +212,8 @@ def room_of(fmt: Format, depth: int, dtype: str) -> int:
 # What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
 # those of a weight from memory, of which all of them have a part, and multiply-adds.
 FEED, MEMORY, MULTIPLIED = 48.2, 12.95, 1943
+# Bytes from L2 where blocks are not at the same units of x at a time: fewer requests are one.
+FEED_APART = 33.5
 # Of weights that are computed, looked up, or take many registers: cycles that a warpgroup needs for
 # a unit, as its instructions wait for each other, and those in which no other one's can be issued.
 # And more for each row of x, by buffers and slices of an operand, where products keep a warpgroup
@@ -214,9 +222,9 @@ COMPUTED, LOOKED_UP, HEAVY = (610, 33), (608, 57), (960, 95)
 WAITING = {(1, 4): 4.3, (2, 4): 0.75, (2, 2): 0.2, (2, 1): 0.2}
 COMING_LATE, IN_TURN, IN_TURN_READING = 1.31, 0.04, 0.13
 UNUSUAL = 1.04  # what products of UNUSUAL_ROWS rows of x take more than their part of others'
-# Cycles of warpgroups whose sums are parts, and of blocks that hand them to others; floats of them
-# in a cycle.
-PARTS, HANDING, GIVEN, HANDED = 420, 3000, 10, 9
+# Cycles of warpgroups whose sums are parts, of blocks of a cluster that meet, and of blocks that
+# hand sums to others; floats of them in a cycle.
+PARTS, MEETING, HANDING, GIVEN, SENT, HANDED = 420, 280, 4800, 10, 9, 6
 
 
 def streamed_tiles(tiles: int, processors: int) -> int:
@@ -229,7 +237,9 @@ def streamed_tiles(tiles: int, processors: int) -> int:
 
 def blocks_of(shape: Shape, tiles: int, units: int, processors: int) -> int:
     """Blocks of the kernel, each of which has something to do."""
-    return min(processors, tiles * -(-units // shape.portion) if shape.streamed else tiles)
+    if shape.streamed:
+        return min(processors, tiles * -(-units // shape.portion))
+    return tiles * shape.split if shape.split > 1 else min(processors, tiles)
 
 
 def _cost(
@@ -249,7 +259,7 @@ def _cost(
     if s.buffers == 2 and s.stages < 3 * s.depth_groups:
         alone *= COMING_LATE
     step = max(
-        (s.tokens * UNIT * 2 + codes) / FEED,
+        (s.tokens * UNIT * 2 + codes) / (FEED_APART if s.streamed else FEED),
         width * s.tokens * UNIT / MULTIPLIED + s.row_groups * issue,
         alone,
     )
@@ -257,15 +267,17 @@ def _cost(
     sums = width * s.tokens
     end = 0.0 if s.alone else PARTS + (s.depth_groups - 1) * sums / GIVEN
     blocks = blocks_of(s, tiles, units, processors)
-    rounds, handing = float(-(-tiles // blocks)), 0.0
+    rounds, handing = float(-(-tiles * s.split // blocks)), 0.0
+    if s.split > 1:
+        end += PARTS + MEETING + sums / SENT
     if s.streamed:  # a block begins within one tile, and ends within another one
         rounds, handed = tiles / blocks, (1 + max(1, blocks / tiles)) * sums
         handing = end + HANDING + handed / HANDED
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
         reading = tiles * units * codes / (processors * MEMORY)
-        reading += IN_TURN_READING * units * min(rounds, 1) * alone + end
-    cost = max(rounds * (units * step + end), reading) + handing
+        reading += IN_TURN_READING * units / s.split * min(rounds, 1) * alone + end
+    cost = max(rounds * (units / s.split * step + end), reading) + handing
     return cost * UNUSUAL if s.tokens in UNUSUAL_ROWS else cost
 
 
@@ -295,15 +307,14 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 continue
             if tokens == ALONE and depth_groups > 1:
                 continue
-            if tokens >= LARGE and row_groups == depth_groups == 2:  # there are no registers for it
-                continue
             if row_groups == 4 and decoding.room < (2 if tokens >= FEW_MORE else 1):
                 continue
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
             operands = _operands(tokens, groups, decoding)
-            for span in SPANS[tokens]:
-                yield Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
+            for split, span in product((1,) if kind == EXPERTS else (1, 2), SPANS[tokens]):
+                shape = Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
+                yield replace(shape, split=split)
 
 
 def divide(
@@ -337,11 +348,17 @@ def _fastest(
         if staged_shape.tokens == FEW_MORE and rows > FEW_MORE:
             continue
         token_tiles = -(-rows // staged_shape.tokens)
-        for streamed in (False,) if kind == EXPERTS else (False, True):
+        split = staged_shape.split
+        for streamed in (False,) if kind == EXPERTS or split > 1 else (False, True):
             shape = replace(staged_shape, streamed=streamed)
+            groups = shape.row_groups, shape.depth_groups
+            if streamed and shape.tokens >= LARGE and groups == (2, 2):
+                continue  # there are no registers for it
             tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
             tiles = -(-columns // tile_rows) * token_tiles
             if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
+                continue
+            if split > 1 and (tiles * split > multiprocessors or units < split):
                 continue
             cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
             if best is None or cost < best[0]:
@@ -349,7 +366,7 @@ def _fastest(
     assert best is not None
     _, shape, token_tiles, tiles = best
     shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
-    few = shape.streamed and shape.tokens in MANY
+    few = (shape.streamed or shape.split > 1) and shape.tokens in MANY
     if decoding.looked_up and not decoding.heavy and few:
         shape = replace(shape, slices=2)  # a block's few products have less to hide decoding behind
     return shape
@@ -376,8 +393,7 @@ def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bo
 
     With one tile of them all blocks read the same ones at the same time.
     """
-    large = shape.tokens in MANY and shape.alone and shape.kind == ONE and shape.span == 1
-    return large and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
+    return shape.sends and shape.span == 1 and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
 
 
 def tokens_of_tile(rows: int, token_tiles: int) -> int:
@@ -390,7 +406,7 @@ def tokens_of_tile(rows: int, token_tiles: int) -> int:
 def rows_of_tile(shape: Shape, columns: int, token_tiles: int, processors: int) -> int:
     """Rows of a tile, whole strips: fewer than there may be where no block has two tiles, and for
     few rows of x, which weights keep waiting, in any case, so that all rounds are full."""
-    blocks = processors // token_tiles
+    blocks = processors // (token_tiles * shape.split)
     rounds = -(-columns // (blocks * shape.rows)) if blocks else 0
     few = shape.tokens == TOKENS[0] and token_tiles == 1
     if shape.kind != ONE or shape.streamed or not (rounds == 1 or (rounds > 1 and few)):

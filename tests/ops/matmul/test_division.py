@@ -91,6 +91,7 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     assert tiles.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
     assert shape.tokens in tiles.TOKENS and shape.kind == kind
     assert kind != tiles.EXPERTS or (shape.tokens == rows and not shape.streamed)
+    assert kind != tiles.EXPERTS or shape.split == 1
     assert kind != tiles.GATED or shape.row_groups == 2
     # The kernel's static_asserts: registers and stages.
     groups = shape.row_groups * shape.depth_groups
@@ -110,11 +111,20 @@ def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, 
     count, fewest = (token_tiles * -(-columns // each) for each in (tile_rows, shape.rows))
     few = shape.tokens == 16 and token_tiles == 1
     even = few and -(-count // processors) == -(-fewest // processors)
-    assert tile_rows == shape.rows or count <= processors or even
+    assert tile_rows == shape.rows or count * shape.split <= processors or even
     assert count < 1 << 31 and count * shape.tokens * 4 < 1 << 62
     if shape.shared_x:  # and both blocks of a cluster always have a tile
         assert shape.alone and shape.span == 1 and kind == tiles.ONE and token_tiles > 1
         assert processors % 2 == 0 and count // token_tiles % 2 == 0
+    if shape.split > 1:  # each block has a part of K, and one tile, whose sums take the place of x
+        assert not (shape.streamed or shape.shared_x)
+        assert count * 2 <= processors and -(-depth // 64) >= 2
+        most = -(-shape.tokens // (16 * shape.depth_groups))  # eights of columns that some get
+        given = 2048 * groups * (shape.depth_groups - 1) * 2 * most
+        received = 2048 * shape.row_groups * shape.tokens // 16
+        drain = groups * tiles.drain_of(shape) * tiles.DRAIN_PITCH * 4 + 1024
+        unit = 64 * shape.tokens * 2 + 64 * shape.row_groups * 8 * bits
+        assert given + received + drain <= shape.stages * shape.span * unit
     if shape.streamed:  # in portions that 32 bits hold
         assert tile_rows == shape.rows
         assert tiles.streamed_tiles(count, processors) * -(-depth // 64) < 1 << 31

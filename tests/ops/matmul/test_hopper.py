@@ -63,7 +63,7 @@ CASES = [
 ]
 
 # Of x [rows, K] and a weight [150, K]: tokens, row_groups, depth_groups, stages, span, buffers,
-# slices; kind, wide, shared_x, streamed.
+# slices; kind, wide, shared_x, streamed, split.
 SHAPES = [
     (32, 1, 3, 6, 2, 2, 4),
     (32, 1, 2, 4, 4, 1, 4),
@@ -108,13 +108,33 @@ STREAMED = [
         (256, 2, 1, 3, 1, 2, 4),
     )
 ]
+# Two blocks that share K of a tile.
+SPLIT = [
+    (*numbers, tiles.ONE, False, False, False, 2)
+    for numbers in (
+        (16, 1, 4, 8, 2, 2, 2),
+        (16, 2, 1, 3, 1, 1, 4),
+        (32, 1, 2, 4, 4, 1, 4),
+        (32, 1, 3, 6, 2, 2, 4),
+        (64, 2, 2, 4, 2, 1, 4),
+        (96, 1, 2, 6, 2, 2, 1),
+        (96, 3, 1, 5, 1, 2, 4),
+        (128, 4, 1, 6, 1, 1, 4),
+        (128, 1, 4, 8, 1, 2, 1),
+        (160, 2, 1, 4, 1, 2, 4),
+        (160, 1, 2, 4, 1, 2, 2),
+        (192, 1, 2, 4, 1, 2, 4),
+        (224, 2, 1, 3, 1, 2, 4),
+        (256, 2, 1, 3, 1, 2, 4),
+    )
+]
 BOTH = (64, 2, 1, 4, 1, 2, 4, tiles.ONE, False, True, True)
 DIVIDED = [
-    *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in (*SHAPES, *STREAMED)),
+    *((Case("nf4", "float16", 70, (150, 1160)), shape) for shape in (*SHAPES, *STREAMED, *SPLIT)),
     *(
         (Case(name, "bfloat16", 40, (150, 1280), options=options), shape)
         for name, options in (("q4_k", ()), ("uint3", (("block_size", 16),)), ("int8", ()))
-        for shape in (SHAPES[1], SHAPES[2], STREAMED[1], STREAMED[5])
+        for shape in (SHAPES[1], SHAPES[2], STREAMED[1], STREAMED[5], SPLIT[3])
     ),
 ]
 # Format, rows of x, [N, K], sizes of the gate's and the other's numbers, and a shape or ().
@@ -122,6 +142,8 @@ GATED = [
     *((name, 20, (70, 256), (1, 1), ()) for name in ("nf4", "q4_k", "int4", "uint4", "nvfp4")),
     ("q3_k", 300, (70, 256), (1, 1), ()),
     ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 4, 4, 2, 4, tiles.GATED, False, False, True)),
+    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 4, 4, 2, 4, tiles.GATED, False, False, False, 2)),
+    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 2, 6, 1, 1, 4, tiles.GATED, False, False, False, 2)),
     ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 4, 2, 1, 4, tiles.GATED)),
     ("nf4", 71, (150, 1160), (1, 1), (64, 2, 2, 4, 1, 1, 4, tiles.GATED, False, False, True)),
     ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 2, 2, 1, 4, tiles.GATED)),
@@ -182,6 +204,9 @@ def built(request) -> None:
     for given in selected(request, "test_blocks_that_share_tiles"):
         with divided(given["numbers"]):
             run_case(run, of_several(given["columns"], given["depth"]))
+    for given in selected(request, "test_blocks_of_a_cluster_that_share_a_tile"):
+        with divided(given["numbers"]):
+            run_case(run, of_several(152, given["depth"]))
     for given in selected(request, "test_swiglu"):
         name, rows, shape, sizes, numbers = given["gated"]
         with divided(numbers) if numbers else nullcontext():
@@ -235,7 +260,7 @@ def test_the_matrix(case, run):
 
 @pytest.mark.parametrize(
     ("case", "numbers"),
-    sampled(DIVIDED, "format", *each_number(11)),
+    sampled(DIVIDED, "format", *each_number(12)),
     ids=lambda v: v if isinstance(v, tuple) else str(v),
 )
 def test_every_way_to_divide(case, numbers, run):
@@ -327,6 +352,8 @@ SHARED = [
     if numbers[0] <= 64 or (i + j) % 3 == 0
 ]
 
+PAIRS = [(numbers, depth) for numbers in SPLIT for depth in (72, 136, 1160)]
+
 
 def bits_of(case: Case) -> tuple[int, bool]:
     return cq.get_format(case.format).bits, cq.get_format(case.format).is_blocks
@@ -374,6 +401,22 @@ def test_blocks_that_share_tiles(numbers, multiprocessors, columns, depth, built
     assert not (flags(memory, shape) == ticket + 1).any()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "depth"),
+    sampled(PAIRS, lambda numbers, _: numbers[:3], lambda _, depth: depth),
+    ids=str,
+)
+def test_blocks_of_a_cluster_that_share_a_tile(numbers, depth, built):
+    """K of two units, and of three: less than a stage of each; x ends within the first half."""
+    for rows in (70, 18):
+        case = replace(of_several(152, depth), rows=rows)
+        with divided(numbers):
+            y = run_case(Products(Emulator(arch=ARCH)), case, out_dtype="float32")
+            narrow = run_case(Products(Emulator(arch=ARCH)), case)
+        wanted = expected(case)
+        assert wanted.admits(y, depth) and wanted.admits(narrow, depth)
+
+
 @pytest.mark.parametrize("case", sampled(EACH, bits_of), ids=str)
 def test_blocks_share_tiles_of_each_format(case, run):
     """Two blocks have two units each, and each finds what brings its own into float16's range."""
@@ -397,7 +440,7 @@ def test_who_gives_sums_and_who_takes_them(built):
 
 @pytest.mark.parametrize(
     ("case", "numbers"),
-    [*sampled(DIVIDED[2:4]), *sampled((of_several(150, 1160), n) for n in STREAMED)],
+    [*sampled(DIVIDED[2:4]), *sampled((of_several(150, 1160), n) for n in (*STREAMED, *SPLIT))],
     ids=str,
 )
 def test_the_same_bits_in_every_order_of_threads(case, numbers, built):

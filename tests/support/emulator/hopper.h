@@ -63,6 +63,22 @@ inline void barrier_wait(unsigned long long* barrier, unsigned parity, Place pla
     emulator::wait_until({"barrier_wait", over, &emulator_barrier(barrier), parity, place});
 }
 
+inline void barrier_wait_remote(unsigned long long* barrier, unsigned parity, Place place = Place::here()) { barrier_wait(barrier, parity, place); }
+
+struct Remote {
+    const unsigned char* to;
+    const unsigned long long* barrier;
+    unsigned rank;
+
+    Remote(const void* own, const unsigned long long* own_barrier, unsigned rank)
+        : to(static_cast<const unsigned char*>(own)), barrier(own_barrier), rank(rank) {}
+    void store(int offset, const float4& v) const {
+        if (reinterpret_cast<std::uintptr_t>(to + offset) % 16) emulator::fail("misaligned Remote::store");
+        std::memcpy(emulator_remote(to + offset, sizeof v, rank, "Remote::store"), &v, sizeof v);
+        emulator_arrived(emulator_barrier_of(barrier, rank), 0, -static_cast<int>(sizeof v));
+    }
+};
+
 // ---- copies: in every other block at once, else when no thread can go on -------------------------
 
 // What Emulator.tensor_map packs.

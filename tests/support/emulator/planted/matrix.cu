@@ -35,6 +35,12 @@ enum class Bug {
     // of `cluster_sum`
     NoArrival,          // the other block may not have begun
     NoLastWait,         // a block goes while the other one stores there
+    // of `cluster_gift`
+    NoMeeting,          // the other block may not have begun
+    NoGiftBarrier,      // nothing counts what comes
+    FewGifts,           // more bytes are waited for than come
+    GiftPlace,          // misaligned
+    NoGiftWait,         // a block goes before what comes is there
     // of `flags`
     NoFlag,             // a block waits for what no other one says
     OtherFlag,          // or says to nobody
@@ -117,6 +123,26 @@ __global__ void cluster_sum(const float* __restrict__ x, float* __restrict__ y) 
     cluster_arrive();
     if constexpr (kBug != Bug::NoLastWait) cluster_wait();
     if (threadIdx.x == 0) y[blockIdx.x] = (numbers[0] + numbers[1]) * (cluster_rank() + 1);
+}
+
+// y[block] = four times the number of the other block of the cluster, which that block stores here.
+template <Bug kBug>
+__global__ void cluster_gift(const float* __restrict__ x, float* __restrict__ y) {
+    extern __shared__ __align__(128) u8 dynamic_shared[];  // 40 bytes
+    float* const given = reinterpret_cast<float*>(dynamic_shared);
+    u64* const barrier = reinterpret_cast<u64*>(dynamic_shared + 32);
+    if (kBug != Bug::NoGiftBarrier && threadIdx.x == 0) {
+        barrier_init(barrier, 1);
+        barrier_expect(barrier, kBug == Bug::FewGifts ? 32 : 16);
+        barrier_fence();
+    }
+    __syncthreads();
+    if constexpr (kBug != Bug::NoMeeting) { cluster_arrive(); cluster_wait(); }
+    const Remote other(given, barrier, cluster_rank() ^ 1);
+    const float number = x[blockIdx.x];
+    if (threadIdx.x == 0) other.store(kBug == Bug::GiftPlace ? 4 : 0, make_float4(number, number, number, number));
+    if constexpr (kBug != Bug::NoGiftWait) barrier_wait_remote(barrier, 0);
+    if (threadIdx.x == 0) y[blockIdx.x] = given[0] + given[1] + given[2] + given[3];
 }
 
 // y[block] = the sum of the numbers up to the block's, which each hands to the next one.
