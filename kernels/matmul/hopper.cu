@@ -52,13 +52,14 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // it has less to wait for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one
 // group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two
 // blocks of a cluster have the same rows of x, of which each brings half to both; kStreamed, `whole`: see Schedule;
-// kSplit: 2 where the two blocks of a cluster share K of one tile, and where the cluster has no other one.
+// kOnce: no block has two tiles, so that sums that meet take the place of x; kSplit: 2 where the two blocks of a
+// cluster share K of a tile.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
 // where x has no more. `handed` is memory for a Handover, and `ticket` its ticket.
 template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kStages, int kSpan, int kBuffers,
           int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed,
-          int kSplit>
+          bool kOnce, int kSplit>
 __global__ void CUQUANT_CLUSTER(kSharedX ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
               const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
@@ -75,11 +76,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     constexpr bool kAlone = kDepthGroups == 1;  // sums need no other part of K
     static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
     static_assert(!kRouted || !(kStreamed || kSplit > 1), "how many tiles there are is not known before");
-    static_assert(kSplit == 1 || !(kSharedX || kStreamed), "a cluster has one tile");
-    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kSplit, kTable && kTokens == 256>;
+    static_assert(!kOnce || (!kSharedX && !kStreamed && kDepthGroups * kSplit > 1), "sums that meet before others do");
+    static_assert(kSplit == 1 || kOnce, "sums have a place in the other block");
+    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kSplit, kOnce, kTable && kTokens == 256>;
     using Parts = typename Drained::Parts;
-    constexpr bool kInPlace = kSplit > 1;  // of x: a cluster has one tile
-    static_assert(!kInPlace || Parts::kBytes + Drained::kAll <= kStages * kSpan * (kBoxBytes + kCodeBytes),
+    static_assert(!kOnce || Parts::kBytes + Drained::kAll <= kStages * kSpan * (kBoxBytes + kCodeBytes),
                   "sums have the place of x");
     constexpr int kPeers = kSharedX ? 2 : 1, kCluster = kPeers * kSplit;
     using Between = Handover<Parts, kTokens, kRowGroups, kGroups, kPeers>;
@@ -99,9 +100,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     u8* coded = stages + kStages * kSpan * kBoxBytes;
     u8* tables = coded + kStages * kSpan * kCodeBytes;
     u8* const beside = tables + Decode::table_bytes;
-    u8* area = kInPlace ? stages : beside;
-    float* drain = reinterpret_cast<float*>(area + (kInPlace ? Parts::kBytes : 0));
-    float* strip_units = reinterpret_cast<float*>(beside + (kInPlace ? 0 : Drained::kBytes));  // of each warp's strip: see Factor
+    u8* area = kOnce ? stages : beside;
+    float* drain = reinterpret_cast<float*>(area + (kOnce ? Parts::kBytes : 0));
+    float* strip_units = reinterpret_cast<float*>(beside + (kOnce ? 0 : Drained::kBytes));  // of each strip: see Factor
     Kept* all_kept = reinterpret_cast<Kept*>(strip_units + kMostWarps);
     u64* full = reinterpret_cast<u64*>(all_kept + kMostWarps);
     u64 *empty = full + kStages, *received = empty + kStages;

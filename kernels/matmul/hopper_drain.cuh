@@ -36,9 +36,9 @@ __device__ constexpr int drain_of(int tokens, int depth_groups, int most) {
 }
 
 // kSlight: little shared memory is left.
-template <class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, bool kSlight>
+template <class T, int kTokens, int kRowGroups, int kDepthGroups, int kSplit, bool kOnce, bool kSlight>
 struct Drain {
-    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kSplit>;
+    using Parts = Exchange<kTokens, kRowGroups, kDepthGroups, kSplit, kOnce>;
     static constexpr int kGroups = kRowGroups * kDepthGroups;
     static constexpr int kMost = kGroups == 4 || kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
     static constexpr int kDrain = drain_of(kTokens / kSplit, kDepthGroups, kMost), kParts = kTokens / kDrain;
@@ -51,7 +51,7 @@ struct Drain {
     static constexpr int kPartBytes = kDrain * Whole::kPitch;
     static_assert(2 * kPartBytes <= floats * 4, "results of every other part have a place of their own");
     // And the first of a tile another one than the last of the tile before, unless all warpgroups meet in between.
-    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1 || kSplit > 1, "see drain_of");
+    static_assert(kParts == 1 || kParts % 2 == 0 || kDepthGroups > 1 || kOnce, "see drain_of");
 
     static constexpr int kTurns = (Parts::kMost * 8 + kDrain - 1) / kDrain;  // of a warpgroup, of a part or none
 

@@ -20,15 +20,15 @@ __device__ inline void add_four(float* sum, const float4& part) {
 }
 
 // Between those that share K of one tile, warpgroups of kSplit blocks: each gets the whole sums of some columns. They
-// are numbered one block's after the other's.
-template <int kTokens, int kRowGroups, int kDepthGroups, int kSplit>
+// are numbered one block's after the other's. kOnce: the area has room for all of them, and is used once.
+template <int kTokens, int kRowGroups, int kDepthGroups, int kSplit, bool kOnce>
 struct Exchange {
     static constexpr int kOwners = kSplit * kDepthGroups;
     static constexpr int kTiles = kTokens / 8;                                    // columns by eights
     static constexpr int kMost = (kTiles + kOwners - 1) / kOwners;                // of a warpgroup
     static constexpr int kGivers = kDepthGroups - 1, kPlaces = kGivers * kDepthGroups * kRowGroups;
-    static constexpr int kRoom = kSplit > 1 ? kSplit * kMost : kPlaces ? 12 / kPlaces : 1;  // 24 KB, or x's
-    static constexpr int kAll = kSplit * kMost;                                   // that warpgroups of a block get
+    static constexpr int kAll = kSplit * kMost;                                   // and of those of a depth
+    static constexpr int kRoom = kOnce ? kAll : kPlaces ? 12 / kPlaces : 1;       // else 24 KB
     static constexpr int kAtOnce = kAll < kRoom ? kAll : kRoom;                   // that each of them gets at a time
     static constexpr int kSlot = 128;                                             // float4s, one of each thread
     static constexpr int kGiven = kPlaces * kAtOnce * kSlot, kThreads = 128 * kRowGroups * kDepthGroups;
@@ -40,8 +40,8 @@ struct Exchange {
     __device__ static constexpr int begin_of(int owner) { return (owner * kTiles + kOwners - 1) / kOwners; }
     __device__ static constexpr int own(int tile) { return tile - begin_of(owner(tile)); }
 
-    // Makes some sums whole, but for the other block's part: see each. Nobody uses the area when this returns, but it
-    // may be in use before.
+    // Makes some sums whole, but for the other block's part: see each. The area may be in use before, and is not when
+    // this returns, but for kOnce.
     __device__ static void run(float (&sum)[kTokens / 2], float4* area, int depth, int row_group, int barrier) {
         if constexpr (kDepthGroups > 1) {
             float4* const own_area = area + row_group * kDepthGroups * kGivers * kAtOnce * kSlot + threadIdx.x % 128;
@@ -66,7 +66,7 @@ struct Exchange {
                         for (int giver = 0; giver < kGivers; ++giver) add_four(sum + 4 * tile, slot(tile, giver));
                     }
             }
-            if constexpr (kSplit == 1) named_barrier(barrier, kThreads);
+            if constexpr (!kOnce) named_barrier(barrier, kThreads);
         }
     }
     // Gives the other block what it gets of this one's sums, and adds what comes, behind what `run` has in the area.

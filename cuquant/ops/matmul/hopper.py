@@ -204,6 +204,7 @@ def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
         int(shape.wide),
         int(shape.shared_x),
         int(shape.streamed),
+        int(shape.once),
         shape.split,
     )
     return Program(

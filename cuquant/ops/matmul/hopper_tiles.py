@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from cuquant.array.fragments import STRIP, UNIT
@@ -19,6 +18,7 @@ DRAIN_PITCH = 72  # floats that each of them has room for
 KEPT = 384  # bytes, of a power of two and of five numbers for each warp
 GIVEN_AT_ONCE = 12  # eights of rows of x that warpgroups along K give each other at a time
 GIVEN_BYTES = 2048  # of each of them
+BARRIER = 16  # bytes of the one for what another block gives, and to 16 of them
 FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
@@ -61,8 +61,10 @@ class Shape:
         both.
     streamed
         Whether blocks share the units of the last tiles: see streamed_tiles.
+    once
+        Whether no block has two tiles, so that sums that meet take the place of x.
     split
-        Blocks that share K of a tile: the two of a cluster, which has no other tile.
+        Blocks that share K of a tile: the two of a cluster.
     """
 
     tokens: int
@@ -76,6 +78,7 @@ class Shape:
     wide: bool = False
     shared_x: bool = False
     streamed: bool = False
+    once: bool = False
     split: int = 1
 
     @property
@@ -140,9 +143,8 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     most = -(-shape.tokens // (8 * shape.depth_groups))
     given = pairs and pairs * min(most, GIVEN_AT_ONCE // pairs) * GIVEN_BYTES
     drain = max(shape.row_groups * shape.depth_groups * each, given)
-    if shape.split > 1:  # which has the place of x, and a barrier
-        drain = 16
-    return shape.stages * stage + drain + table + KEPT
+    drain = 0 if shape.once else drain
+    return shape.stages * stage + drain + table + KEPT + (BARRIER if shape.split > 1 else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -237,9 +239,9 @@ def streamed_tiles(tiles: int, processors: int) -> int:
 
 def blocks_of(shape: Shape, tiles: int, units: int, processors: int) -> int:
     """Blocks of the kernel, each of which has something to do."""
-    if shape.streamed:
-        return min(processors, tiles * -(-units // shape.portion))
-    return tiles * shape.split if shape.split > 1 else min(processors, tiles)
+    if shape.once:
+        return tiles * shape.split
+    return min(processors, tiles * (-(-units // shape.portion) if shape.streamed else 1))
 
 
 def _cost(
@@ -266,8 +268,8 @@ def _cost(
     step += IN_TURN * alone
     sums = width * s.tokens
     end = 0.0 if s.alone else PARTS + (s.depth_groups - 1) * sums / GIVEN
-    blocks = blocks_of(s, tiles, units, processors)
-    rounds, handing = float(-(-tiles * s.split // blocks)), 0.0
+    blocks, handing = blocks_of(s, tiles, units, processors), 0.0
+    rounds: float = -(-tiles * s.split // blocks)
     if s.split > 1:
         end += PARTS + MEETING + sums / SENT
     if s.streamed:  # a block begins within one tile, and ends within another one
@@ -312,9 +314,15 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
             operands = _operands(tokens, groups, decoding)
-            for split, span in product((1,) if kind == EXPERTS else (1, 2), SPANS[tokens]):
+            for span in SPANS[tokens]:
                 shape = Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
-                yield replace(shape, split=split)
+                if kind != EXPERTS:
+                    yield replace(shape, once=True, split=2)
+                    if depth_groups > 1:
+                        yield replace(shape, once=True)
+                    if tokens < LARGE or groups < 4 or depth_groups in (1, 4):  # else there
+                        yield replace(shape, streamed=True)  # are no registers for it
+                yield shape
 
 
 def divide(
@@ -344,25 +352,19 @@ def _fastest(
     """`divide`, of a multiple of TOKENS[0] rows, with at most so many in a tile."""
     units = -(-depth // UNIT)
     best: tuple[float, Shape, int, int] | None = None
-    for staged_shape in _candidates(rows if kind == EXPERTS else most, decoding, kind):
-        if staged_shape.tokens == FEW_MORE and rows > FEW_MORE:
+    for shape in _candidates(rows if kind == EXPERTS else most, decoding, kind):
+        if shape.tokens == FEW_MORE and rows > FEW_MORE:
             continue
-        token_tiles = -(-rows // staged_shape.tokens)
-        split = staged_shape.split
-        for streamed in (False,) if kind == EXPERTS or split > 1 else (False, True):
-            shape = replace(staged_shape, streamed=streamed)
-            groups = shape.row_groups, shape.depth_groups
-            if streamed and shape.tokens >= LARGE and groups == (2, 2):
-                continue  # there are no registers for it
-            tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
-            tiles = -(-columns // tile_rows) * token_tiles
-            if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
-                continue
-            if split > 1 and (tiles * split > multiprocessors or units < split):
-                continue
-            cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
-            if best is None or cost < best[0]:
-                best = cost, shape, token_tiles, tiles
+        token_tiles = -(-rows // shape.tokens)
+        tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
+        tiles = -(-columns // tile_rows) * token_tiles
+        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
+            continue
+        if shape.once and (tiles * shape.split > multiprocessors or units < shape.split):
+            continue
+        cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
+        if best is None or cost < best[0]:
+            best = cost, shape, token_tiles, tiles
     assert best is not None
     _, shape, token_tiles, tiles = best
     shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
@@ -393,7 +395,8 @@ def _shares_x(shape: Shape, token_tiles: int, tiles: int, processors: int) -> bo
 
     With one tile of them all blocks read the same ones at the same time.
     """
-    return shape.sends and shape.span == 1 and token_tiles > 1 and processors % 2 == 0 and tiles // token_tiles % 2 == 0
+    able = shape.sends and shape.span == 1 and token_tiles > 1
+    return able and processors % 2 == 0 and tiles // token_tiles % 2 == 0
 
 
 def tokens_of_tile(rows: int, token_tiles: int) -> int:

@@ -63,7 +63,7 @@ CASES = [
 ]
 
 # Of x [rows, K] and a weight [150, K]: tokens, row_groups, depth_groups, stages, span, buffers,
-# slices; kind, wide, shared_x, streamed, split.
+# slices; kind, wide, shared_x, streamed, once, split.
 SHAPES = [
     (32, 1, 3, 6, 2, 2, 4),
     (32, 1, 2, 4, 4, 1, 4),
@@ -86,6 +86,10 @@ SHAPES = [
     # A large table of levels.
     (32, 1, 3, 6, 2, 2, 4, tiles.ONE, True),
     (256, 2, 1, 2, 1, 2, 4, tiles.ONE, True),
+    # Blocks of one tile, whose sums take the place of x.
+    (16, 2, 2, 4, 2, 2, 2, tiles.ONE, False, False, False, True),
+    (128, 1, 2, 6, 2, 2, 2, tiles.ONE, False, False, False, True),
+    (96, 1, 2, 4, 1, 2, 1, tiles.ONE, False, False, False, True),
     # Two blocks with the same rows of x.
     (256, 2, 1, 2, 1, 2, 4, tiles.ONE, False, True),
     (32, 2, 1, 3, 1, 2, 4, tiles.ONE, False, True),
@@ -109,8 +113,9 @@ STREAMED = [
     )
 ]
 # Two blocks that share K of a tile.
+PAIR = (False, False, False, True, 2)
 SPLIT = [
-    (*numbers, tiles.ONE, False, False, False, 2)
+    (*numbers, tiles.ONE, *PAIR)
     for numbers in (
         (16, 1, 4, 8, 2, 2, 2),
         (16, 2, 1, 3, 1, 1, 4),
@@ -142,8 +147,8 @@ GATED = [
     *((name, 20, (70, 256), (1, 1), ()) for name in ("nf4", "q4_k", "int4", "uint4", "nvfp4")),
     ("q3_k", 300, (70, 256), (1, 1), ()),
     ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 4, 4, 2, 4, tiles.GATED, False, False, True)),
-    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 4, 4, 2, 4, tiles.GATED, False, False, False, 2)),
-    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 2, 6, 1, 1, 4, tiles.GATED, False, False, False, 2)),
+    ("nf4", 70, (150, 1160), (1, 1), (32, 2, 1, 4, 4, 2, 4, tiles.GATED, *PAIR)),
+    ("nf4", 71, (150, 1160), (1, 1), (64, 2, 2, 6, 1, 1, 4, tiles.GATED, *PAIR)),
     ("nf4", 71, (150, 1160), (1, 1), (64, 2, 1, 4, 2, 1, 4, tiles.GATED)),
     ("nf4", 71, (150, 1160), (1, 1), (64, 2, 2, 4, 1, 1, 4, tiles.GATED, False, False, True)),
     ("int4", 140, (150, 648), (1, 1), (128, 2, 1, 2, 2, 1, 4, tiles.GATED)),
@@ -260,7 +265,7 @@ def test_the_matrix(case, run):
 
 @pytest.mark.parametrize(
     ("case", "numbers"),
-    sampled(DIVIDED, "format", *each_number(12)),
+    sampled(DIVIDED, "format", *each_number(13)),
     ids=lambda v: v if isinstance(v, tuple) else str(v),
 )
 def test_every_way_to_divide(case, numbers, run):
