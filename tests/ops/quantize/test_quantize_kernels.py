@@ -223,14 +223,15 @@ def test_raise_says_what_the_reference_says(name):
     mixed = x.copy()  # some blocks vanish, others are zeros
     mixed[0], mixed[1, ::2] = 0, F32(1e-45)
     mixed[1, 1::2] = -F32(1e-45)
-    for large in (x, x * F32(1e10), x * F32(1e37), x * F32(1e-9), x * F32(1e-30), mixed):
+    sizes = (1, 1e10, 1e37, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9, 1e-30, 1e-40)
+    for given in (*(x * F32(size) for size in sizes), mixed):
         try:
-            expected = cq.quantize(large, fmt, nonfinite="raise")
+            expected = cq.quantize(given, fmt, nonfinite="raise")
         except ValueError as error:
-            message = refused(OnEmulator(Emulator()).quantize, large, fmt, nonfinite="raise")
+            message = refused(OnEmulator(Emulator()).quantize, given, fmt, nonfinite="raise")
             assert message == str(error)
         else:
-            found = OnEmulator(Emulator()).quantize(large, fmt, nonfinite="raise")
+            found = OnEmulator(Emulator()).quantize(given, fmt, nonfinite="raise")
             assert not differences(found, expected)
 
 
