@@ -96,9 +96,11 @@ def _is_subnormal(scale: np.ndarray) -> np.ndarray:
 def _is_small(fmt: Format, parts: Components) -> np.ndarray:
     """Whether the number that is stored for a scale is 0 or subnormal."""
     scale = parts["scale"]
+    if fmt.rule.nested == "double":
+        return np.zeros(scale.shape, bool)  # a code; what it stands for is looked at
     if fmt.rule.dtype in ("e4m3", "e8m0"):
         return scale.view(np.uint8) & (0x78 if fmt.rule.dtype == "e4m3" else 0xFF) == 0
-    return np.False_ if fmt.rule.nested == "double" else _is_subnormal(scale)
+    return _is_subnormal(scale)
 
 
 def _largest(read: Read, tiles: Tiles, wanted: np.ndarray) -> np.ndarray:

@@ -327,7 +327,7 @@ def test_raise_reports_blocks_that_vanish(name):
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-10, 1e-38, 1e-40, 1e-44])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "nf4+dq", "fp4:128+dq", "int4:row", "k4:tensor"])
 def test_raise_reports_every_loss_of_all_bits(name, size):
     """q4_1 keeps a minimum where its scale is 0, nvfp4 has a global scale, fp16 has none."""
     x = (np.random.default_rng(0).standard_normal((4, 256)) * size).astype(np.float32)
