@@ -210,10 +210,10 @@ def of_raise(name: str) -> tuple:
     return kind if cases.dtype_of(name) == "float32" else kind[:1]
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, of_raise))
+@pytest.mark.parametrize("name", [*sampled(NAMES, of_raise), "nf4+dq"])
 def test_raise_says_what_the_reference_says(name):
     """A NaN, an infinity, scales that overflow; and what is fine has its usual bytes."""
-    fmt = FORMATS[name]
+    fmt = cq.get_format(name)
     x = cases.normal((4, 256), DTYPES["float32"])
     for at, value in ((700, np.nan), (3, np.inf)):
         bad = x.copy()
