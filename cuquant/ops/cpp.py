@@ -56,8 +56,8 @@ class Facts:
 
 
 def numbers(kind: str, **values: int) -> Facts:
-    """A struct of integers that a kernel is compiled for, by their names: how its work is divided."""
-    name = "_".join([kind, *map(str, map(int, values.values()))])
+    """A struct of integers that a kernel is compiled for: how its work is divided."""
+    name = "_".join([kind, *(str(int(n)).replace("-", "minus") for n in values.values())])
     text = ", ".join(f"{field} = {int(value)}" for field, value in values.items())
     return Facts(name, f"struct {name} {{ static constexpr int {text}; }};\n")
 

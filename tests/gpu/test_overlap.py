@@ -283,8 +283,8 @@ def test_what_comes_to_l2_ahead_and_when(name):
         jit.nvrtc()
     except cq.BackendUnavailable as error:
         pytest.skip(str(error))
-    found = [p for p in programs(name) if p.entry == "matmul_stream" and not p.arguments[RING]]
-    laid = [p for p in found if p.arguments[2] == 1 and p.arguments[9] == 0]  # one tile, in strips
+    found = [p for p in programs(name) if p.entry == "matmul_stream" and not number(p, "ring")]
+    laid = [p for p in found if (number(p, "tiles"), number(p, "lie")) == (1, 0)]  # in strips
     assert laid
     for program in laid:
         sass = elf.disassembled(jit.compiled(program, 90).code)
