@@ -45,7 +45,7 @@ def element_of(dtype: np.dtype) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The C++ struct of a format: its name in namespace formats, and its text."""
+    """A C++ struct that a kernel is compiled for: its name in namespace formats, and its text."""
 
     name: str
     text: str
@@ -53,6 +53,13 @@ class Facts:
     @property
     def type(self) -> str:
         return f"formats::{self.name}"
+
+
+def numbers(kind: str, **values: int) -> Facts:
+    """A struct of integers that a kernel is compiled for: how its work is divided."""
+    name = "_".join([kind, *(str(int(n)).replace("-", "minus") for n in values.values())])
+    text = ", ".join(f"{field} = {int(value)}" for field, value in values.items())
+    return Facts(name, f"struct {name} {{ static constexpr int {text}; }};\n")
 
 
 def codec_type(codec: Codec, bits: int | None = None) -> str:

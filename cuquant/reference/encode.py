@@ -101,7 +101,7 @@ def quantize(
     ------
     ValueError
         With nonfinite="raise": a NaN or an infinity (its flat index is named), a scale that its
-        dtype cannot hold, or a block of numbers that are all stored as 0.
+        dtype cannot hold, or a block that underflows.
     """
     if nonfinite == "raise":
         refuse_nonfinite(x)
@@ -116,7 +116,7 @@ def quantize(
     if fmt.scale is not None and fmt.rule.rule == "search":
         return _told(_search_blocks(source, fmt, stored, nonfinite), fmt, saturates)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
-    _report_saturation(fmt, given, scales, saturates)
+    _report_saturation(fmt, scales, saturates)
     if fmt.is_blocks:
         parts = _interleave(source, fmt, tiles, scales, stored, nonfinite)
         return _told(parts, fmt, saturates)
@@ -138,7 +138,7 @@ def quantize(
         words = fmt.row_packing.pack(codes, fmt.zero_code).view(packed.dtype)
         first = fmt.row_packing.words(piece.column)
         packed[piece.batch, piece.row : piece.row_end, first : first + words.shape[1]] = words
-    if nonfinite == "raise" and fmt.scale is not None:
+    if nonfinite == "raise":
         refuse_vanished(fmt, vanished_tiles(source.__getitem__, fmt, tiles, parts, stored))
     return parts
 
@@ -537,11 +537,11 @@ def _told(parts: Components, fmt: Format, saturates: Callable[[int], object] | N
 
 
 def _report_saturation(
-    fmt: Format, given: Calibration, scales: Scales, saturates: Callable[[int], object] | None
+    fmt: Format, scales: Scales, saturates: Callable[[int], object] | None
 ) -> None:
-    if saturates is None or given.scale is not None or fmt.is_blocks or scales.exact is None:
+    if saturates is None or fmt.is_blocks or scales.exact is None:
         return
-    if fmt.rule.dtype != "float16":
+    if fmt.rule.dtype not in STEPS:
         return
     with np.errstate(over="ignore"):
         count = int(_cast(scales.exact, fmt)[1].sum())

@@ -1,4 +1,4 @@
-"""What `quantize` refuses where nonfinite="raise": NaN, what overflows, blocks that vanish."""
+"""What `quantize` refuses where nonfinite="raise": NaN, what overflows, blocks that underflow."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
-from cuquant.reference.decode import decode_blocks, dequantize, nested_scales
+from cuquant.reference.decode import decode_blocks, dequantize, effective
 from cuquant.reference.tiles import Piece, Tiles
 
 Components = dict[str, np.ndarray]
@@ -41,12 +41,14 @@ def refuse_count(fmt: Format, overflows: int) -> None:
 
 
 def refuse_vanished(fmt: Format, blocks: int) -> None:
-    """ValueError where blocks were stored as zeros that are none."""
+    """ValueError where blocks (rows, where there are no scales) underflowed."""
     if blocks:
+        what, number, other = "rows", f"{fmt.name} value", "choose another format"
+        if fmt.scale is not None:
+            what, number, other = "blocks", f"{fmt.rule.dtype} scale", "choose float32 scales"
         raise ValueError(
-            f"{blocks} blocks of {fmt.name} underflow: all of their numbers are stored as 0, since "
-            f"{fmt.rule.dtype} holds no scale so small, and nonfinite='raise'; rescale x, choose "
-            "float32 scales, or pass nonfinite='propagate'"
+            f"{blocks} {what} of {fmt.name} underflow: their numbers are lost, since no {number} "
+            f"is so small, and nonfinite='raise'; rescale x, {other}, or pass nonfinite='propagate'"
         )
 
 
@@ -59,41 +61,66 @@ def infinite_blocks(blocks: np.ndarray, layout: BlockLayout) -> int:
     return int(np.any([np.isinf(half) for half in halves], axis=0).sum())
 
 
+# A block has underflowed where its scale is 0 or subnormal, and a number is wrong by as much as the
+# largest of them: all are stored as 0, or as others. Where the scale is 0 codes say nothing, and an
+# eighth is enough: a minimum may be left, and be right.
+LOST_OF_ZERO = np.float32(0.125)
+
+
 def vanished_tiles(read: Read, fmt: Format, tiles: Tiles, parts: Components, stored: tuple) -> int:
-    """How many blocks a scale that is 0 or subnormal made zeros of, but hold other numbers."""
-    small = _is_small(fmt, parts).reshape(tiles.grid)
-    given = small & _any_number(read, tiles, small)
+    """How many blocks underflowed; of a format without scales, how many rows."""
+    scale = np.broadcast_to(np.float32(0), tiles.grid)
+    small = np.broadcast_to(True, tiles.grid)
+    if fmt.scale is not None:
+        scale = effective(parts, fmt, stored).scale.reshape(tiles.grid)
+        small = _is_small(fmt, parts).reshape(tiles.grid) | _is_subnormal(scale)
+    given = small & (_largest(read, tiles, small) > 0)
     if not given.any():
         return 0
     values = dequantize(parts, fmt, stored).reshape(tiles.shape)
-    return int((given & ~_any_number(lambda piece: values[piece.index], tiles, given)).sum())
+    error = _largest(lambda piece: read(piece) - values[piece.index], tiles, given)
+    return _count(scale, _largest(read, tiles, given), error, fmt.scale is not None)
 
 
-def _is_small(fmt: Format, parts: Components) -> np.ndarray:
-    """Whether a stored scale is 0 or subnormal: its exponent is 0."""
-    scale, dtype = parts["scale"], fmt.rule.dtype
-    if fmt.rule.nested == "double":
-        scale = nested_scales(parts)
-    exponent = {"float16": 0x7C00, "float32": 0x7F800000, "e4m3": 0x78, "e8m0": 0xFF}[dtype]
+def _count(scale: np.ndarray, largest: np.ndarray, error: np.ndarray, scaled: bool = True) -> int:
+    limit = np.where((scale == 0) & scaled, LOST_OF_ZERO * largest, largest)
+    return int(((largest > 0) & (error >= limit)).sum())
+
+
+def _is_subnormal(scale: np.ndarray) -> np.ndarray:
+    """Whether the exponent is 0, of float16 or float32."""
+    exponent = 0x7C00 if scale.dtype.itemsize == 2 else 0x7F800000
     return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
 
 
-def _any_number(read: Read, tiles: Tiles, wanted: np.ndarray) -> np.ndarray:
-    """Whether the wanted blocks hold a number that is not 0, in the grid's shape."""
-    found = np.zeros(tiles.grid, bool)
+def _is_small(fmt: Format, parts: Components) -> np.ndarray:
+    """Whether the number that is stored for a scale is 0 or subnormal."""
+    scale = parts["scale"]
+    if fmt.rule.nested == "double":
+        return np.zeros(scale.shape, bool)  # a code; what it stands for is looked at
+    if fmt.rule.dtype in ("e4m3", "e8m0"):
+        return scale.view(np.uint8) & (0x78 if fmt.rule.dtype == "e4m3" else 0xFF) == 0
+    return _is_subnormal(scale)
+
+
+def _largest(read: Read, tiles: Tiles, wanted: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each of the wanted blocks, and 0 elsewhere, in the grid's shape."""
+    found = np.zeros(tiles.grid, np.float32)
     for piece in tiles.whole_tiles():
         where = tiles.tile_index(piece)
         if wanted[where].any():
-            found[where] |= (tiles.gather(read(piece), piece) != 0).any(-1)
+            own = np.abs(tiles.gather(read(piece), piece)).max(-1)
+            found[where] = np.maximum(found[where], np.where(wanted[where], own, 0))
     return found
 
 
 def vanished_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
     """The same of ggml's blocks: x [n, elements] and their bytes."""
     small = packed[:, fmt.layout.scale_byte + 1] & 0x7C == 0
-    small[small] = (x[small] != 0).any(-1)
     if not small.any():
         return 0
-    fields = fmt.layout.unpack(packed[small])
+    x, fields = x[small], fmt.layout.unpack(packed[small])
+    zero = packed[small, fmt.layout.scale_byte :][:, :2].copy().view(np.float16)[:, 0]
     with np.errstate(all="ignore"):
-        return int((decode_blocks(fields.codes, fmt, fields) == 0).all(-1).sum())
+        error = np.abs(x - decode_blocks(fields.codes, fmt, fields)).max(-1)
+    return _count(zero, np.abs(x).max(-1), error)

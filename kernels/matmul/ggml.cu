@@ -185,14 +185,20 @@ __device__ void stage_columns(int place, int pitch, const T* x, i64 row_stride, 
     }
 }
 
-// weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster of kSplit blocks takes
-// `strips` strips, and from cluster `fewer` on one less; `chunk`: groups of x that are in shared memory at a time, of `groups`. kGated:
-// silu(x w^T) * (x second^T). kWide: see FloatCodes. kBoxes: the copy engine brings weights, by their tensor maps.
-template <class Block, class T, int kTiles, int kSplit, int kGated, int kWide, int kBoxes>
-__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * (kMostWarps - 4 * (kTiles - 1)), 1)
-matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> weights,
-              const __grid_constant__ Choice<kBoxes != 0, TensorMap, const u8*> second, const uint4 levels,
+// weights, second: [N, K / elements, Layout::bytes], which start on 16 bytes. A cluster takes `strips` strips, and from
+// cluster `fewer` on one less; `chunk`: groups of x that are in shared memory at a time, of `groups`. Tile, which ggml.py prints:
+//   tiles   products of 8 rows of x
+//   split   blocks of a cluster, which share K
+//   gated   silu(x w^T) * (x second^T)
+//   wide    see FloatCodes
+//   boxes   the copy engine brings weights, by their tensor maps
+template <class Block, class T, class Tile>
+__global__ void CUQUANT_CLUSTER(Tile::split) __launch_bounds__(32 * (kMostWarps - 4 * (Tile::tiles - 1)), 1)
+matmul_blocks(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Choice<Tile::boxes != 0, TensorMap, const u8*> weights,
+              const __grid_constant__ Choice<Tile::boxes != 0, TensorMap, const u8*> second, const uint4 levels,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int strips, int fewer, int chunk, int groups, int vectors, u32 reciprocal) {
+    constexpr int kTiles = Tile::tiles, kSplit = Tile::split;
+    constexpr bool kGated = Tile::gated, kWide = Tile::wide, kBoxes = Tile::boxes;
     using Own = FloatCodes<Block, T, kWide>;
     using Place = Geometry<typename Block::Layout, kBoxes != 0>;
     constexpr int kTokens = 8 * kTiles, kPiece = 4 * kTokens * kLine, kSets = kGated ? 2 : 1;

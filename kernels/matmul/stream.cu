@@ -22,15 +22,27 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
     }
 }
 
-// kGroupUnits: units of a scale group, 0 where a row is one group; kInUnit: groups in a unit, else 1;
-// kLie: see Lie; in rows codes are as in a QuantArray. kWide: see PairDecoder. kRing: units in which K is shared where codes go
-// through shared memory, see ChunkCopies, else 0. kSpan: units that are multiplied together, of rows; kMeet: see Meet. A block's warps are
-// kStrips x kDepth: neighbours have different strips, then different parts of K. It takes `taken` strips, and from cluster
-// `fewer` on one less, kStrips at a time. kGated: of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T).
-template <class Format, class T, int kTiles, int kStrips, int kDepth, int kSplit, int kAhead, int kGroupUnits, int kInUnit, int kLie, int kGated, int kWide, int kRing, int kSpan, int kMeet>
-__global__ void CUQUANT_CLUSTER(kSplit) __launch_bounds__(32 * kStrips * kDepth, 1)
+// Tile, which stream.py prints:
+//   tiles           products of 8 rows of x
+//   strips, depth   warps of a block: neighbours have different strips, then different parts of K
+//   split           blocks of a cluster that share K
+//   ahead           units that are loaded ahead
+//   group_units     units of a scale group, 0 where a row is one group
+//   in_unit         groups in a unit, else 1
+//   lie             see Lie; in rows codes are as in a QuantArray
+//   gated           of two weights, one after the other: silu(x w[0]^T) * (x w[1]^T)
+//   wide            see PairDecoder
+//   ring            units in which K is shared where codes go through shared memory, see ChunkCopies, else 0
+//   span            units that are multiplied together, of rows
+//   meet            see Meet
+// A block takes `taken` strips, and from cluster `fewer` on one less, kStrips at a time.
+template <class Format, class T, class Tile>
+__global__ void CUQUANT_CLUSTER(Tile::split) __launch_bounds__(32 * Tile::strips * Tile::depth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
+    constexpr int kTiles = Tile::tiles, kStrips = Tile::strips, kDepth = Tile::depth, kSplit = Tile::split, kAhead = Tile::ahead;
+    constexpr int kGroupUnits = Tile::group_units, kInUnit = Tile::in_unit, kLie = Tile::lie, kRing = Tile::ring, kSpan = Tile::span, kMeet = Tile::meet;
+    constexpr bool kGated = Tile::gated, kWide = Tile::wide;
     constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
     constexpr bool kScaled = kMeet == kAtOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;
     constexpr int kProducts = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;  // groups that are multiplied together

@@ -1,5 +1,5 @@
 // Scale, encode and pack blocks of 8 to 512 elements, the input read once: a thread holds units of
-// kPer chunks, and kLanes neighbouring lanes hold a block.
+// Work::per chunks, and Work::lanes neighbouring lanes hold a block.
 // quantize: contiguous rows of whole blocks. quantize_axis: blocks along an axis that is not the last.
 #include "quantize/contest.cuh"
 #include "quantize/find.cuh"
@@ -33,14 +33,14 @@ struct Column {
     __device__ void values(float* x) const { tile.template values<kElements>(column, first, x); }
 };
 
-// kPer neighbouring chunks of a block whose others are in the neighbouring lanes. `unit` is their place
+// Neighbouring chunks of a block whose others are in the neighbouring lanes. `unit` is their place
 // in the stream of codes, `index` and `step` the flat indices of their elements. Whether the block's scale is
 // contested: then it is called again with kSettle.
-template <class Format, typename T, int kPer, int kLanes, int kFlags, bool kSettle, class Source>
+template <class Format, typename T, class Work, int kFlags, bool kSettle, class Source>
 __device__ bool quantize_unit(
     float* x, const Source& source, u8* packed, i64 unit, i64 block, bool valid, const Scales& scales, const Given& given,
     const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed, u64 index, u64 step) {
-    constexpr int kElements = kPer * kChunk;
+    constexpr int kPer = Work::per, kLanes = Work::lanes, kElements = kPer * kChunk;
     const int lane = threadIdx.x % kLanes;
     const auto clamp = [&] {
         if constexpr (kFlags & kClamp) {
@@ -91,10 +91,11 @@ constexpr int fitting = !Contest<Format, kFlags>::possible ? 0
     : Format::Codec::is_codebook ? (sizeof(T) == 4 ? 6 : 4)
     : Format::integers ? (sizeof(T) == 4 ? 0 : 4) : kFloatsFit;
 
-// Units of kPer chunks; kLanes of them make a block.
-template <class Format, typename T, int kPer, int kLanes, int kThreads, int kUnits, int kFlags>
-__global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize(
+// A thread takes Work::units units.
+template <class Format, typename T, class Work, int kFlags>
+__global__ void __launch_bounds__(Work::threads, fitting<Format, T, kFlags>) quantize(
     const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed, i64 units) {
+    constexpr int kPer = Work::per, kLanes = Work::lanes, kThreads = Work::threads, kUnits = Work::units;
     __shared__ typename Format::Codec::EncodeTables tables;
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kUnits) + threadIdx.x;
     Raw<T> raw[kUnits][kPer];
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize
         float values[kPer * kChunk];
 #pragma unroll
         for (int p = 0; p < kPer; ++p) raw[u][p].values(values + p * kChunk);
-        contested |= quantize_unit<Format, T, kPer, kLanes, kFlags, false>(
+        contested |= quantize_unit<Format, T, Work, kFlags, false>(
             values, source, packed, unit, unit / kLanes, unit < units, scales, given, tables, lookup, seed,
             unit * (kPer * kChunk), 1);
     }
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize
             const Chunks<T, kPer> source{x + unit * (kPer * kChunk), unit < units};
             float values[kPer * kChunk];
             source.values(values);
-            quantize_unit<Format, T, kPer, kLanes, kFlags, true>(
+            quantize_unit<Format, T, Work, kFlags, true>(
                 values, source, packed, unit, unit / kLanes, unit < units, again, given, tables, lookup, seed,
                 unit * (kPer * kChunk), 1);
         }
@@ -140,14 +141,14 @@ __global__ void __launch_bounds__(kThreads, fitting<Format, T, kFlags>) quantize
 }
 
 // Units of a tile's columns, see quantize_axis; whether scales of any are contested. With kSettle: those decided.
-template <class Format, typename T, int kPer, int kLanes, int kThreads, int kFlags, bool kSettle, class Tile, int kAlong, int kWidth>
+template <class Format, typename T, class Work, int kFlags, bool kSettle, class Tile>
 __device__ bool quantize_columns(
     const Tile& turned, u8* packed, i64 top, i64 left, i64 batch, i64 depth, i64 width, i64 row_bytes, const Scales& scales,
     const Given& given, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u64 seed) {
-    constexpr int kElements = kPer * kChunk;
+    constexpr int kLanes = Work::lanes, kElements = Work::per * kChunk, kAlong = Work::depth / kElements;  // units of a column
     bool contested = false;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kWidth * kAlong; i += kThreads) {
+    for (int i = threadIdx.x; i < Work::width * kAlong; i += Work::threads) {
         const int column = i / kAlong, along = i % kAlong;
         const Column<Tile, kElements> source{turned, column, along * kElements};
         float values[kElements];
@@ -155,7 +156,7 @@ __device__ bool quantize_columns(
         const i64 k = top + along * kElements, row = batch * width + left + column;
         const bool valid = left + column < width && k < depth;
         const i64 block = row * (depth / (kLanes * kElements)) + k / (kLanes * kElements);
-        contested |= quantize_unit<Format, T, kPer, kLanes, kFlags, kSettle>(
+        contested |= quantize_unit<Format, T, Work, kFlags, kSettle>(
             values, source, packed + row * row_bytes, k / kElements, block, valid, scales, given, tables, lookup, seed,
             (batch * depth + k) * width + left + column, width);
     }
@@ -165,10 +166,11 @@ __device__ bool quantize_columns(
 // x is [batch, depth, width] and contiguous; blocks run along depth, and the codes of stored row
 // b * width + w are those of x[b, :, w]. Told that four blocks must fit, the compiler needs no local
 // memory; left alone it takes 8 bytes on sm_80 to 89.
-template <class Format, typename T, int kPer, int kLanes, int kThreads, int kDepth, int kWidth, int kFlags>
-__global__ void __launch_bounds__(kThreads, 4) quantize_axis(
+template <class Format, typename T, class Work, int kFlags>
+__global__ void __launch_bounds__(Work::threads, 4) quantize_axis(
     const T* __restrict__ x, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup, u64 seed,
     i64 depth, i64 width, i64 row_bytes, u32 tiles_down, u32 tiles_across) {
+    constexpr int kThreads = Work::threads, kDepth = Work::depth, kWidth = Work::width;
     using Tile = Turned<T, kDepth, kWidth>;
     __shared__ Tile turned;
     __shared__ typename Format::Codec::EncodeTables tables;
@@ -179,14 +181,14 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_axis(
     turned.load(x + (batch * depth + top) * width + left, width, depth - top, width - left, threadIdx.x, kThreads);
     if constexpr (Format::Codec::is_codebook) Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
     __syncthreads();
-    constexpr int kAlong = kDepth / (kPer * kChunk);  // units of a column
+    constexpr int kAlong = kDepth / (Work::per * kChunk);
     static_assert(kWidth * kAlong % kThreads == 0 && kThreads % kAlong == 0, "whole warps, whole columns");
-    const bool contested = quantize_columns<Format, T, kPer, kLanes, kThreads, kFlags, false, Tile, kAlong, kWidth>(
+    const bool contested = quantize_columns<Format, T, Work, kFlags, false>(
         turned, packed, top, left, batch, depth, width, row_bytes, scales, given, tables, lookup, seed);
     if constexpr (Contest<Format, kFlags>::possible) {
         if (!__any_sync(~0u, contested)) return;  // nearly always
         const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
-        quantize_columns<Format, T, kPer, kLanes, kThreads, kFlags, true, Tile, kAlong, kWidth>(
+        quantize_columns<Format, T, Work, kFlags, true>(
             turned, packed, top, left, batch, depth, width, row_bytes, again, given, tables, lookup, seed);
     }
 }

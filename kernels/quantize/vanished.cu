@@ -1,18 +1,27 @@
-// How many blocks have underflowed: some of a block's values are not 0, and all are stored as 0, by a scale that is
-// below the smallest normal number of its type. A warp looks at a block; vanished_blocks: a thread at one of ggml's.
+// How many blocks have underflowed: their scale is 0 or subnormal, and a number is wrong by as much as the largest of
+// them; where the scale is 0 codes say nothing, and an eighth is enough. Rows are the blocks of a format without scales.
+// vanished: a warp looks at a block; vanished_blocks: a thread at one of ggml's.
 #include "format/blocks.cuh"
+#include "quantize/find.cuh"
 #include "quantize/plain.cu"
 #include "dequantize/values.cuh"
 
 namespace cuquant {
 
-// Whether the scale that is stored for a block is 0 or subnormal.
+// Whether a block's scale is 0 or subnormal: the number that is stored, or `scale`, what it stands for.
 template <Stored kStored>
-__device__ bool is_small(const ScaleArrays& arrays, i64 block) {
+__device__ bool is_small(const ScaleArrays& arrays, i64 block, float scale) {
+    if constexpr (kStored == Stored::None) return true;
     if constexpr (kStored == Stored::Float16) return (static_cast<const u16*>(arrays.scale)[block] & 0x7C00u) == 0;
-    if constexpr (kStored == Stored::E8M0) return static_cast<const u8*>(arrays.scale)[block] == 0;
-    if constexpr (kStored == Stored::E4M3) return (static_cast<const u8*>(arrays.scale)[block] & 0x78u) == 0;
-    return (bits_of(scale_at<kStored>(arrays, block)) & 0x7F800000u) == 0;
+    if constexpr (kStored == Stored::E8M0)
+        if (static_cast<const u8*>(arrays.scale)[block] == 0) return true;
+    if constexpr (kStored == Stored::E4M3)
+        if ((static_cast<const u8*>(arrays.scale)[block] & 0x78u) == 0) return true;
+    return (bits_of(scale) & 0x7F800000u) == 0;
+}
+
+__device__ bool is_lost(float largest, float error, bool zero_scale) {
+    return largest > 0.0f && error >= (zero_scale ? __fmul_rn(0.125f, largest) : largest);
 }
 
 template <class Format, typename T, typename Word>
@@ -26,20 +35,22 @@ __global__ void vanished(
         __syncthreads();
     }
     const i64 block = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-    if (block >= blocks || !is_small<Format::stored>(arrays, block)) return;  // whole warps
+    if (block >= blocks) return;  // whole warps
+    const float scale = scale_at<Format::stored>(arrays, block);
+    if (!is_small<Format::stored>(arrays, block, scale)) return;
     const Tile tile(tiles, block);
-    const float scale = scale_at<Format::stored>(arrays, block), shift = shift_of<Format>(arrays, block);
+    const float shift = shift_of<Format>(arrays, block);
     const int lane = threadIdx.x % kWarp;
-    bool given = false, kept = false;
+    float largest = 0.0f, error = 0.0f;
     each<T, 0>(x, source, tile, lane, tile.chunks(), kWarp, [&](float value, i64 place) {
         const i64 r = tile.tall == 1 ? 0 : place / tile.wide, column = tile.column + place - r * tile.wide;
         const u32 code = Format::Packing::get(packed + (tile.row + r) * row_words, column);
-        given = given || value != 0.0f;
-        kept = kept || value_of<Format>(code, scale, shift, tables) != 0.0f;
+        largest = fmaxf(largest, fabsf(value));
+        error = fmaxf(error, fabsf(__fsub_rn(value, value_of<Format>(code, scale, shift, tables))));
     });
-    given = __any_sync(~0u, given);
-    kept = __any_sync(~0u, kept);
-    if (lane == 0 && given && !kept) atomicAdd(count, 1u);
+    largest = lanes_max<kWarp>(largest);
+    error = lanes_max<kWarp>(error);
+    if (lane == 0 && is_lost(largest, error, scale == 0.0f)) atomicAdd(count, 1u);
 }
 
 // x: contiguous; blocks: [blocks, Layout::bytes], on an even address.
@@ -56,19 +67,20 @@ __global__ void vanished_blocks(const T* __restrict__ x, const u8* __restrict__ 
     if (block * Layout::elements >= elements) return;
     const u8* own = blocks + block * Layout::bytes;
     if (own[Layout::scale_byte + 1] & 0x7Cu) return;  // a normal scale
-    bool given = false;
-    for (int i = 0; i < Layout::elements; ++i) given = given || Element<T>::load(x + block * Layout::elements + i) != 0.0f;
-    if (!given) return;
+    float largest = 0.0f, error = 0.0f;
     for (int first = 0; first < Layout::elements; first += kChunk) {
         const ChunkFields fields = read_chunk<Layout>(own, first);
         for (int i = 0; i < kChunk; ++i) {
             const u32 code = static_cast<u32>(fields.codes >> 8 * i) & 0xFFu;
+            const float given = Element<T>::load(x + block * Layout::elements + first + i);
             float value = __fmul_rn(Codec::decode(code, Codec::shift_of(0), tables), fields.scale);
             if constexpr (Layout::minimum_byte >= 0) value = __fadd_rn(value, fields.minimum);
-            if (value != 0.0f) return;
+            largest = fmaxf(largest, fabsf(given));
+            error = fmaxf(error, fabsf(__fsub_rn(given, value)));
         }
     }
-    atomicAdd(count, 1u);
+    const bool zero = own[Layout::scale_byte] == 0 && (own[Layout::scale_byte + 1] & 0x7Fu) == 0;
+    if (is_lost(largest, error, zero)) atomicAdd(count, 1u);
 }
 
 }  // namespace cuquant

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from planted import FakeCupy
+from programs import number
 from samples import sampled
 
 import cuquant as cq
@@ -183,7 +184,6 @@ EARLY = {
 # What comes through shared memory: copies of a lane. Of prepacked weights' groups two chunks.
 GROUPS = {"nvfp4": 2, "uint5/16": 4, "q4_k": 8, "q8_1": 2}
 # matmul_stream's kAhead and kRing among its arguments: units of a chunk, and whether codes come so.
-AHEAD, RING = 6, 12
 
 
 def copies_of_codes(name: str, units: int) -> int:
@@ -235,7 +235,7 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
     # Of matmul_stream all: as rows lie, and prepacked; of matmul_blocks with boxes, and without.
     entries: dict[str | Program, Program] = {}
     for program in programs(name):
-        boxes = program.entry == "matmul_blocks" and program.arguments[-1]
+        boxes = program.entry == "matmul_blocks" and number(program, "boxes")
         if program.overlaps:
             key = program if program.entry == "matmul_stream" else f"{program.entry} {boxes}"
             entries.setdefault(key, program)
@@ -248,15 +248,15 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
         assert "PREEXIT" in code, program.name
         before = [op for op in code[: code.index("ACQBULK")] if TOUCHES.match(op)]
         streamed = program.entry == "matmul_stream"
-        if streamed and program.arguments[RING]:
-            copies = copies_of_codes(name, int(program.arguments[AHEAD]))
+        if streamed and number(program, "ring"):
+            copies = copies_of_codes(name, number(program, "ahead"))
         else:
             copies = GROUPS.get(name, 0)
         if streamed and copies:
             kinds = Counter(op.split(".")[0] for op in before)
             assert set(kinds) <= {"LDGSTS", "LDG"} and kinds["LDGSTS"] == copies, program.name
             assert kinds["LDG"] or name != "uint5", "zero points come after the wait"
-            late = name == "uint5/16" and program.arguments[RING]
+            late = name == "uint5/16" and number(program, "ring")
             assert not (late and kinds["LDG"]), "scales and zero points come early"
             continue
         early = "UTMALDG" if key == "matmul_blocks 1" else EARLY.get(program.entry)
@@ -283,8 +283,8 @@ def test_what_comes_to_l2_ahead_and_when(name):
         jit.nvrtc()
     except cq.BackendUnavailable as error:
         pytest.skip(str(error))
-    found = [p for p in programs(name) if p.entry == "matmul_stream" and not p.arguments[RING]]
-    laid = [p for p in found if p.arguments[2] == 1 and p.arguments[9] == 0]  # one tile, in strips
+    found = [p for p in programs(name) if p.entry == "matmul_stream" and not number(p, "ring")]
+    laid = [p for p in found if (number(p, "tiles"), number(p, "lie")) == (1, 0)]  # in strips
     assert laid
     for program in laid:
         sass = elf.disassembled(jit.compiled(program, 90).code)

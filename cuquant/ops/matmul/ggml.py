@@ -282,9 +282,10 @@ class BlocksProduct:
 @lru_cache(maxsize=1024)
 def _program(name: str, dtype: str, tiles: int, shape: Shape, gated: bool) -> Program:
     facts = float_codes(name).facts
-    kinds = (int(gated), int(shape.wide), int(shape.boxes))
-    arguments = (facts.type, cpp.ELEMENTS[dtype], tiles, shape.split, *kinds)
+    kinds = {"gated": gated, "wide": shape.wide, "boxes": shape.boxes}
+    tile = cpp.numbers("Tile", tiles=tiles, split=shape.split, **kinds)
+    arguments, text = (facts.type, cpp.ELEMENTS[dtype], tile.type), facts.text + tile.text
     early = name != "q8_1"  # which quantize/q8_1.cu makes, and lets the next kernel start
     return Program(
-        "matmul/ggml.cu", "matmul_blocks", arguments, facts.text, contract=True, overlaps=early
+        "matmul/ggml.cu", "matmul_blocks", arguments, text, contract=True, overlaps=early
     )

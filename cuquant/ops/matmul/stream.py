@@ -421,23 +421,23 @@ class Stream:
 def _program(fmt: Format, dtype: str, division: Division, layout: str, gated: bool) -> Program:
     shape, groups = division.shape, division.groups
     facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
-    arguments = (
-        facts.type,
-        cpp.ELEMENTS[dtype],
-        shape.tiles,
-        shape.strips,
-        shape.depth,
-        shape.split,
-        shape.ahead,
-        groups.units,
-        groups.fine,
-        packed_weight.lie(fmt, layout),
-        int(gated),
-        int(division.wide),
-        division.memory.share,
-        division.span,
-        division.meet,
+    tile = cpp.numbers(
+        "Tile",
+        tiles=shape.tiles,
+        strips=shape.strips,
+        depth=shape.depth,
+        split=shape.split,
+        ahead=shape.ahead,
+        group_units=groups.units,
+        in_unit=groups.fine,
+        lie=packed_weight.lie(fmt, layout),
+        gated=gated,
+        wide=division.wide,
+        ring=division.memory.share,
+        span=division.span,
+        meet=division.meet,
     )
+    arguments, text = (facts.type, cpp.ELEMENTS[dtype], tile.type), facts.text + tile.text
     return Program(
-        "matmul/stream.cu", "matmul_stream", arguments, facts.text, contract=True, overlaps=True
+        "matmul/stream.cu", "matmul_stream", arguments, text, contract=True, overlaps=True
     )

@@ -72,8 +72,9 @@ def quantize(
         index in x as counter. None: a fresh one. Without `stochastic` it is an error.
     nonfinite
         "propagate": a block with NaN or infinity becomes NaN. "raise": ValueError, also where a
-        scale overflows its dtype, or is so small that it makes zeros of all numbers of a block;
-        this waits for a GPU. "clamp": infinities saturate and NaN becomes 0.
+        scale overflows its dtype, or is so small that a block's numbers are lost: one is wrong by
+        as much as the largest of them; this waits for a GPU. "clamp": infinities saturate and NaN
+        becomes 0.
     out
         A QuantArray of the same format, shape, dtype and device, whose arrays are overwritten.
     stream
@@ -94,9 +95,9 @@ def quantize(
     BackendUnavailable, CompileError
         For an x on a GPU without CuPy or NVRTC, or where NVRTC rejects a kernel.
     RuntimeWarning
-        For an x on the CPU with scales that float16 cannot hold: they saturate, and values do;
-        ggml's blocks keep ggml's bytes and become infinite. Also for values that a format without
-        scales cannot hold.
+        For an x on the CPU with scales, found or given, that float16 (of nvfp4, e4m3) cannot hold:
+        they saturate, and values do; ggml's blocks keep ggml's bytes and become infinite. Also for
+        values that a format without scales cannot hold.
     RuntimeError
         For a kernel's first use while a CUDA graph is captured; `precompile` it.
 
@@ -170,6 +171,8 @@ def _saturation(fmt: Format) -> str:
         return f"values of {fmt} are beyond its largest and saturate; rescale x"
     if fmt.is_blocks:
         return f"scales of {fmt} are beyond float16: blocks become infinite, as ggml's; {wider}"
+    if fmt.scale.nested == "global":
+        return f"scales of {fmt} are beyond e4m3: values saturate; pass a larger global_scale"
     return f"scales of {fmt} are beyond float16: values saturate; {wider}"
 
 

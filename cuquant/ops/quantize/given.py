@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cuquant import interop, reference
@@ -28,8 +29,10 @@ def calibration(
         raise ValueError("scale= must be finite, also as float32")
     if rule.rule != "signed_max" and (values < 0).any():
         raise ValueError(f"the scales of {fmt} have no sign; scale= must not be negative")
-    if values.size and not values.any():
-        raise ValueError("scale= is 0, which leaves nothing of x; pass a positive number")
+    if values.size and not _stored(values, rule.dtype, global_scale).any():
+        raise ValueError(
+            f"scale= is 0 in {rule.dtype}, which leaves nothing of x; pass a larger number"
+        )
     if rule.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
         raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
     if zero_point is None:
@@ -124,6 +127,14 @@ def _check_use(fmt: Format, scale: Any, zero_point: Any, global_scale: Any) -> N
         raise ValueError(f"{fmt}: scale= needs global_scale= beside it")
     if zero_point is not None and fmt.offset != "zero_point":
         raise ValueError(f"{fmt} has no zero point; uint2..uint8 do")
+
+
+def _stored(values: np.ndarray, dtype: str, global_scale: float | None) -> np.ndarray:
+    """Scales as the dtype that stores them holds them; infinite where it cannot."""
+    with np.errstate(over="ignore"):
+        if dtype == "e4m3":
+            return (values / np.float32(global_scale)).astype(ml_dtypes.float8_e4m3fn)
+        return values.astype(np.float16) if dtype == "float16" else values
 
 
 def _broadcast(values: Any, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -196,8 +196,9 @@ class Quantize:
         """Of quantize: blocks one after the other."""
         threads, each = FLAT[dtype.itemsize]
         element = cpp.element_of(dtype)
-        arguments = (self.facts.type, element, *unit, threads, each, flags)
-        program = Program("quantize/quantize.cu", "quantize", arguments, self.facts.text)
+        work = cpp.numbers("Work", **unit._asdict(), threads=threads, units=each)
+        arguments, text = (self.facts.type, element, work.type, flags), self.facts.text + work.text
+        program = Program("quantize/quantize.cu", "quantize", arguments, text)
         return Launch(program, (-(-units // (threads * each)), 1, 1), threads)
 
     def axis_launch(
@@ -213,8 +214,9 @@ class Quantize:
         threads = min(256, tile[0] * tile[1] // (unit.per * CHUNK))
         down, across = -(-depth // tile[0]), -(-width // tile[1])
         element = cpp.element_of(dtype)
-        arguments = (self.facts.type, element, *unit, threads, *tile, flags)
-        program = Program("quantize/quantize.cu", "quantize_axis", arguments, self.facts.text)
+        work = cpp.numbers("Work", **unit._asdict(), threads=threads, depth=high, width=wide)
+        arguments, text = (self.facts.type, element, work.type, flags), self.facts.text + work.text
+        program = Program("quantize/quantize.cu", "quantize_axis", arguments, text)
         return Launch(program, (batch * down * across, 1, 1), threads), down, across
 
     def tiles_launch(self, dtype: np.dtype, tiles: Tiles, flags: int) -> Launch | None:

@@ -18,9 +18,9 @@ THREADS, WARP = 256, 32
 
 
 def vanished(backend: Backend, fmt: Format, x: Any, view: View, axis: int, parts: Parts) -> int:
-    """How many blocks of x (of which `view` tells where it lies) were stored as zeros by a scale
-    that is 0 or subnormal, but hold other numbers; waits for the device."""
-    if fmt.scale is None or not view.size:
+    """How many blocks of x (of which `view` tells where it lies) underflowed, as refuse.py says;
+    waits for the device."""
+    if not view.size:
         return 0
     facts, lookup = cpp.facts(fmt, decoding=True), cpp.lookup(fmt.codec, backend)
     element = cpp.element_of(view.dtype)

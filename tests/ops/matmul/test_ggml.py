@@ -16,6 +16,7 @@ from ggml_products import F32, GATED, LIES, NAMES, of_bytes, swiglu_bound, with_
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from products import ULP, UNIT, Products, finished, normal, values, weight
+from programs import number
 from samples import each_number, sampled, selected
 
 import cuquant as cq
@@ -138,8 +139,8 @@ def built(request) -> None:
                 run(cq.swiglu, normal((3, 512), dtype), *gated(name))
     programs = [*recorder.programs, *boxes.programs]
     assert {program.file for program in programs} == {"matmul/ggml.cu"}
-    assert not any(program.arguments[-1] for program in recorder.programs)
-    assert all(program.arguments[-1] for program in boxes.programs)
+    assert not any(number(program, "boxes") for program in recorder.programs)
+    assert all(number(program, "boxes") for program in boxes.programs)
     run = Products(recorder)
     for up in (weight("q4_1", (70, 512)), weight("nf4", (70, 512))):
         run(cq.swiglu, normal((3, 512), "float16"), gated("q4_0")[0], up)

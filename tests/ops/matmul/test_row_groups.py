@@ -7,6 +7,7 @@ from emulator import Emulator, Recorder, compiler
 from fragment_products import Case, with_scale
 from oracle import bits_equal
 from products import ULP, Products, normal, values
+from programs import number
 from row_group_products import (
     CASES,
     FORMATS,
@@ -87,7 +88,7 @@ def built(request) -> None:
 
 
 def test_scales_meet_all_that_there_is():
-    found = {program.arguments[-1] for program in recorded(CASES).programs}
+    found = {number(program, "meet") for program in recorded(CASES).programs}
     assert found == {AT_SUMS, AT_OPERANDS, 1, 2, 4}
 
 

@@ -13,6 +13,7 @@ from emulator import Emulator, Recorder, compiler
 from fragment_products import TYPES, Case, Expected, run_case
 from oracle import bits_equal
 from products import ULP, Products, normal, values
+from programs import number
 from samples import sampled, selected
 from stream_products import divided, gated, swiglu_bound
 
@@ -120,7 +121,7 @@ def built(request) -> None:
         for case in SPREAD:
             run(cq.linear, case.x, case.weight)
     run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
-    assert all(program.arguments[-2] for program in recorder.programs)  # what K is shared in
+    assert all(number(program, "ring") for program in recorder.programs)
     for given in selected(request, "test_x_that_the_copy_engine_brings_in_parts"):
         with streamed(), divided(given["numbers"]):
             run_case(run, given["case"])

@@ -197,7 +197,7 @@ def test_scales_that_overflow_are_silent(name):
 def test_a_tiny_nvfp4_tensor_keeps_a_usable_global_scale():
     for value in (1e-45, 1e-42, 5e-42, 1e-40):
         x = np.full((1, 64), value, np.float32)
-        q = cq.quantize(x, "nvfp4", nonfinite="raise" if value > 2e-42 else "propagate")
+        q = cq.quantize(x, "nvfp4")
         world = q.arrays()["global_scale"]
         assert world > 0 and np.abs(q.dequantize()).max() <= 2 * value
         cq.quantize(x, "nvfp4", global_scale=world)
@@ -209,7 +209,8 @@ def test_a_tiny_nvfp4_tensor_keeps_a_usable_global_scale():
 def sqnr(x: np.ndarray, q: cq.QuantArray) -> float:
     """dB."""
     x, y = x.astype(np.float64), q.dequantize().astype(np.float64)
-    return float(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
+    with np.errstate(divide="ignore"):
+        return float(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
 
 
 def weights(size: float, rows: int = 16) -> np.ndarray:
@@ -323,3 +324,35 @@ def test_raise_reports_blocks_that_vanish(name):
     with pytest.raises(ValueError, match=f"^1 blocks of {name} underflow"):
         cq.quantize(x, name, nonfinite="raise", out=q)
     assert all(bits_equal(part, kept[key]) for key, part in q.arrays().items())
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-10, 1e-38, 1e-40, 1e-44])
+@pytest.mark.parametrize("name", [*NAMES, "nf4+dq", "fp4:128+dq", "int4:row", "k4:tensor"])
+def test_raise_reports_every_loss_of_all_bits(name, size):
+    """q4_1 keeps a minimum where its scale is 0, nvfp4 has a global scale, fp16 has none."""
+    x = (np.random.default_rng(0).standard_normal((4, 256)) * size).astype(np.float32)
+    fine = sqnr(x, cq.quantize(x, name)) > 1.5
+    if fine and size > 1e-8:
+        assert bits_equal(
+            cq.quantize(x, name, nonfinite="raise").dequantize(), cq.quantize(x, name).dequantize()
+        )
+    elif not fine:
+        with pytest.raises(ValueError, match="underflow"):
+            cq.quantize(x, name, nonfinite="raise")
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_1", "q4_k", "q2_k"])
+def test_numbers_that_their_minimum_holds_do_not_vanish(name):
+    """A scale of 0 loses nothing that float16 could hold."""
+    x = np.full((2, 256), 1e-3, np.float32)
+    x[:, ::2] += np.float32(2e-9)
+    assert sqnr(x, cq.quantize(x, name, nonfinite="raise")) > 50
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_raise_names_rows_of_values_that_vanish(name):
+    x = np.ones((4, 8), np.float32)
+    x[1:3] = 1e-42
+    x[3, 1:] = 1e-42  # one number of a row is left
+    with pytest.raises(ValueError, match=f"^2 rows of {name} underflow.*no {name} value"):
+        cq.quantize(x, name, nonfinite="raise")

@@ -210,10 +210,10 @@ def of_raise(name: str) -> tuple:
     return kind if cases.dtype_of(name) == "float32" else kind[:1]
 
 
-@pytest.mark.parametrize("name", sampled(NAMES, of_raise))
+@pytest.mark.parametrize("name", [*sampled(NAMES, of_raise), "nf4+dq"])
 def test_raise_says_what_the_reference_says(name):
     """A NaN, an infinity, scales that overflow; and what is fine has its usual bytes."""
-    fmt = FORMATS[name]
+    fmt = cq.get_format(name)
     x = cases.normal((4, 256), DTYPES["float32"])
     for at, value in ((700, np.nan), (3, np.inf)):
         bad = x.copy()
@@ -223,14 +223,15 @@ def test_raise_says_what_the_reference_says(name):
     mixed = x.copy()  # some blocks vanish, others are zeros
     mixed[0], mixed[1, ::2] = 0, F32(1e-45)
     mixed[1, 1::2] = -F32(1e-45)
-    for large in (x, x * F32(1e10), x * F32(1e37), x * F32(1e-9), x * F32(1e-30), mixed):
+    sizes = (1, 1e10, 1e37, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9, 1e-30, 1e-40)
+    for given in (*(x * F32(size) for size in sizes), mixed):
         try:
-            expected = cq.quantize(large, fmt, nonfinite="raise")
+            expected = cq.quantize(given, fmt, nonfinite="raise")
         except ValueError as error:
-            message = refused(OnEmulator(Emulator()).quantize, large, fmt, nonfinite="raise")
+            message = refused(OnEmulator(Emulator()).quantize, given, fmt, nonfinite="raise")
             assert message == str(error)
         else:
-            found = OnEmulator(Emulator()).quantize(large, fmt, nonfinite="raise")
+            found = OnEmulator(Emulator()).quantize(given, fmt, nonfinite="raise")
             assert not differences(found, expected)
 
 

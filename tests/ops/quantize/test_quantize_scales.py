@@ -254,6 +254,27 @@ def test_values_beyond_a_format_without_scales_warn(name, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4", "k3", "nvfp4"])
+def test_a_given_scale_that_is_stored_as_another_is_told(name, recwarn):
+    """One that is stored as 0 leaves nothing, and is refused; one that saturates is warned of."""
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    world = {"global_scale": 1.0} if name == "nvfp4" else {}
+    with pytest.raises(ValueError, match=r"scale= is 0 in (float16|e4m3)"):
+        cq.quantize(x, name, scale=1e-9, **world)
+    cq.quantize(x, name, scale=0.25, **world)
+    assert not recwarn.list
+    with pytest.warns(RuntimeWarning, match=r"scales of .* are beyond (float16|e4m3): values sat"):
+        cq.quantize(x, name, scale=1e6, **world)
+    if name != "nvfp4":
+        assert cq.quantize(x, f"{name}+float32", scale=1e-9).scale.any()
+
+
+def test_a_global_scale_that_is_too_small_warns(recwarn):
+    x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    with pytest.warns(RuntimeWarning, match="pass a larger global_scale"):
+        cq.quantize(x, "nvfp4", global_scale=1e-9)
+
+
 def test_a_given_scale_beyond_float32_is_refused_without_a_warning(recwarn):
     with pytest.raises(ValueError, match="finite"):
         cq.quantize(np.ones((2, 64), np.float32), "int8", scale=1e300)
