@@ -55,7 +55,7 @@ class Facts:
         return f"formats::{self.name}"
 
 
-def numbers(kind: str, **values: int) -> Facts:
+def numbers(kind: str, /, **values: int) -> Facts:
     """A struct of integers that a kernel is compiled for: how its work is divided."""
     name = "_".join([kind, *(str(int(n)).replace("-", "minus") for n in values.values())])
     text = ", ".join(f"{field} = {int(value)}" for field, value in values.items())

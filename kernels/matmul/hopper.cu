@@ -34,7 +34,8 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
     using Own = Group<Format, kLie>;
     if constexpr (kLie == kInStrips) {
         const auto bring = [&](const void* from, i64 each, i64 begin, i64 end, int bytes) {
-            prefetch_run(static_cast<const u8*>(from) + (strip * each + begin) * kStrip * bytes, static_cast<int>(end - begin + 1) * kStrip * bytes);
+            prefetch_run(static_cast<const u8*>(from) + (strip * each + begin) * kStrip * bytes,
+                         static_cast<int>(end - begin + 1) * kStrip * bytes);
         };
         constexpr int kBlock = Own::blocks ? Own::Parts::per_block : 1;
         const i64 each = Own::blocks ? w.blocks : w.groups;
@@ -46,48 +47,61 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
     }
 }
 
-// kRowGroups, kDepthGroups: warpgroups of a block that have different rows, and that take turns along K. kSpan: units
-// of a stage. kBuffers: operands of a warpgroup, 2 where one is decoded while the other is multiplied; kSlices: those
-// of 16 columns of each. Products that read registers keep a warp waiting for the ones before, so that with few slices
-// it has less to wait for; but all four warps meet at each. kGroupUnits: units of a scale group, 0 where a row is one
-// group; kFine: groups in a unit, else 1; kLie: see Lie; kKind: see Kind; kTable: see PairDecoder; kSharedX: the two
-// blocks of a cluster have the same rows of x, of which each brings half to both; kStreamed, `whole`: see Schedule;
-// kOnce: no block has two tiles, so that sums that meet take the place of x; kSplit: 2 where the two blocks of a
-// cluster share K of a tile.
+// Tile, which hopper.py prints:
+//   tokens         rows of x of a block
+//   row_groups     warpgroups of a block that have different rows of the weight
+//   depth_groups   and that take turns along K
+//   stages, span   parts of x and of the weight in shared memory, and units of each
+//   buffers        operands of a warpgroup, 2 where one is decoded while the other is multiplied
+//   slices         those of 16 columns of each. Products that read registers keep a warp waiting for the ones before,
+//                  so that with few slices it has less to wait for; but all four warps meet at each
+//   group_units    units of a scale group, 0 where a row is one group
+//   fine           groups in a unit, else 1
+//   lie, kind      see Lie, and Kind
+//   wide           see PairDecoder
+//   shared_x       the two blocks of a cluster have the same rows of x, of which each brings half to both
+//   streamed       blocks share the units of the last tiles: see Schedule, for `whole` too
+//   once           no block has two tiles, so that sums that meet take the place of x
+//   split          blocks that share K of a tile: 2 are those of a cluster
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
 // where x has no more. `handed` is memory for a Handover, and `ticket` its ticket.
-template <class Format, class T, int kTokens, int kRowGroups, int kDepthGroups, int kStages, int kSpan, int kBuffers,
-          int kSlices, int kGroupUnits, int kFine, int kLie, int kKind, bool kTable, bool kSharedX, bool kStreamed,
-          bool kOnce, int kSplit>
-__global__ void CUQUANT_CLUSTER(kSharedX ? 2 : kSplit) __launch_bounds__(128 * (kRowGroups * kDepthGroups + 1), 1)
+template <class Format, class T, class Tile>
+__global__ void CUQUANT_CLUSTER(Tile::shared_x ? 2 : Tile::split)
+__launch_bounds__(128 * (Tile::row_groups * Tile::depth_groups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
               const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N,
               int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole, u8* handed, u64 ticket) {
-    constexpr bool kPair = kKind == kTwo, kRouted = kKind == kExperts;
+    constexpr int kTokens = Tile::tokens, kRowGroups = Tile::row_groups, kDepthGroups = Tile::depth_groups;
+    constexpr int kStages = Tile::stages, kSpan = Tile::span, kBuffers = Tile::buffers, kSlices = Tile::slices;
+    constexpr int kGroupUnits = Tile::group_units, kFine = Tile::fine, kLie = Tile::lie, kSplit = Tile::split;
+    constexpr bool kSharedX = Tile::shared_x, kStreamed = Tile::streamed, kOnce = Tile::once;
+    constexpr bool kSingle = Tile::kind == kOne, kPair = Tile::kind == kTwo, kRouted = Tile::kind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
-    constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits, kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
+    constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits;
+    constexpr int kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
     static_assert(kSpan <= 4 && 4 % kSlices == 0, "each of four warps copies the x of one unit");
     static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
     // Each slot of a stage belongs to one group of warps, which so waits for all phases of its barrier: that of another
     // one might be two behind, and would not be seen.
-    static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups, "a group of warps releases a stage when it has the next one");
+    static_assert(kStages % kDepthGroups == 0 && kStages >= 2 * kDepthGroups,
+                  "a group of warps releases a stage when it has the next one");
     constexpr bool kAlone = kDepthGroups == 1;  // sums need no other part of K
-    static_assert(!kSharedX || (kAlone && kKind == kOne && kSpan == 1), "two blocks with the same rows of x");
+    static_assert(!kSharedX || (kAlone && kSingle && kSpan == 1), "two blocks with the same rows of x");
     static_assert(!kRouted || !(kStreamed || kSplit > 1), "how many tiles there are is not known before");
     static_assert(!kOnce || (!kSharedX && !kStreamed && kDepthGroups * kSplit > 1), "sums that meet before others do");
     static_assert(kSplit == 1 || kOnce, "sums have a place in the other block");
-    using Drained = Drain<T, kTokens, kRowGroups, kDepthGroups, kSplit, kOnce, kTable && kTokens == 256>;
+    using Drained = Drain<T, Tile, Tile::wide && kTokens == 256>;
     using Parts = typename Drained::Parts;
     static_assert(!kOnce || Parts::kBytes + Drained::kAll <= kStages * kSpan * (kBoxBytes + kCodeBytes),
                   "sums have the place of x");
     constexpr int kPeers = kSharedX ? 2 : 1, kCluster = kPeers * kSplit;
-    using Between = Handover<Parts, kTokens, kRowGroups, kGroups, kPeers>;
-    using Decode = Decoder<typename Format::Codec, T, kBits, kTable>;
-    // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on 1024 bytes.
-    constexpr bool kSends =
-        kAlone && kSplit == 1 && kKind == kOne && kTokens > 128 && Decode::table_bytes % 1024 == 0;
+    using Between = Handover<Tile>;
+    using Decode = Decoder<typename Format::Codec, T, kBits, Tile::wide>;
+    // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on
+    // 1024 bytes.
+    constexpr bool kSends = kAlone && kSplit == 1 && kSingle && kTokens > 128 && Decode::table_bytes % 1024 == 0;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
@@ -106,7 +120,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     Kept* all_kept = reinterpret_cast<Kept*>(strip_units + kMostWarps);
     u64* full = reinterpret_cast<u64*>(all_kept + kMostWarps);
     u64 *empty = full + kStages, *received = empty + kStages;
-    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler sees that all lanes have one
+    const int lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);  // the compiler sees that all lanes have one
     if (threadIdx.x == kThreads) prefetch_map(&x);
     if (kSends && threadIdx.x == 0) prefetch_map(&y);
     if (lane == 0) {
@@ -151,12 +166,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         row = (in_set / wide * kPeers + rank % kPeers) * tile_rows;
     };
 
-    const auto group_of = [](u32 unit) { return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0; };
+    const auto group_of = [](u32 unit) {
+        return kFine > 1 ? unit * kFine : kGroupUnits ? unit / (kGroupUnits ? kGroupUnits : 1) : 0;
+    };
 
     // A block has the registers that it was launched with; the warps that copy leave theirs to the others.
     constexpr int kLaunched = 65536 / (kThreads + 128) / 8 * 8 * (kGroups + 1);  // of a thread of each warpgroup
     constexpr int kFew = kGroups <= 2 ? 40 : 32, kMany = (kLaunched - kFew) / kGroups / 8 * 8;
-    static_assert(kGroups >= 2 && kGroups <= 4, "a multiprocessor has registers for four warpgroups and one that copies");
+    static_assert(kGroups >= 2 && kGroups <= 4,
+                  "a multiprocessor has registers for four warpgroups and one that copies");
     if (warp >= 4 * kGroups) {
         registers_down<kFew>();
         // Each of the four has its strip of every 64 rows, and its part of x.
@@ -173,7 +191,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 if (kRouted && expert < 0) continue;
                 // Beyond the last strip any will do.
                 const auto strip_of = [&](int row, int r) {
-                    return min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + (kRouted ? static_cast<i64>(expert) * weights.strips : 0);
+                    const i64 before = kRouted ? static_cast<i64>(expert) * weights.strips : 0;
+                    return min(row / kStrip + own + (kPair ? 0 : 4 * r), weights.strips - 1) + before;
                 };
                 const auto weights_of = [&](int r) -> const Prepacked& { return kPair && r ? second : weights; };
                 // Groups come to the L2 cache a while before they are loaded; the first ones would keep codes waiting.
@@ -181,7 +200,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 const auto prefetch = [&](int begin) {
                     const int end = min(begin + kBefore, units);
                     if (begin >= end) return;
-                    const i64 first = group_of(first_unit + begin), last = min(static_cast<i64>(group_of(first_unit + end - 1)) + kFine - 1, weights.groups - 1);
+                    const i64 first = group_of(first_unit + begin);
+                    const i64 behind = static_cast<i64>(group_of(first_unit + end - 1)) + kFine;
+                    const i64 last = min(behind, weights.groups) - 1;
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r)
                         if (has(r)) prefetch_groups<Format, kLie>(weights_of(r), strip_of(anew(row), r), first, last);
@@ -211,7 +232,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                         const int first_token = token + rank * tile_tokens / 2;
                         if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, first_token);
                     } else if (own < count) {
-                        copy_box(stages + (stage * kSpan + own) * kBoxBytes, &x, ready, (first_unit + i + own) * kUnit, token);
+                        u8* const to = stages + (stage * kSpan + own) * kBoxBytes;
+                        copy_box(to, &x, ready, (first_unit + i + own) * kUnit, token);
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
@@ -247,7 +269,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         moved = weights;
         if (row_group) moved = second;
     }
-    const Prepacked& own_weights = kKind == kOne ? weights : moved;
+    const Prepacked& own_weights = kSingle ? weights : moved;
     Kept& kept = all_kept[warp];
     Share schedule = share();
     const auto come_back = [&] {
@@ -285,10 +307,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const u32 unit = min(i, weights.units - 1);
             const u32 first = group_of(unit);
 #pragma unroll
-            for (int f = 0; f < kFine; ++f)  // beyond the last group x is 0
-                groups[d][f].load(lies, kWhole || kFine == 1 ? first + f : min(first + f, static_cast<u32>(weights.groups) - 1), kWhole && f ? &groups[d][0] : nullptr);
+            for (int f = 0; f < kFine; ++f) {  // beyond the last group x is 0
+                const u32 last = static_cast<u32>(weights.groups) - 1;
+                const u32 group = kWhole || kFine == 1 ? first + f : min(first + f, last);
+                groups[d][f].load(lies, group, kWhole && f ? &groups[d][0] : nullptr);
+            }
         };
-        // Of this warpgroup's units, those of a stage and then those of the next of its stages: the one `n` behind unit 0 of a stage.
+        // Of this warpgroup's units, those of a stage and then of its next one: the one `n` behind unit 0 of a stage.
         const auto behind = [](int n) { return n / kSpan * kDepthGroups * kSpan + n % kSpan; };
         int i = first_unit + depth * kSpan;
         fetch(0, i);
@@ -383,7 +408,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     decode_step(step, groups[d], now);
                     wgmma_fence();
 #pragma unroll
-                    for (int s = 0; s < kSlices; ++s) wgmma<T, kTokens, true>(sum, now[s], b + 2 * (step * kSlices + s));
+                    for (int s = 0; s < kSlices; ++s)
+                        wgmma<T, kTokens, true>(sum, now[s], b + 2 * (step * kSlices + s));
                     wgmma_commit();
                 }
                 fetch(d, i + behind(n + 2));
@@ -409,7 +435,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         wgmma_wait<0>();
         token = kept.token; row = kept.row;
         float factor = 1.0f / own_unit();
-        if constexpr (Own::stored == Stored::E4M3) factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
+        if constexpr (Own::stored == Stored::E4M3)
+            factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
         if (factor != 1.0f) {
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
@@ -433,14 +460,17 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (schedule.begins_within()) between.take(sum, [&](int block) { return schedule.is_shared_with(block); });
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
-        const Tile own_tile{token, row, rows, row_end, N, tile_tokens,
+        const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,
                             token_tiles > 1 && tile_tokens % Drained::kDrain ? Drained::kBox : Drained::kDrain};
         const int own = warp % 4, whose = rank % kSplit * kDepthGroups + depth;
         if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, whose, own, lane);
         else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, whose, own, lane, place);
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
-    if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }  // the other block still gives x, and barriers their arrivals
+    if constexpr (kSharedX) {  // the other block still gives x, and barriers their arrivals
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
 }  // namespace cuquant

@@ -20,10 +20,12 @@ __device__ inline void add_four(float* sum, const float4& part) {
 }
 
 // Between those that share K of one tile, warpgroups of kSplit blocks: each gets the whole sums of some columns. They
-// are numbered one block's after the other's. kOnce: the area has room for all of them, and is used once.
-template <int kTokens, int kRowGroups, int kDepthGroups, int kSplit, bool kOnce>
+// are numbered one block's after the other's. Tile is matmul_hopper's; kOnce: the area has room for all of them.
+template <class Tile>
 struct Exchange {
-    static constexpr int kOwners = kSplit * kDepthGroups;
+    static constexpr int kTokens = Tile::tokens, kRowGroups = Tile::row_groups, kDepthGroups = Tile::depth_groups;
+    static constexpr int kSplit = Tile::split, kOwners = kSplit * kDepthGroups;
+    static constexpr bool kOnce = Tile::once;
     static constexpr int kTiles = kTokens / 8;                                    // columns by eights
     static constexpr int kMost = (kTiles + kOwners - 1) / kOwners;                // of a warpgroup
     static constexpr int kGivers = kDepthGroups - 1, kPlaces = kGivers * kDepthGroups * kRowGroups;
@@ -97,9 +99,12 @@ struct Exchange {
 // flag when its sums are there: the call's ticket, 62 random bits that no other call has. Memory does not hold these by
 // accident, so that nobody needs to clear it before; a CUDA graph comes again with the ticket that it had, so that the
 // warp that has seen a flag clears it.
-// kPeers: blocks of a cluster, of which each has to do with the same one of other clusters.
-template <class Parts, int kTokens, int kRowGroups, int kGroups, int kPeers>
+// Each of the two blocks of a cluster that share x has to do with the same one of other clusters.
+template <class Tile>
 struct Handover {
+    using Parts = Exchange<Tile>;
+    static constexpr int kTokens = Tile::tokens, kRowGroups = Tile::row_groups, kPeers = Tile::shared_x ? 2 : 1;
+    static constexpr int kGroups = kRowGroups * Tile::depth_groups;
     static constexpr int kFlags = 16, kSums = kRowGroups * 4 * Parts::kTiles * 32;  // float4s
     static constexpr int kBytes = kFlags * 8 + kSums * 16;                          // of a block
     static constexpr int kInFlight = kGroups > 2 ? 8 : 16;                          // loads of a thread

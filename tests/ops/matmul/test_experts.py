@@ -14,6 +14,7 @@ from fragment_products import Expected
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from products import Products, values
+from programs import number
 from samples import sampled
 
 import cuquant as cq
@@ -93,7 +94,7 @@ def test_segments_of_every_height_are_met(built):
     for case in COUNTS:
         run_case(Products(recorder), case)
     hoppers = [p for p in recorder.programs if p.entry == "matmul_hopper"]
-    assert {p.arguments[2] for p in hoppers} == {16, 32, 64, 128, 256}
+    assert {number(p, "tokens") for p in hoppers} == {16, 32, 64, 128, 256}
 
 
 @pytest.mark.parametrize("case", [COUNTS[0], COUNTS[3]], ids=str)
