@@ -189,6 +189,17 @@ def test_blocks_share_tiles_where_these_are_too_few_or_a_few_too_many():
     assert not tiles.shape_of(replace(nf4, columns=132 * 128, depth=64, rows=256)).streamed
 
 
+def test_two_blocks_share_a_tile_where_there_are_few_small_ones():
+    """And there where it would take them longer to hand sums over than to multiply more of K."""
+    int4 = replace(PROBLEM, format=cq.get_format("int4:128"))
+    for columns, depth, rows in ((2048, 8192, 128), (3584, 14336, 64), (4096, 4096, 32)):
+        found = tiles.shape_of(replace(int4, rows=rows, columns=columns, depth=depth))
+        assert found.split == 2 and found.once and not found.streamed
+    for columns, depth, rows in ((5120, 27648, 64), (10240, 8192, 512)):
+        found = tiles.shape_of(replace(int4, rows=rows, columns=columns, depth=depth))
+        assert found.split == 1 and found.streamed
+
+
 def test_blocks_share_x_where_two_have_the_same_rows_at_a_time():
     several = replace(PROBLEM, rows=1024, format=LAID["int4"], columns=14336, depth=4096)
     assert tiles.shape_of(several).shared_x

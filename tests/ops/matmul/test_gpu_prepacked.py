@@ -128,7 +128,8 @@ def test_blocks_that_share_tiles(name, dtype, columns, depth, gpu, device):
     p, x = there(cq.prepack(q)), normal((300, depth), dtype)
     for rows in (20, 40, 64, 90, 128, 160, 192, 256, 300):
         problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
-        assert device != (90, 132) or columns > 20000 or tiles.shape_of(problem).streamed, rows
+        shape = tiles.shape_of(problem)
+        assert device != (90, 132) or columns > 20000 or shape.streamed or shape.split > 1, rows
         wanted, moved = expect(x[:rows], q, device), gpu.asarray(x[:rows])
         y = cq.linear(moved, p, out_dtype="float32").get()
         assert wanted.admits(y, depth, on_gpu=True), rows
