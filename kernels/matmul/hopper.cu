@@ -465,6 +465,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const int own = warp % 4, whose = rank % kSplit * kDepthGroups + depth;
         if constexpr (kPair) Drained::store_gated(sum, drain, epilogue, own_tile, row_group, whose, own, lane);
         else Drained::template store<kSends>(sum, drain, epilogue, y, own_tile, row_group, whose, own, lane, place);
+        if constexpr (kOnce) break;  // the compiler need not keep what another tile would take
     }
     if (kSends && threadIdx.x % 128 == 0) wait_sent();
     if constexpr (kSharedX) {  // the other block still gives x, and barriers their arrivals

@@ -320,8 +320,10 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                     yield replace(shape, once=True, split=2)
                     if depth_groups > 1:
                         yield replace(shape, once=True)
-                    if tokens < LARGE or groups < 4 or depth_groups in (1, 4):  # else there
-                        yield replace(shape, streamed=True)  # are no registers for it
+                if tokens >= LARGE and row_groups == depth_groups == 2:
+                    continue  # no registers are left for what comes after a tile
+                if kind != EXPERTS:
+                    yield replace(shape, streamed=True)
                 yield shape
 
 
