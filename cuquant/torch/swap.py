@@ -49,6 +49,8 @@ def quantize_(
     - that the patterns do not select;
     - whose rows do not divide into the format's blocks, or whose weight is not float32, float16 or
       bfloat16, or is no plain parameter (parametrized, lazy, a tensor subclass);
+    - that would not become smaller, or whose rows are so short that the format takes half as many
+      bits again as for long ones;
     - with a forward of their own, and the out_proj of nn.MultiheadAttention, which reads its
       weight itself;
     - whose weight is also that of a module that stays, such as an embedding (a tied lm_head),
@@ -232,7 +234,7 @@ def _decide(model: nn.Module, layers: Sequence[Layer], rules: _Rules) -> None:
     for layer in layers:
         rules.choose(layer)
         if layer.reason is None and layer.format is not None:
-            layer.reason = obstacle(layer.module, layer.format)
+            layer.reason = obstacle(layer.module, layer.format) or _loss(layer.module, layer.format)
     swapped = {layer.module for layer in layers if layer.reason is None}
     owners: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -263,6 +265,12 @@ def obstacle(module: nn.Linear, fmt: Format) -> str | None:
     except ValueError:
         return f"{weight.shape[1]} columns do not divide into blocks of {fmt}"
     return None
+
+
+def _loss(module: nn.Linear, fmt: Format) -> str | None:
+    """Why a layer should not be swapped, though it could be."""
+    weight = module.weight
+    return fmt.why_keep(tuple(weight.shape), weight.numel() * weight.element_size())
 
 
 # ---- what becomes of them -----------------------------------------------------------------------
