@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cuquant.errors import did_you_mean
+from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import list_formats
 from cuquant.interop import device_name
 
@@ -63,7 +63,8 @@ class Commands(TyperGroup):
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
             ctx.fail(
-                f"no such command {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}"
+                f"no such command {clipped(name)}{did_you_mean(name, known)}; "
+                f"known are {', '.join(known)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -80,7 +81,7 @@ def parse_device(text: str) -> str | None:
         return device_name(text)
     except ValueError as error:
         raise typer.BadParameter(
-            f"{text!r} is no device; pass auto, cpu, cuda or cuda:N", param_hint="--device"
+            f"{clipped(text)} is no device; pass auto, cpu, cuda or cuda:N", param_hint="--device"
         ) from error
 
 
@@ -95,7 +96,8 @@ def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
     rows, cross, columns = text.partition("x")
     if not rows.isdecimal() or (cross and not columns.isdecimal()):
         raise typer.BadParameter(
-            f"{text!r} is no block size; pass a number, row, tensor or a pair such as 128x128",
+            f"{clipped(text)} is no block size; pass a number, row, tensor or a pair such as "
+            "128x128",
             param_hint="--block-size",
         )
     return (int(rows), int(columns)) if cross else int(rows)
@@ -114,7 +116,8 @@ def _parse_shape(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise typer.BadParameter(
-            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint="--shape"
+            f"{clipped(text)} is no shape; pass rows and columns, such as 4096x14336",
+            param_hint="--shape",
         )
     return int(rows), int(columns)
 

@@ -35,6 +35,16 @@ def printable(text: str, limit: int = 200) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
+def abbreviated(text: str, most: int) -> str:
+    """A text of at most `most` characters: what is too long loses its middle.
+
+    >>> abbreviated("model.layers.0.mlp.up_proj.weight", 21)
+    'model.laye…roj.weight'
+    """
+    room = most - 1  # beside the dots
+    return text if len(text) <= most else f"{text[: room - room // 2]}…{text[-(room // 2) :]}"
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows under headings; where it is too wide, columns are left out before a name is cut.

@@ -105,7 +105,9 @@ def _kbit(bits: int) -> Callable[..., Format]:
         **_: object,
     ) -> Format:
         if packing not in ("dense", "word", "planes"):
-            raise ValueError(f"packing {packing!r} is unknown; pass 'dense', 'word' or 'planes'")
+            raise ValueError(
+                f"packing {clipped(packing)} is unknown; pass 'dense', 'word' or 'planes'"
+            )
         rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
         codec = _learned(_levels(levels, bits, check_block(block_size)))
         scale = Scale(rule, 1.0, 64, "float16")
@@ -122,7 +124,7 @@ def _levels(levels: object, bits: int, block: Block) -> tuple[float, ...]:
     if isinstance(levels, str):
         if levels not in ("lloyd", "normal", "linear"):
             raise ValueError(
-                f"levels {levels!r} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
+                f"levels {clipped(levels)} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
             )
         if levels == "lloyd":
             extent = block if isinstance(block, int) else LLOYD_BLOCKS[-1]
@@ -391,7 +393,7 @@ def _name_of(member: Enum) -> str:
     name = member.name.lower()
     if type(member).__name__ != "GGMLQuantizationType":
         raise TypeError(
-            f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {member!r}"
+            f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {clipped(member)}"
         )
     if name in _OTHERS_OF_GGML:
         raise ValueError(
@@ -404,7 +406,9 @@ def _name_of(member: Enum) -> str:
 def _new_format(name: str, options: dict[str, object]) -> Format:
     if unknown := sorted(set(options) - set(_OPTIONS)):
         hint = did_you_mean(unknown[0], _OPTIONS)
-        raise TypeError(f"unknown option {unknown}{hint}; options are {', '.join(_OPTIONS)}")
+        raise TypeError(
+            f"unknown option {clipped(unknown)}{hint}; options are {', '.join(_OPTIONS)}"
+        )
     unset = (type(None), bool, np.bool_)  # None, False and NumPy's False
     given = {k: v for k, v in options.items() if not isinstance(v, unset) or v}
     for option in ("levels", "packing"):
@@ -436,7 +440,7 @@ def _with_block(fmt: Format, block: object) -> Format:
 
 def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
     if dtype not in ("float32", "float16"):
-        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {dtype!r}")
+        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {clipped(dtype)}")
     if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in ("float32", "float16"):
         raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
     return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
@@ -444,7 +448,7 @@ def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
 
 def _with_double_quant(fmt: Format, flag: object) -> Format:
     if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"double_quant must be True or False, got {flag!r}")
+        raise TypeError(f"double_quant must be True or False, got {clipped(flag)}")
     if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype != "float32":
         raise ValueError(
             f"double_quant compresses float32 scales, and those of {fmt.name} are not; "

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import FormatError
+from cuquant.errors import FormatError, clipped
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.functional.checks import floats, integer, like, real, typed
@@ -328,7 +328,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     ((1, 1, 36), [1.0, 1.0615234375])
     """
     if sum not in SUMS:
-        raise ValueError(f"sum must be one of {SUMS}, got {sum!r}")
+        raise ValueError(f"sum must be one of {SUMS}, got {clipped(sum)}")
     if sum == "quants":
         return quantize(real(x), "q8_1").components["blocks"]
     fmt = get_format("q8_1")

@@ -11,6 +11,7 @@ from cuquant import interop
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_for
 from cuquant.array.packed_weight import prepack as prepacked
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
 from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
@@ -105,7 +106,9 @@ class QuantLinear(nn.Linear):
         self._spec = WeightSpec.of(weight)
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+            raise ValueError(
+                f"activation must be None or one of {known}, got {clipped(activation)}"
+            )
         self.activation = activation
         self._names: tuple[str, ...] = ()
         self._words: tuple[Any, ...] = ()

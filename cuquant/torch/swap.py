@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from cuquant.errors import clipped, shortened
 from cuquant.formats import Format, get_format
 from cuquant.torch.module import QuantLinear, quantized_weight
 from cuquant.torch.spec import Weight
@@ -180,7 +181,7 @@ class _Rules:
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
-                raise TypeError(f"patterns are strings, got {pattern!r}")
+                raise TypeError(f"patterns are strings, got {clipped(pattern)}")
             formats.append((pattern, None if value is None else get_format(value, **options)))
         included = None if include is None else _patterns(include, "include")
         return cls(
@@ -193,8 +194,11 @@ class _Rules:
         names = [name for layer in layers for name in layer.names]
         for pattern in wanted:
             if pattern != "*" and not any(_selects(pattern, name) for name in names):
-                some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                raise ValueError(f"{pattern!r} selects no nn.Linear of the model; it has: {some}")
+                shown = [shortened(name, 100) for name in names[:8]]
+                some = ", ".join(shown) + (", ..." if len(names) > 8 else "")
+                raise ValueError(
+                    f"{clipped(pattern, 200)} selects no nn.Linear of the model; it has: {some}"
+                )
 
     def choose(self, layer: Layer) -> None:
         """Set the layer's format, or the reason to keep it."""
@@ -219,9 +223,9 @@ class _Rules:
 def _patterns(given: object, what: str) -> tuple[str, ...]:
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, (list, tuple, set, frozenset)):
-        raise TypeError(f"{what} must be a pattern or a list of them, got {given!r}")
+        raise TypeError(f"{what} must be a pattern or a list of them, got {clipped(given)}")
     if wrong := [p for p in patterns if not isinstance(p, str)]:
-        raise TypeError(f"{what} holds {wrong[0]!r}; patterns are strings")
+        raise TypeError(f"{what} holds {clipped(wrong[0])}; patterns are strings")
     return tuple(patterns)
 
 
@@ -290,7 +294,7 @@ def _quantized(
                 weights[key] = quantized_weight(linear.weight.detach(), fmt, prepack)
             new = QuantLinear(weights[key], linear.bias)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{layer.names[0]}: {error}") from error
+            raise type(error)(f"{shortened(layer.names[0])}: {error}") from error
         yield layer, follow(new, layer)
 
 
@@ -309,7 +313,7 @@ def _report(layers: Sequence[Layer]) -> None:
         _log.info("%s: %s", layer.names[0], said)
     _log.info("%d of %d nn.Linear layers quantized", len(layers) - len(kept), len(layers))
     if len(kept) == len(layers):
-        why = "; ".join(f"{layer.names[0]}: {layer.reason}" for layer in kept[:4])
+        why = "; ".join(f"{shortened(layer.names[0])}: {layer.reason}" for layer in kept[:4])
         warnings.warn(
             f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=3
         )
@@ -322,7 +326,7 @@ def _warn_of_others(model: nn.Module, rules: _Rules) -> None:
         asked = Layer(None, [name])
         rules.choose(asked)
         if asked.reason is None:
-            left.append(f"{name or type(model).__name__}: {why}")
+            left.append(f"{shortened(name, 100) or type(model).__name__}: {why}")
             count += sum(weight.numel() for weight in weights)
     if left:
         more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
