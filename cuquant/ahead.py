@@ -14,6 +14,7 @@ from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.formats.names import FormatName
 from cuquant.gpu import cubins, jit
 from cuquant.gpu.arrays import Gpu
 from cuquant.interop import INPUT_DTYPES, name_of
@@ -34,7 +35,7 @@ class Precompiled(NamedTuple):
 
 
 def precompile(
-    *formats: str | Format,
+    *formats: FormatName | str | Format,
     model: Any = None,
     operations: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,

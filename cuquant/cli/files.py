@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.markup import escape
@@ -36,6 +36,9 @@ from cuquant.gpu.device import describe, resolve
 from cuquant.io.quantized import described
 from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file
+
+if TYPE_CHECKING:
+    from cuquant.formats.names import Levels
 
 PROGRESS_NAME = 32  # columns for the name of the tensor beside the bar
 
@@ -102,7 +105,7 @@ def quantize(
         format,
         block_size=parse_block_size(block_size),
         double_quant=double_quant or None,
-        levels=levels,
+        levels=cast("Levels | None", levels),  # which get_format checks
     )
     started = time.perf_counter()
     reports = _run(source, output, fmt, include or (), exclude or (), nonfinite.value, where)

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import list_formats
+from cuquant.formats.names import Span
 from cuquant.interop import device_name
 
 # Kinds of files that quantize does not write, by the ending of their names.
@@ -85,13 +86,13 @@ def parse_device(text: str) -> str | None:
         ) from error
 
 
-def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
+def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
     """A block size as it is typed: 64, row, tensor or 128x128.
 
     >>> parse_block_size("128x128")
     (128, 128)
     """
-    if text is None or text in ("row", "tensor"):
+    if text is None or text == "row" or text == "tensor":
         return text
     rows, cross, columns = text.partition("x")
     if not rows.isdecimal() or (cross and not columns.isdecimal()):

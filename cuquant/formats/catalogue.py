@@ -1,7 +1,7 @@
 """The catalogue: every format by name, and the one function that makes them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -13,6 +13,7 @@ from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
+from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import Block, Scale, check_block
 
@@ -280,7 +281,7 @@ ALIASES = {
 # Members of gguf.GGMLQuantizationType that are called like a format with other bytes.
 _OTHERS_OF_GGML = {"mxfp4": "OCP's rule", "nvfp4": "a global scale"}
 
-_OPTIONS = ("block_size", "double_quant", "levels", "packing", "scale_dtype")
+_OPTIONS = tuple(FormatOptions.__annotations__)
 
 
 def list_formats() -> list[str]:
@@ -295,7 +296,7 @@ def list_formats() -> list[str]:
     return list(_MAKERS)
 
 
-def get_format(name: str | Format, **options: object) -> Format:
+def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatOptions]) -> Format:
     """The format called `name`, with `options` in place of its defaults.
 
     Parameters
@@ -362,7 +363,7 @@ def _kept_format(name: str, options: tuple[tuple[str, object], ...], kinds: str)
     return _asked_format(name, dict(options))
 
 
-def _asked_format(text: object, options: dict[str, object]) -> Format:
+def _asked_format(text: object, options: Mapping[str, object]) -> Format:
     """The format of a string and of options beside it, which may not contradict it."""
     if not isinstance(text, str):
         raise TypeError(f"format must be a name or a Format, got {type(text).__name__}")

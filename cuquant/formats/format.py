@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Format:
     scale: Scale | None
     offset: str | None
     packing: Packing | BlockLayout
-    options: Mapping[str, object] = field(default_factory=dict, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
         return self._hash

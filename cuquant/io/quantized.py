@@ -40,7 +40,10 @@ Specs = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def save(
-    path: str | os.PathLike[str], arrays: Mapping[str, Any], *, nonfinite: str = "raise"
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any],
+    *,
+    nonfinite: Literal["raise", "propagate"] = "raise",
 ) -> None:
     """Write quantized and plain arrays to a safetensors file.
 

@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from cuquant.errors import clipped, shortened
 from cuquant.formats import Format, get_format
+from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.torch.module import QuantLinear, quantized_weight
 from cuquant.torch.spec import Weight
 
@@ -28,7 +29,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-Config = str | Format | Mapping[str, str | Format | None]
+Config = FormatName | str | Format | Mapping[str, FormatName | str | Format | None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -39,7 +40,7 @@ def quantize_(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     prepack: bool | None = None,
-    **format_options: Any,
+    **format_options: Unpack[FormatOptions],
 ) -> M:
     """Swap the nn.Linear layers of a model for `QuantLinear`, in place.
 
@@ -173,7 +174,7 @@ class _Rules:
     exclude: tuple[str, ...]
 
     @classmethod
-    def of(cls, format: Any, options: dict[str, Any], include: Any, exclude: Any) -> "_Rules":
+    def of(cls, format: Any, options: Any, include: Any, exclude: Any) -> "_Rules":
         if isinstance(format, Mapping):
             config = format
         else:
