@@ -5,14 +5,15 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 PIPE_WIDTH = 10_000  # columns: a table that goes to a file or to grep is not folded
 MAX_ROWS = 10_000  # of a table; a file may hold a million tensors
+MAX_NAME = 200  # columns
 MIN_NAME, MIN_SENTENCE = 16, 20  # columns of the terminal: what a name or a sentence may shrink to
 GAP = "  "  # between columns
 
@@ -52,7 +53,7 @@ class Table:
     Attributes
     ----------
     columns
-        Headings. The first column holds names, which are never folded.
+        Headings. The first column holds names, which are never folded, nor made to look alike.
     right
         Columns of numbers.
     drop
@@ -68,13 +69,15 @@ class Table:
 
     def add(self, *cells: str, sentence: str = "", style: str = "") -> None:
         """Append a row of cells that are printed as they are, whatever rich would read in them."""
-        self.rows.append((tuple(map(printable, cells)), printable(sentence), style))
+        name = printable(cells[0], limit=len(cells[0]))  # cut when all names are known
+        self.rows.append(((name, *map(printable, cells[1:])), printable(sentence), style))
 
     def print(self, screen: Console) -> None:
         """Print what fits; a last line says what was left out."""
         widths = [cell_len(name) for name in self.columns]
         for cells, _, _ in self.rows:
             widths[: len(cells)] = map(max, widths, map(cell_len, cells))
+        widths[0] = min(widths[0], MAX_NAME)
         shown, left_out = list(range(len(widths))), []
         for name in self.drop:
             if _total(widths, shown) < screen.width:
@@ -85,10 +88,11 @@ class Table:
         over = max(_total(widths, shown) + 1 - screen.width, 0)
         if over and widths[0] - over >= MIN_NAME:
             widths[0] -= over
-            left_out.append("the beginnings of long names")
+            left_out.append("the middles of long names")
+        names = _fitting((cells[0] for cells, _, _ in self.rows), widths[0])
         lines = [(self._line(self.columns, widths, shown), ""), ("-" * _total(widths, shown), "")]
         for cells, sentence, style in self.rows:
-            line = self._line((_cut(cells[0], widths[0]), *cells[1:]), widths, shown)
+            line = self._line((names[cells[0]], *cells[1:]), widths, shown)
             lines += [(text, style) for text in _beside(line, sentence, screen.width - 1)]
         if left_out:
             lines.append((f"left out at {screen.width} columns: {', '.join(left_out)}", "dim"))
@@ -114,9 +118,41 @@ def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
     return sum(widths[i] for i in shown) + len(GAP) * (len(shown) - 1)
 
 
-def _cut(name: str, room: int) -> str:
-    """The end of a name that is too wide: names of one file differ there."""
-    return name if cell_len(name) <= room else f"...{name[len(name) - room + 3 :]}"
+def _fitting(names: Iterable[str], room: int) -> dict[str, str]:
+    """Names in `room` columns, where long ones lose their middle; those that differ look different.
+
+    >>> _fitting(["model.layers.10.mlp.up_proj.weight"], 21).popitem()[1]
+    'model.laye…roj.weight'
+    """
+    end, start = room // 2, room // 6
+    within = room - end - start - 2
+    made = {n: n if cell_len(n) <= room else f"{_start(n, room - end - 1)}…{_end(n, end)}"
+            for n in names}  # fmt: skip
+    for alike in _alike(made):
+        differ = len(os.path.commonprefix(alike))  # noqa: RUF071  (characters are meant)
+        differ = max(alike[0].rfind(".", 0, differ) + 1, differ - within // 2)
+        for n in alike:
+            made[n] = f"{_start(n, start)}…{_start(n[differ:], within)}…{_end(n, end)}"
+    both = [n for alike in _alike(made) for n in alike]  # they differ in more than one place
+    for count, n in enumerate(both, 1):
+        made[n] = f"{_start(n, start)}…{count}…{_end(n, room - start - len(str(count)) - 2)}"
+    return made
+
+
+def _alike(made: dict[str, str]) -> list[list[str]]:
+    """Names that are shown alike."""
+    groups: dict[str, list[str]] = {}
+    for name, shown in made.items():
+        groups.setdefault(shown, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _start(text: str, columns: int) -> str:
+    return set_cell_size(text, min(columns, cell_len(text)))
+
+
+def _end(text: str, columns: int) -> str:
+    return _start(text[::-1], columns)[::-1]
 
 
 def _beside(line: str, sentence: str, width: int) -> list[str]:

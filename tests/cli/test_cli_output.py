@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -99,11 +100,57 @@ def test_columns_leave_in_their_order_before_a_name_is_cut():
     assert drawn(made, 46)[2] == f" {'x' * 30}  1234567  text"
     assert drawn(made, 45)[2] == f" {'x' * 30}  1234567"
     assert drawn(made, 39)[2] == f" {'x' * 30}"
-    assert drawn(made, 30)[2] == f" ...{'x' * 26}"
+    assert drawn(made, 30)[2] == f" {'x' * 14}…{'x' * 14}"
     assert drawn(made, 10)[2] == f" {'x' * 30}"  # nothing would be left of it
-    assert drawn(made, 30)[-1].endswith(
-        "left out at 30 columns: b, a, the beginnings of long names"
+    assert drawn(made, 30)[-1].endswith("left out at 30 columns: b, a, the middles of long names")
+
+
+ROOT = "model.language_model.decoder.text_backbone"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{ROOT}.layers.{i}.mlp.experts.{part}_proj.weight" for i in (0, 2, 10, 11, 110)
+         for part in ("gate_up", "down")],
+        [f"{ROOT}.layers.{i}.self_attention.inner.{part}.weight_quantizer._zero_point"
+         for i in range(12) for part in ("q", "k", "v", "o")],
+        [f"{'x' * 90}{i}{'y' * 90}" for i in range(30)],
+        [f"{ROOT}.{'é中' * i}.layers.{i}.weight.{'中' * 40}" for i in range(9)],
+        [f"{i}{'n' * 300}{i % 3}" for i in range(30)],
+        [f"{'n' * 300}{i}{'n' * 300}" for i in range(30)],
+        ["a" * n for n in range(60, 90)],
+        [f"{ROOT}.{i:05}.{'ab'[i % 2] * 80}.{i:05}.{'c' * 80}.weight" for i in range(30)],
+    ],
+    ids=range(8),
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [40, 60, 80, 10_000])
+def test_names_that_differ_look_different(names, columns):
+    made = table(("name", "number"), drop=("number",))
+    for name in names:
+        made.add(name, "1")
+    lines = [line.split("  ")[0].strip() for line in drawn(made, columns)[2 : 2 + len(names)]]
+    assert len(set(lines)) == len(names)
+    assert all(cell_len(line) < min(columns, 202) for line in lines)
+    assert all(
+        line[0] == name[0] and line[-1] == name[-1] for line, name in zip(lines, names, strict=True)
     )
+
+
+def test_a_name_keeps_its_beginning_its_end_and_where_it_differs():
+    made = table(("tensor",))
+    for layer in (2, 10):
+        for part in ("gate_up", "down"):
+            made.add(f"{ROOT}.layers.{layer}.mlp.experts.{part}_proj.weight")
+    assert drawn(made, 50)[2:6] == [
+        " model.la…2.mlp.experts.g…erts.gate_up_proj.weight",
+        " model.la…2.mlp.experts.d…experts.down_proj.weight",
+        " model.la…10.mlp.experts.…erts.gate_up_proj.weight",
+        " model.la…10.mlp.experts.…experts.down_proj.weight",
+    ]
+    made = table(("tensor",))
+    made.add("model.layers.0.self_attn.rotary_embedding.inner.up_proj.weight")
+    assert drawn(made, 32)[2] == " model.layers.0.….up_proj.weight"
 
 
 def test_a_sentence_stands_beside_the_name_or_below():
