@@ -1,5 +1,6 @@
 """Options that several commands share, and how their texts become values."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,16 +134,24 @@ def check_output(path: Path | None, option: str, suffixes: Sequence[str] = ()) -
         raise typer.BadParameter(f"{path.parent} is no folder", param_hint=option)
 
 
-def check_safetensors(path: Path) -> None:
-    """Refuse now an output that `quantize` does not write: another kind of file, or stdout."""
-    if str(path) == "-":
-        raise ValueError("the output cannot be stdout: pass a file, such as -o out.safetensors")
+def output_file(text: str, source: Path) -> Path:
+    """The file that `quantize` writes; refuses now another kind of file, stdout or a folder."""
+    path = Path(text)
+    if text == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise ValueError(
+            f"{text}: the output cannot be stdout or a device: pass a file, such as "
+            "-o out.safetensors"
+        )
+    if path.is_dir() or text.endswith(("/", os.sep)):
+        inside = path / f"{source.stem}-quantized.safetensors"
+        raise ValueError(f"{text or '.'}: is a directory; name a file, such as {inside}")
     kind = OTHER_KINDS.get(path.suffix.lower())
     if kind is not None:
         raise ValueError(
             f"{path}: quantize writes safetensors, not {kind}; call the output "
             f"{path.with_suffix('.safetensors').name}"
         )
+    return path
 
 
 def split_names(texts: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ NAMES = [
     for i in (0, 1, 2, 10, 11)
     for part in ("mlp.down_proj", "self_attn.q_proj")
 ]
+ROOT_FOLDER = Path(cq.__file__).parent.parent
 FILTER = "vision.patch_embed.proj.weight"
 
 
@@ -395,6 +397,60 @@ def test_other_kinds_of_files_are_refused_before_work(model, monkeypatch, tmp_pa
     (line,) = result.output.splitlines()
     assert result.exit_code == 1 and line.startswith("error: ") and "safetensors" in line
     assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["dir", "dir/", ".", "", "new/", "in.safetensors/"])
+def test_an_output_that_is_a_folder_is_refused_with_a_name_to_type(model, monkeypatch, name):
+    monkeypatch.chdir(model.parent)
+    (model.parent / "dir").mkdir()
+    before = model.read_bytes()
+    result = run("quantize", "in.safetensors", "-o", name)
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    wanted = os.path.join(name.rstrip("/") or ".", "in-quantized.safetensors")
+    assert line.startswith("error: ") and line.endswith(f"such as {os.path.normpath(wanted)}")
+    assert sorted(os.listdir()) == ["dir", "in.safetensors"] and not os.listdir("dir")
+    assert model.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/dev/stderr", "/dev/null", "pipe"])
+def test_an_output_that_is_a_pipe_is_refused(model, name):
+    os.mkfifo(model.parent / "pipe")
+    command = [sys.executable, "-m", "cuquant", "quantize", "in.safetensors", "-o", name]
+    env = {**os.environ, "PYTHONPATH": str(ROOT_FOLDER)}
+    done = subprocess.run(command, cwd=model.parent, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith("error: ") and "pass a file" in line
+    assert sorted(os.listdir(model.parent)) == ["in.safetensors", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["none/out.safetensors", "none/deeper/out", "to_none"])
+def test_an_output_in_a_missing_folder_names_the_folder(model, monkeypatch, name):
+    monkeypatch.chdir(model.parent)
+    os.symlink("none/out", "to_none")
+    result = run("quantize", "in.safetensors", "-o", name)
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1 and "no such directory; create it first" in line
+    assert "none" in line and sorted(os.listdir()) == ["in.safetensors", "to_none"]
+
+
+@pytest.mark.parametrize("kind", ["itself", "symlink", "hard link"])
+def test_an_output_that_is_the_input(model, monkeypatch, kind):
+    monkeypatch.chdir(model.parent)
+    out = model.with_name("in.safetensors" if kind == "itself" else "link")
+    if kind == "symlink":
+        out.symlink_to("in.safetensors")
+    elif kind == "hard link":
+        os.link(model, out)
+    assert run("quantize", "in.safetensors", "-o", out, "--device", "cpu").exit_code == 0
+    assert isinstance(cq.load(out)[NAMES[0]], cq.QuantArray)
+    assert out.is_symlink() is (kind == "symlink")
+    # The other name of a file keeps what it was.
+    kept = cq.load(model)[NAMES[0]]
+    assert isinstance(kept, np.ndarray) is (kind == "hard link")
+    assert set(os.listdir()) == {"in.safetensors", out.name}
 
 
 def test_help_says_what_may_be_repeated():

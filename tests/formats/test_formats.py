@@ -234,6 +234,16 @@ def test_options_that_do_not_fit(name, options, message):
         cq.get_format(name, **options)
 
 
+def test_what_is_said_of_levels_stands_on_one_line():
+    torch = pytest.importorskip("torch")
+    levels = torch.linspace(-1, 1, 200, requires_grad=True)
+    assert cq.functional.quantize_kbit(np.ones(64, np.float32), 8, levels)[0].size == 16
+    for call in (cq.get_format, lambda f, **o: cq.quantize(np.ones((2, 64)), f, **o)):
+        with pytest.raises(TypeError, match=r"^levels must be a name or .*detach.*$") as caught:
+            call("k8", levels=levels)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_format_must_be_a_name():
     with pytest.raises(TypeError, match="name or a Format"):
         cq.get_format(4)
