@@ -96,7 +96,8 @@ def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
     if text is None or text == "row" or text == "tensor":
         return text
     rows, cross, columns = text.partition("x")
-    if not rows.isdecimal() or (cross and not columns.isdecimal()):
+    numbers = (rows, columns) if cross else (rows,)
+    if not all(number.isdecimal() and len(number) <= 10 for number in numbers):  # below 2^31
         raise typer.BadParameter(
             f"{clipped(text)} is no block size; pass a number, row, tensor or a pair such as "
             "128x128",
@@ -144,7 +145,9 @@ def output_file(text: str, source: Path) -> Path:
         )
     if path.is_dir() or text.endswith(("/", os.sep)):
         inside = path / f"{source.stem}-quantized.safetensors"
-        raise ValueError(f"{text or '.'}: is a directory; name a file, such as {inside}")
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{text}: is a file; leave out the {text[-1]!r} at its end")
+        raise ValueError(f"{text or '.'}: names a directory; name a file, such as {inside}")
     kind = OTHER_KINDS.get(path.suffix.lower())
     if kind is not None:
         raise ValueError(

@@ -15,6 +15,7 @@ PIPE_WIDTH = 10_000  # columns: a table that goes to a file or to grep is not fo
 MAX_ROWS = 10_000  # of a table; a file may hold a million tensors
 MAX_NAME = 200  # columns
 MIN_NAME, MIN_SENTENCE = 16, 20  # columns of the terminal: what a name or a sentence may shrink to
+LEAST_PART, LEAST_WIDE = 3, 5  # of a name, between dots: two characters, which may be wide, and "…"
 GAP = "  "  # between columns
 
 
@@ -119,24 +120,47 @@ def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
 
 
 def _fitting(names: Iterable[str], room: int) -> dict[str, str]:
-    """Names in `room` columns, where long ones lose their middle; those that differ look different.
+    """Names in `room` columns: parts of long ones lose their middles, first those that all of them
+    have; numbers stay whole, and names that differ look different.
 
-    >>> _fitting(["model.layers.10.mlp.up_proj.weight"], 21).popitem()[1]
-    'model.laye…roj.weight'
+    >>> _fitting(["model.layers.10.mlp.up_proj.weight"], 28).popitem()[1]
+    'mo…l.la…s.10.mlp.up…oj.we…ht'
     """
-    end, start = room // 2, room // 6
-    within = room - end - start - 2
-    made = {n: n if cell_len(n) <= room else f"{_start(n, room - end - 1)}…{_end(n, end)}"
-            for n in names}  # fmt: skip
-    for alike in _alike(made):
-        differ = len(os.path.commonprefix(alike))  # noqa: RUF071  (characters are meant)
-        differ = max(alike[0].rfind(".", 0, differ) + 1, differ - within // 2)
-        for n in alike:
-            made[n] = f"{_start(n, start)}…{_start(n[differ:], within)}…{_end(n, end)}"
-    both = [n for alike in _alike(made) for n in alike]  # they differ in more than one place
-    for count, n in enumerate(both, 1):
-        made[n] = f"{_start(n, start)}…{count}…{_end(n, room - start - len(str(count)) - 2)}"
+    made = {name: name for name in names}
+    long = [name for name in made if cell_len(name) > room]
+    everywhere = set.intersection(*(set(name.split(".")) for name in long)) if long else set()
+    made.update((name, _shortened(name, room, everywhere)) for name in long)
+    both = [name for alike in _alike(made) for name in alike]
+    for count, name in enumerate(both, 1):
+        middle = f"…#{count}…"
+        start = room // 4
+        end = _end(name, max(room - start - len(middle), 1))
+        made[name] = f"{_start(name, start)}{middle}{end}"
     return made
+
+
+def _shortened(name: str, room: int, everywhere: set[str]) -> str:
+    """A name whose parts, between dots, have lost as much of their middles as it takes."""
+    parts = name.split(".")
+    sizes = [cell_len(part) for part in parts]
+    over = sum(sizes) + len(sizes) - 1 - room
+    least = [LEAST_PART if part.isascii() else LEAST_WIDE for part in parts]
+    able = [i for i, part in enumerate(parts) if not part.isdecimal() and sizes[i] > least[i]]
+    while over > 0 and able:
+        i = max(able, key=lambda i: (parts[i] in everywhere, sizes[i]))
+        sizes[i], over = sizes[i] - 1, over - 1
+        if sizes[i] == least[i]:
+            able.remove(i)
+    if over > 0:
+        return _cut(name, room)
+    return ".".join(_cut(part, size) for part, size in zip(parts, sizes, strict=True))
+
+
+def _cut(text: str, columns: int) -> str:
+    """`text` in so many columns, without its middle where it is longer."""
+    if cell_len(text) <= columns:
+        return text
+    return f"{_start(text, columns // 2)}…{_end(text, columns - columns // 2 - 1)}"
 
 
 def _alike(made: dict[str, str]) -> list[list[str]]:

@@ -22,7 +22,7 @@ CODES = (*FLOAT8, *PACKED)
 WIDE = ("F16", "BF16", "F32", "F64")
 SCALES = (
     "weight_scale", "weight_scales", "weight_scale_inv", "scale", "scales", "scale_weight",
-    "qscale_weight", "weight.scale", "weight_scale_2", "weight_zero_point",
+    "qscale_weight", "weight.scale", "weight_scale_2", "weight_zero_point", "dequant_scale",
 )  # fmt: skip
 BESIDE_PARAMETERS = ("_scale", "_scales", "_scale_inv", "_weight_scale")
 
@@ -79,6 +79,8 @@ SIGNS = (
     Sign("FP8 with a scale for each block", "weight_scale_inv", (), (), unless="weight"),
     Sign("NVIDIA ModelOpt", "weight_scale_2", (), (), unless="weight"),
     Sign("NVIDIA ModelOpt", "pre_quant_scale", (), ("weight_scale",), unless="weight"),
+    Sign("TensorRT-LLM", "weights_scaling_factor", (), (), unless="weight"),
+    Sign("TensorRT-LLM", "per_channel_scale", (), (), unless="weight"),
     Sign("FBGEMM FP8", "input_scale_ub", (), ("weight_scale",), unless="weight"),
     Sign("MXFP4", "_scales", ("U8",), ("_blocks",)),
     Sign("torchao", "_weight_qdata", CODES),
@@ -248,6 +250,8 @@ def _configured(folder: Path) -> Foreign | None:
             continue
         method = found.get("quant_method")
         if not isinstance(method, str):
+            if isinstance(algorithm := found.get("quant_algo"), str):
+                return Foreign("TensorRT-LLM", f"config.json has quant_algo {quote(algorithm)}")
             if key == "quantization" and not found.keys() & {"bits", "group_size"}:
                 continue  # of sounds or images, in a model's own words
             is_mlx = key == "quantization" or "group_size" in found  # MLX writes both keys

@@ -139,20 +139,47 @@ def test_names_that_differ_look_different(names, columns):
     )
 
 
-def test_a_name_keeps_its_beginning_its_end_and_where_it_differs():
+def test_a_name_keeps_its_numbers_and_where_it_differs():
+    """Parts that all names have become short first."""
     made = table(("tensor",))
     for layer in (2, 10):
         for part in ("gate_up", "down"):
             made.add(f"{ROOT}.layers.{layer}.mlp.experts.{part}_proj.weight")
-    assert drawn(made, 50)[2:6] == [
-        " model.la…2.mlp.experts.g…erts.gate_up_proj.weight",
-        " model.la…2.mlp.experts.d…experts.down_proj.weight",
-        " model.la…10.mlp.experts.…erts.gate_up_proj.weight",
-        " model.la…10.mlp.experts.…experts.down_proj.weight",
+    assert drawn(made, 53)[2:6] == [
+        " m…l.la…l.de…r.te…e.la…s.2.mlp.ex…s.gate_up_proj.we…t",
+        " mo…l.la…l.de…r.te…e.la…s.2.mlp.ex…ts.down_proj.we…ht",
+        " m…l.l…l.de…r.te…e.la…s.10.mlp.ex…s.gate_up_proj.we…t",
+        " mo…l.la…l.de…r.te…e.la…s.10.mlp.ex…s.down_proj.we…ht",
     ]
-    made = table(("tensor",))
-    made.add("model.layers.0.self_attn.rotary_embedding.inner.up_proj.weight")
-    assert drawn(made, 32)[2] == " model.layers.0.….up_proj.weight"
+
+
+@pytest.mark.parametrize("columns", [45, 60, 80])
+def test_numbers_of_real_names_are_never_cut_nor_invented(columns):
+    blocks = [
+        f"model.diffusion_model.{side}_blocks.{block}.1.transformer_blocks.{layer}.attn{a}.to_{o}.weight"
+        for side in ("input", "output") for block in (4, 5, 8) for layer in (0, 1, 9)
+        for a in (1, 2) for o in ("q", "k", "out.0")
+    ]  # fmt: skip
+    experts = [
+        f"language_model.model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in (0, 1, 10, 31) for expert in (0, 7, 12, 127) for part in ("gate", "down")
+    ]  # fmt: skip
+    for names in (blocks, experts):
+        made = table(("name",))
+        for name in names:
+            made.add(name)
+        lines = [line.strip() for line in drawn(made, columns)[2 : 2 + len(names)]]
+        assert len(set(lines)) == len(names)
+        for line, name in zip(lines, names, strict=True):
+            numbers = [part for part in name.split(".") if part.isdecimal()]
+            assert "#" in line or [part for part in line.split(".") if part.isdecimal()] == numbers
+
+
+def test_names_without_a_place_to_differ_are_numbered():
+    made = table(("name",))
+    for i in range(3):
+        made.add(f"{'n' * 60}{i}{'n' * 60}")
+    assert [line.split("…")[1] for line in drawn(made, 40)[2:5]] == ["#1", "#2", "#3"]
 
 
 def test_a_sentence_stands_beside_the_name_or_below():
@@ -399,7 +426,7 @@ def test_other_kinds_of_files_are_refused_before_work(model, monkeypatch, tmp_pa
     assert os.listdir(tmp_path) == ["in.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["dir", "dir/", ".", "", "new/", "in.safetensors/"])
+@pytest.mark.parametrize("name", ["dir", "dir/", ".", "", "new/"])
 def test_an_output_that_is_a_folder_is_refused_with_a_name_to_type(model, monkeypatch, name):
     monkeypatch.chdir(model.parent)
     (model.parent / "dir").mkdir()
@@ -411,6 +438,14 @@ def test_an_output_that_is_a_folder_is_refused_with_a_name_to_type(model, monkey
     assert line.startswith("error: ") and line.endswith(f"such as {os.path.normpath(wanted)}")
     assert sorted(os.listdir()) == ["dir", "in.safetensors"] and not os.listdir("dir")
     assert model.read_bytes() == before
+
+
+def test_an_output_that_is_a_file_with_a_slash_is_refused(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    before = model.read_bytes()
+    result = run("quantize", "in.safetensors", "-o", "in.safetensors/")
+    assert result.exit_code == 1 and "is a file; leave out the '/'" in result.output
+    assert os.listdir() == ["in.safetensors"] and model.read_bytes() == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")

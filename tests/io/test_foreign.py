@@ -39,6 +39,19 @@ LAYERS = {
         "AWQ", {"qweight": ("I16", (16, 256)), "qzeros": ("F16", (8, 64)),
                 "scales": ("F16", (8, 64))},
     ),
+    "TensorRT-LLM int4": (
+        "TensorRT-LLM", {"weight": ("I8", (128, 32)), "weights_scaling_factor": ("F16", (64, 64))},
+    ),
+    "TensorRT-LLM int8": (
+        "TensorRT-LLM", {"weight": ("I8", (128, 64)), "per_channel_scale": ("F16", (64, 64))},
+    ),
+    "TensorRT-LLM fp8": (
+        "TensorRT-LLM",
+        {"weight": ("F8_E4M3", (128, 64)), "weights_scaling_factor": ("F32", (1,))},
+    ),
+    "smooth quantization": (
+        "another library", {"weight": ("I8", (128, 64)), "dequant_scale": ("F32", (64, 64))},
+    ),
     "fp8 in blocks": (
         "FP8", {"weight": ("F8_E4M3", (512, 1024)), "weight_scale_inv": ("F32", (4, 64))},
     ),
@@ -248,6 +261,14 @@ CONFIGS = {
     "mlx, under both keys": (
         "config.json", {"quantization": {"group_size": 64, "bits": 4},
                         "quantization_config": {"group_size": 64, "bits": 4}}, "MLX",
+    ),
+    "TensorRT-LLM": (
+        "config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+        "TensorRT-LLM",
+    ),
+    "TensorRT-LLM, groups": (
+        "config.json", {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}},
+        "TensorRT-LLM",
     ),
     "mlx, other bits": ("config.json", {"quantization": {"bits": 4}}, "MLX"),
     "mlx": ("config.json", {"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
