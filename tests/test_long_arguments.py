@@ -59,8 +59,7 @@ DOORS = {
 
 # These hand it to the system or to Python, whose messages they are; or belong to cuquant/ops.
 NOT_OURS = {
-    "path", "model", "format_options", "options", "stochastic", "nonfinite", "axis", "seed",
-    "activation",
+    "path", "model", "format_options", "options", "stochastic",
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from cuquant.io.streaming import Plan, Report, quantize_file
 
 if TYPE_CHECKING:
     from cuquant.formats.names import Levels
+    from cuquant.formats.names import Nonfinite as NonfiniteName
 
 PROGRESS_NAME = 32  # columns for the name of the tensor beside the bar
 
@@ -128,7 +129,7 @@ def _run(
     fmt: Format,
     include: list[str] | tuple[()],
     exclude: list[str] | tuple[()],
-    nonfinite: str,
+    nonfinite: "NonfiniteName",
     device: str,
 ) -> list[Report]:
     """Quantize with a progress bar on stderr, if that is a terminal: tensor, bytes, time left."""

@@ -20,6 +20,7 @@ FormatName = Literal[
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
 Span = Literal["row", "tensor"]
+Nonfinite = Literal["propagate", "raise", "clamp"]
 
 
 class _Array(Protocol):

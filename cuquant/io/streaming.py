@@ -16,6 +16,7 @@ from cuquant import interop
 from cuquant.array.metrics import error
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
+from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
 from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
@@ -111,7 +112,7 @@ def quantize_file(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    nonfinite: str = "raise",
+    nonfinite: Nonfinite = "raise",
     device: object = None,
     begin: Callable[[list[Plan]], None] | None = None,
 ) -> Generator[Report, None, None]:
@@ -187,7 +188,7 @@ def _convert(
     writer: SafetensorsWriter,
     step: Plan,
     fmt: Format,
-    nonfinite: str,
+    nonfinite: Nonfinite,
 ) -> Report:
     started = time.perf_counter()
     info = step.info
@@ -226,7 +227,7 @@ def _convert_overlapped(
     writer: SafetensorsWriter,
     plans: Sequence[Plan],
     fmt: Format,
-    nonfinite: str,
+    nonfinite: Nonfinite,
     device: str,
 ) -> Iterator[Report]:
     """As `_convert`, on a GPU: a tensor is read while another is quantized and a third written."""
