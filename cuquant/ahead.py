@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import did_you_mean
+from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.formats.names import FormatName
 from cuquant.gpu import cubins, jit
 from cuquant.gpu.arrays import Gpu
 from cuquant.interop import INPUT_DTYPES, name_of
@@ -34,7 +35,7 @@ class Precompiled(NamedTuple):
 
 
 def precompile(
-    *formats: str | Format,
+    *formats: FormatName | str | Format,
     model: Any = None,
     operations: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
@@ -197,7 +198,7 @@ def _known(what: str, names: Iterable[str], known: Sequence[str]) -> tuple[str, 
         if name not in known:
             near = did_you_mean(str(name), known)
             raise ValueError(
-                f"{what} {name!r} is unknown{near}; known: {', '.join(known) or 'none'}"
+                f"{what} {clipped(name)} is unknown{near}; known: {', '.join(known) or 'none'}"
             )
     return chosen
 
@@ -208,7 +209,9 @@ def parse_arch(arch: str | int | tuple[int, int]) -> int:
         arch = 10 * arch[0] + arch[1]
     found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", str(arch))
     if found is None:
-        raise ValueError(f"arch {arch!r} is unknown; pass a compute capability such as 'sm_90'")
+        raise ValueError(
+            f"arch {clipped(arch)} is unknown; pass a compute capability such as 'sm_90'"
+        )
     return int(found[1] + found[2])
 
 

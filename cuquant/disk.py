@@ -145,12 +145,11 @@ class Replacement:
         self._target = Path(os.path.realpath(self.path))
         if self._target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "is a directory; name a file", str(self.path))
-        if self._target.exists() and not self._target.is_file():
+        if self.path.exists() and not self.path.is_file():  # a pipe has a path of no file
             raise OSError(errno.EINVAL, "is not a regular file; name another", str(self.path))
         if not self._target.parent.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, "no such directory; create it first", str(self.path.parent)
-            )
+            folder = self._target.parent if self.path.is_symlink() else self.path.parent
+            raise FileNotFoundError(errno.ENOENT, "no such directory; create it first", str(folder))
         remove_stale(self._target)
         try:
             self.file = self._create()

@@ -46,7 +46,8 @@ def clipped(value: object, most: int = 60) -> str:
     if isinstance(value, (str, bytes)):
         text = repr(value[: most + 1])
     else:
-        text = _PRINTER.repr(value)  # of a container, the first entries: it may hold millions
+        # Of a container, the first entries: it may hold millions. On one line, as arrays are not.
+        text = " ".join(_PRINTER.repr(value).split())
     return shortened(text, most)
 
 

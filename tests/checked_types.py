@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 import cuquant as cq
+from cuquant import functional
 from cuquant.torch import QuantLinear, quantize_
 
 if TYPE_CHECKING:
@@ -40,7 +41,22 @@ if TYPE_CHECKING:
     found.dequantize()
 
     cq.quantize([[1.0] * 64], "int4").codes()
+    for levels in ("normal", [-1, 0.5], (-1.0, 1.0), np.ones(4), tensor):
+        cq.get_format("k4", levels=levels, packing="planes", block_size=(8, 8), scale_dtype=None)
+        functional.quantize_kbit(numbers, 4, levels)
+    cq.get_format("k4", **cq.get_format("k4", packing="word").options)
+    cq.get_format("NF4:32+dq", block_size="row", double_quant=False)  # strings are open
     cq.linear(numbers, q, activation="swish")  # pyright: ignore[reportArgumentType]
     cq.linear(numbers, numbers)  # pyright: ignore[reportArgumentType]
     cq.load("model.safetensors", library="jax")  # pyright: ignore[reportArgumentType]
+    cq.save("model.safetensors", {}, nonfinite="clamp")  # pyright: ignore[reportArgumentType]
+    QuantLinear(t, activation="swish")  # pyright: ignore[reportArgumentType]
+    cq.get_format("k4", packing="bits")  # pyright: ignore[reportArgumentType]
+    cq.get_format("k4", levels="loyd")  # pyright: ignore[reportArgumentType]
+    cq.get_format("nf4", block_size="rows")  # pyright: ignore[reportArgumentType]
+    cq.get_format("int4", scale_dtype="float64")  # pyright: ignore[reportArgumentType]
+    cq.get_format("int4", blocksize=32)  # pyright: ignore[reportCallIssue]
+    quantize_(Block(), "nf4", double_qant=True)  # pyright: ignore[reportCallIssue]
+    functional.quantize_kbit(numbers, 4, packing="bits")  # pyright: ignore[reportArgumentType]
+    functional.quantize_q8_1(numbers, sum="codes")  # pyright: ignore[reportArgumentType]
     q.dequantise()  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array import slicing
 from cuquant.array.components import OPERATIONS, ArrayT, Stored, torch_call
-from cuquant.errors import FormatError
+from cuquant.errors import FormatError, clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS, BlockLayout
 from cuquant.formats.format import Component
@@ -445,7 +445,9 @@ def _entry(entry: Any) -> Any:
         rows = rows if rows.size else rows.astype(np.int64)
         if rows.dtype.kind in "iu":
             return rows.astype(np.int64)
-    raise IndexError(f"a QuantArray is indexed by ints, slices, '...' or int arrays, not {entry!r}")
+    raise IndexError(
+        f"a QuantArray is indexed by ints, slices, '...' or int arrays, not {clipped(entry)}"
+    )
 
 
 def _block_layout(fmt: Format) -> BlockLayout:

@@ -20,7 +20,7 @@ from cuquant.bench.gpu import CupyEngine
 from cuquant.bench.peers import TorchPeer, reason
 from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import Call, Engine, copies, measure
-from cuquant.errors import did_you_mean
+from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Uniform
 from cuquant.interop import load_cupy
 
@@ -94,7 +94,7 @@ def check_peers(names: Iterable[str]) -> None:
     for name in names:
         if name not in PEERS:
             near = did_you_mean(name, PEERS)
-            raise ValueError(f"peer {name!r} is unknown{near}; known are {', '.join(PEERS)}")
+            raise ValueError(f"peer {clipped(name)} is unknown{near}; known are {', '.join(PEERS)}")
 
 
 def find_product_peers(names: Iterable[str]) -> tuple[list[ProductPeer], list[str]]:

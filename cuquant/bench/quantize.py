@@ -13,7 +13,7 @@ from cuquant.bench.gpu import Gpu
 from cuquant.bench.peers import Peer, time_peer
 from cuquant.bench.quantize_report import Measurement
 from cuquant.bench.timing import MIN_REPEATS, copies, measure
-from cuquant.errors import did_you_mean
+from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.interop import INPUT_DTYPES, float_dtype
 from cuquant.ops.dequantize.door import dequantize
@@ -85,7 +85,7 @@ def check_dtypes(names: Sequence[str]) -> tuple[str, ...]:
         if name not in INPUT_DTYPES:
             near = did_you_mean(name, INPUT_DTYPES)
             raise ValueError(
-                f"dtype {name!r} is unknown{near}; known are {', '.join(INPUT_DTYPES)}"
+                f"dtype {clipped(name)} is unknown{near}; known are {', '.join(INPUT_DTYPES)}"
             )
     return tuple(dict.fromkeys(names))
 

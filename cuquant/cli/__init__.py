@@ -6,8 +6,8 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,7 +18,7 @@ from cuquant.cli.advice import for_shell, options_of
 from cuquant.cli.bench import bench
 from cuquant.cli.demo import demo
 from cuquant.cli.options import Commands
-from cuquant.cli.show import console, printable
+from cuquant.cli.show import abbreviated, console, printable
 from cuquant.errors import BackendUnavailable
 
 # FormatError is a ValueError. Everything else is a defect of ours and keeps its traceback.
@@ -28,9 +28,14 @@ MENDABLE = (ValueError, OSError, BackendUnavailable, MemoryError)
 class Main(Commands):
     """All commands; an error that the user can mend is one line on stderr and exit code 1."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _short_errors_of_usage():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _short_errors_of_usage():
+                return super().invoke(ctx)
         except BrokenPipeError:  # `cuquant formats | head`: typer leaves quietly
             raise
         except MENDABLE as error:
@@ -45,10 +50,21 @@ class Main(Commands):
             raise typer.Exit(1) from error
 
 
+@contextmanager
+def _short_errors_of_usage() -> Iterator[None]:
+    """They repeat what was typed, which may be long."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = abbreviated(message, 1000)  # type: ignore[attr-defined]
+        raise
+
+
 def explain(error: BaseException) -> str:
     """The message of an error; an OSError's names the file without its number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+        return f"{abbreviated(str(error.filename), 1000)}: {error.strerror}"
     return str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
 
 

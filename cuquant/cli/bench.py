@@ -21,7 +21,7 @@ from cuquant.cli.options import (
 from cuquant.cli.show import console
 from cuquant.cli.show import table as screen_table
 from cuquant.disk import replace_file
-from cuquant.errors import BackendUnavailable, pip_install
+from cuquant.errors import BackendUnavailable, clipped, pip_install
 
 SUFFIXES = (".png", ".svg", ".pdf")
 OUTPUTS = ("--json", "--output", "-o", "--plot")  # options that name a file to write
@@ -270,7 +270,7 @@ def table(
 
 def _batch(text: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"{text!r} is no number of rows", param_hint="--batch")
+        raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint="--batch")
     return int(text)
 
 

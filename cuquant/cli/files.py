@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.markup import escape
@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from cuquant.cli.options import (
     DeviceOption,
     JsonFlag,
-    check_safetensors,
     complete_format,
+    output_file,
     parse_block_size,
     parse_device,
 )
@@ -37,6 +37,10 @@ from cuquant.io.quantized import described
 from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file
 
+if TYPE_CHECKING:
+    from cuquant.formats.names import Levels
+    from cuquant.formats.names import Nonfinite as NonfiniteName
+
 PROGRESS_NAME = 32  # columns for the name of the tensor beside the bar
 
 
@@ -50,9 +54,9 @@ class Nonfinite(str, Enum):
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A safetensors file.")],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="OUT", dir_okay=False, help="May be IN itself."),
+    output: Annotated[  # not a Path, which forgets a slash at the end
+        str,
+        typer.Option("--output", "-o", metavar="OUT", path_type=str, help="May be IN itself."),
     ],
     format: Annotated[
         str,
@@ -96,22 +100,22 @@ def quantize(
     is kept byte for byte.
     OUT appears when it is complete, or not at all.
     """
-    check_safetensors(output)
+    target = output_file(output, source)
     where = resolve(parse_device(device))
     fmt = get_format(
         format,
         block_size=parse_block_size(block_size),
         double_quant=double_quant or None,
-        levels=levels,
+        levels=cast("Levels | None", levels),  # which get_format checks
     )
     started = time.perf_counter()
-    reports = _run(source, output, fmt, include or (), exclude or (), nonfinite.value, where)
+    reports = _run(source, target, fmt, include or (), exclude or (), nonfinite.value, where)
     seconds = time.perf_counter() - started
     reports.sort(key=lambda report: natural_key(report.name))
     if json:
-        print_json(_as_json(reports, fmt, source, output, seconds, where))
+        print_json(_as_json(reports, fmt, source, target, seconds, where))
     else:
-        _print_reports(reports, fmt, output, seconds, where)
+        _print_reports(reports, fmt, target, seconds, where)
     if reports and all(report.reason is not None for report in reports):
         console(stderr=True).print(
             "warning: nothing was quantized; see why each tensor was kept", style="yellow",
@@ -125,7 +129,7 @@ def _run(
     fmt: Format,
     include: list[str] | tuple[()],
     exclude: list[str] | tuple[()],
-    nonfinite: str,
+    nonfinite: "NonfiniteName",
     device: str,
 ) -> list[Report]:
     """Quantize with a progress bar on stderr, if that is a terminal: tensor, bytes, time left."""

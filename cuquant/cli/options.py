@@ -1,5 +1,6 @@
 """Options that several commands share, and how their texts become values."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cuquant.errors import did_you_mean
+from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import list_formats
+from cuquant.formats.names import Span
 from cuquant.interop import device_name
 
 # Kinds of files that quantize does not write, by the ending of their names.
@@ -63,7 +65,8 @@ class Commands(TyperGroup):
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
             ctx.fail(
-                f"no such command {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}"
+                f"no such command {clipped(name)}{did_you_mean(name, known)}; "
+                f"known are {', '.join(known)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -80,22 +83,24 @@ def parse_device(text: str) -> str | None:
         return device_name(text)
     except ValueError as error:
         raise typer.BadParameter(
-            f"{text!r} is no device; pass auto, cpu, cuda or cuda:N", param_hint="--device"
+            f"{clipped(text)} is no device; pass auto, cpu, cuda or cuda:N", param_hint="--device"
         ) from error
 
 
-def parse_block_size(text: str | None) -> int | str | tuple[int, int] | None:
+def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
     """A block size as it is typed: 64, row, tensor or 128x128.
 
     >>> parse_block_size("128x128")
     (128, 128)
     """
-    if text is None or text in ("row", "tensor"):
+    if text is None or text == "row" or text == "tensor":
         return text
     rows, cross, columns = text.partition("x")
-    if not rows.isdecimal() or (cross and not columns.isdecimal()):
+    numbers = (rows, columns) if cross else (rows,)
+    if not all(number.isdecimal() and len(number) <= 10 for number in numbers):  # below 2^31
         raise typer.BadParameter(
-            f"{text!r} is no block size; pass a number, row, tensor or a pair such as 128x128",
+            f"{clipped(text)} is no block size; pass a number, row, tensor or a pair such as "
+            "128x128",
             param_hint="--block-size",
         )
     return (int(rows), int(columns)) if cross else int(rows)
@@ -114,7 +119,8 @@ def _parse_shape(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
         raise typer.BadParameter(
-            f"{text!r} is no shape; pass rows and columns, such as 4096x14336", param_hint="--shape"
+            f"{clipped(text)} is no shape; pass rows and columns, such as 4096x14336",
+            param_hint="--shape",
         )
     return int(rows), int(columns)
 
@@ -129,16 +135,26 @@ def check_output(path: Path | None, option: str, suffixes: Sequence[str] = ()) -
         raise typer.BadParameter(f"{path.parent} is no folder", param_hint=option)
 
 
-def check_safetensors(path: Path) -> None:
-    """Refuse now an output that `quantize` does not write: another kind of file, or stdout."""
-    if str(path) == "-":
-        raise ValueError("the output cannot be stdout: pass a file, such as -o out.safetensors")
+def output_file(text: str, source: Path) -> Path:
+    """The file that `quantize` writes; refuses now another kind of file, stdout or a folder."""
+    path = Path(text)
+    if text == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise ValueError(
+            f"{text}: the output cannot be stdout or a device: pass a file, such as "
+            "-o out.safetensors"
+        )
+    if path.is_dir() or text.endswith(("/", os.sep)):
+        inside = path / f"{source.stem}-quantized.safetensors"
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{text}: is a file; leave out the {text[-1]!r} at its end")
+        raise ValueError(f"{text or '.'}: names a directory; name a file, such as {inside}")
     kind = OTHER_KINDS.get(path.suffix.lower())
     if kind is not None:
         raise ValueError(
             f"{path}: quantize writes safetensors, not {kind}; call the output "
             f"{path.with_suffix('.safetensors').name}"
         )
+    return path
 
 
 def split_names(texts: Sequence[str]) -> list[str]:

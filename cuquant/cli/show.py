@@ -5,15 +5,17 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 PIPE_WIDTH = 10_000  # columns: a table that goes to a file or to grep is not folded
 MAX_ROWS = 10_000  # of a table; a file may hold a million tensors
+MAX_NAME = 200  # columns
 MIN_NAME, MIN_SENTENCE = 16, 20  # columns of the terminal: what a name or a sentence may shrink to
+LEAST_PART, LEAST_WIDE = 3, 5  # of a name, between dots: two characters, which may be wide, and "…"
 GAP = "  "  # between columns
 
 
@@ -35,6 +37,16 @@ def printable(text: str, limit: int = 200) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
+def abbreviated(text: str, most: int) -> str:
+    """A text of at most `most` characters: what is too long loses its middle.
+
+    >>> abbreviated("model.layers.0.mlp.up_proj.weight", 21)
+    'model.laye…roj.weight'
+    """
+    room = most - 1  # beside the dots
+    return text if len(text) <= most else f"{text[: room - room // 2]}…{text[-(room // 2) :]}"
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows under headings; where it is too wide, columns are left out before a name is cut.
@@ -42,7 +54,7 @@ class Table:
     Attributes
     ----------
     columns
-        Headings. The first column holds names, which are never folded.
+        Headings. The first column holds names, which are never folded, nor made to look alike.
     right
         Columns of numbers.
     drop
@@ -58,13 +70,15 @@ class Table:
 
     def add(self, *cells: str, sentence: str = "", style: str = "") -> None:
         """Append a row of cells that are printed as they are, whatever rich would read in them."""
-        self.rows.append((tuple(map(printable, cells)), printable(sentence), style))
+        name = printable(cells[0], limit=len(cells[0]))  # cut when all names are known
+        self.rows.append(((name, *map(printable, cells[1:])), printable(sentence), style))
 
     def print(self, screen: Console) -> None:
         """Print what fits; a last line says what was left out."""
         widths = [cell_len(name) for name in self.columns]
         for cells, _, _ in self.rows:
             widths[: len(cells)] = map(max, widths, map(cell_len, cells))
+        widths[0] = min(widths[0], MAX_NAME)
         shown, left_out = list(range(len(widths))), []
         for name in self.drop:
             if _total(widths, shown) < screen.width:
@@ -75,10 +89,11 @@ class Table:
         over = max(_total(widths, shown) + 1 - screen.width, 0)
         if over and widths[0] - over >= MIN_NAME:
             widths[0] -= over
-            left_out.append("the beginnings of long names")
+            left_out.append("the middles of long names")
+        names = _fitting((cells[0] for cells, _, _ in self.rows), widths[0])
         lines = [(self._line(self.columns, widths, shown), ""), ("-" * _total(widths, shown), "")]
         for cells, sentence, style in self.rows:
-            line = self._line((_cut(cells[0], widths[0]), *cells[1:]), widths, shown)
+            line = self._line((names[cells[0]], *cells[1:]), widths, shown)
             lines += [(text, style) for text in _beside(line, sentence, screen.width - 1)]
         if left_out:
             lines.append((f"left out at {screen.width} columns: {', '.join(left_out)}", "dim"))
@@ -104,9 +119,64 @@ def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
     return sum(widths[i] for i in shown) + len(GAP) * (len(shown) - 1)
 
 
-def _cut(name: str, room: int) -> str:
-    """The end of a name that is too wide: names of one file differ there."""
-    return name if cell_len(name) <= room else f"...{name[len(name) - room + 3 :]}"
+def _fitting(names: Iterable[str], room: int) -> dict[str, str]:
+    """Names in `room` columns: parts of long ones lose their middles, first those that all of them
+    have; numbers stay whole, and names that differ look different.
+
+    >>> _fitting(["model.layers.10.mlp.up_proj.weight"], 28).popitem()[1]
+    'mo…l.la…s.10.mlp.up…oj.we…ht'
+    """
+    made = {name: name for name in names}
+    long = [name for name in made if cell_len(name) > room]
+    everywhere = set.intersection(*(set(name.split(".")) for name in long)) if long else set()
+    made.update((name, _shortened(name, room, everywhere)) for name in long)
+    both = [name for alike in _alike(made) for name in alike]
+    for count, name in enumerate(both, 1):
+        middle = f"…#{count}…"
+        start = room // 4
+        end = _end(name, max(room - start - len(middle), 1))
+        made[name] = f"{_start(name, start)}{middle}{end}"
+    return made
+
+
+def _shortened(name: str, room: int, everywhere: set[str]) -> str:
+    """A name whose parts, between dots, have lost as much of their middles as it takes."""
+    parts = name.split(".")
+    sizes = [cell_len(part) for part in parts]
+    over = sum(sizes) + len(sizes) - 1 - room
+    least = [LEAST_PART if part.isascii() else LEAST_WIDE for part in parts]
+    able = [i for i, part in enumerate(parts) if not part.isdecimal() and sizes[i] > least[i]]
+    while over > 0 and able:
+        i = max(able, key=lambda i: (parts[i] in everywhere, sizes[i]))
+        sizes[i], over = sizes[i] - 1, over - 1
+        if sizes[i] == least[i]:
+            able.remove(i)
+    if over > 0:
+        return _cut(name, room)
+    return ".".join(_cut(part, size) for part, size in zip(parts, sizes, strict=True))
+
+
+def _cut(text: str, columns: int) -> str:
+    """`text` in so many columns, without its middle where it is longer."""
+    if cell_len(text) <= columns:
+        return text
+    return f"{_start(text, columns // 2)}…{_end(text, columns - columns // 2 - 1)}"
+
+
+def _alike(made: dict[str, str]) -> list[list[str]]:
+    """Names that are shown alike."""
+    groups: dict[str, list[str]] = {}
+    for name, shown in made.items():
+        groups.setdefault(shown, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _start(text: str, columns: int) -> str:
+    return set_cell_size(text, min(columns, cell_len(text)))
+
+
+def _end(text: str, columns: int) -> str:
+    return _start(text[::-1], columns)[::-1]
 
 
 def _beside(line: str, sentence: str, width: int) -> list[str]:

@@ -8,8 +8,9 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -130,10 +131,21 @@ def gather(package: Path) -> Facts:
         torch=torch,
         torch_cuda=torch_cuda,
         trial_error=attempt(_trial, "it fails") if nvrtc else None,
-        cache=attempt(lambda: examine_folder(cache_folder()), None),
+        cache=attempt(_cache, None),
         cached=attempt(cache_size, None),
         kernels=attempt(kernel_folder, None),
     )
+
+
+def _cache() -> Folder:
+    """The cache directory, where a file is tried: /proc lets root write, and does not take one."""
+    folder = examine_folder(cache_folder())
+    nearest = next(at for at in (folder.path, *folder.path.parents) if at.exists())
+    try:
+        with TemporaryFile(dir=nearest):
+            return folder
+    except OSError:
+        return replace(folder, writable=False)
 
 
 def attempt(find: Callable[[], T], otherwise: Any) -> T:

@@ -1,7 +1,7 @@
 """The catalogue: every format by name, and the one function that makes them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -13,6 +13,7 @@ from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
+from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import Block, Scale, check_block
 
@@ -105,7 +106,9 @@ def _kbit(bits: int) -> Callable[..., Format]:
         **_: object,
     ) -> Format:
         if packing not in ("dense", "word", "planes"):
-            raise ValueError(f"packing {packing!r} is unknown; pass 'dense', 'word' or 'planes'")
+            raise ValueError(
+                f"packing {clipped(packing)} is unknown; pass 'dense', 'word' or 'planes'"
+            )
         rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
         codec = _learned(_levels(levels, bits, check_block(block_size)))
         scale = Scale(rule, 1.0, 64, "float16")
@@ -122,7 +125,7 @@ def _levels(levels: object, bits: int, block: Block) -> tuple[float, ...]:
     if isinstance(levels, str):
         if levels not in ("lloyd", "normal", "linear"):
             raise ValueError(
-                f"levels {levels!r} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
+                f"levels {clipped(levels)} is unknown; pass 'lloyd', 'normal', 'linear' or an array"
             )
         if levels == "lloyd":
             extent = block if isinstance(block, int) else LLOYD_BLOCKS[-1]
@@ -278,7 +281,7 @@ ALIASES = {
 # Members of gguf.GGMLQuantizationType that are called like a format with other bytes.
 _OTHERS_OF_GGML = {"mxfp4": "OCP's rule", "nvfp4": "a global scale"}
 
-_OPTIONS = ("block_size", "double_quant", "levels", "packing", "scale_dtype")
+_OPTIONS = tuple(FormatOptions.__annotations__)
 
 
 def list_formats() -> list[str]:
@@ -293,7 +296,7 @@ def list_formats() -> list[str]:
     return list(_MAKERS)
 
 
-def get_format(name: str | Format, **options: object) -> Format:
+def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatOptions]) -> Format:
     """The format called `name`, with `options` in place of its defaults.
 
     Parameters
@@ -360,7 +363,7 @@ def _kept_format(name: str, options: tuple[tuple[str, object], ...], kinds: str)
     return _asked_format(name, dict(options))
 
 
-def _asked_format(text: object, options: dict[str, object]) -> Format:
+def _asked_format(text: object, options: Mapping[str, object]) -> Format:
     """The format of a string and of options beside it, which may not contradict it."""
     if not isinstance(text, str):
         raise TypeError(f"format must be a name or a Format, got {type(text).__name__}")
@@ -391,7 +394,7 @@ def _name_of(member: Enum) -> str:
     name = member.name.lower()
     if type(member).__name__ != "GGMLQuantizationType":
         raise TypeError(
-            f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {member!r}"
+            f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {clipped(member)}"
         )
     if name in _OTHERS_OF_GGML:
         raise ValueError(
@@ -404,7 +407,9 @@ def _name_of(member: Enum) -> str:
 def _new_format(name: str, options: dict[str, object]) -> Format:
     if unknown := sorted(set(options) - set(_OPTIONS)):
         hint = did_you_mean(unknown[0], _OPTIONS)
-        raise TypeError(f"unknown option {unknown}{hint}; options are {', '.join(_OPTIONS)}")
+        raise TypeError(
+            f"unknown option {clipped(unknown)}{hint}; options are {', '.join(_OPTIONS)}"
+        )
     unset = (type(None), bool, np.bool_)  # None, False and NumPy's False
     given = {k: v for k, v in options.items() if not isinstance(v, unset) or v}
     for option in ("levels", "packing"):
@@ -436,7 +441,7 @@ def _with_block(fmt: Format, block: object) -> Format:
 
 def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
     if dtype not in ("float32", "float16"):
-        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {dtype!r}")
+        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {clipped(dtype)}")
     if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in ("float32", "float16"):
         raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
     return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
@@ -444,7 +449,7 @@ def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
 
 def _with_double_quant(fmt: Format, flag: object) -> Format:
     if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"double_quant must be True or False, got {flag!r}")
+        raise TypeError(f"double_quant must be True or False, got {clipped(flag)}")
     if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype != "float32":
         raise ValueError(
             f"double_quant compresses float32 scales, and those of {fmt.name} are not; "

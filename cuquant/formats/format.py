@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import DTYPES, NESTED_BLOCK, Block, Scale
 from cuquant.lazy import lazy
+
+MOST_BITS = 1.5  # times those of long rows, from which on an array is kept as it is
 
 
 class Component(NamedTuple):
@@ -54,7 +56,7 @@ class Format:
     scale: Scale | None
     offset: str | None
     packing: Packing | BlockLayout
-    options: Mapping[str, object] = field(default_factory=dict, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
         return self._hash
@@ -174,6 +176,27 @@ class Format:
     def nbytes(self, stored: tuple[int, ...]) -> int:
         """Bytes of all components of an array stored as [rows..., K]."""
         return sum(part.nbytes for part in self.components(stored))
+
+    def why_keep(self, stored: tuple[int, ...], nbytes: int) -> str | None:
+        """Why an array of `nbytes`, stored as [rows..., K], had better stay as it is; or None.
+
+        Rows shorter than a block have a scale of their own all the same: of filters of 3 x 3, nf4
+        takes 16 bits a weight and mxfp4 8, for the accuracy of 4.
+
+        >>> from cuquant import get_format
+        >>> get_format("mxfp4").why_keep((64, 64, 3, 3), 147_456)
+        'short rows of 3 would take 8 bits a weight'
+        """
+        if self.scale is None:  # fp16 and bf16: whoever asks for them wants the dtype
+            return None
+        if not (size := math.prod(stored)):
+            return "no values"
+        bits = self.nbytes(stored) * 8 / size
+        if bits >= MOST_BITS * self.bits_per_element:
+            return f"short rows of {stored[-1]} would take {bits:.3g} bits a weight"
+        if bits * size >= nbytes * 8:
+            return f"no smaller: it would take {bits:.3g} bits a weight"
+        return None
 
     @property
     def bits_per_element(self) -> float:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuquant.errors import clipped
+
 RULES = ("absmax", "signed_max", "range", "mean_abs", "e8m0")
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -74,19 +76,23 @@ def check_block(block: object) -> Block:
     if isinstance(block, str):
         if block not in ("row", "tensor"):
             raise ValueError(
-                f'block_size {block!r} is unknown; pass an int, "row", "tensor" or a pair'
+                f'block_size {clipped(block)} is unknown; pass an int, "row", "tensor" or a pair'
             )
         return block
     if isinstance(block, (tuple, list)):
         if len(block) != 2:
-            raise ValueError(f"block_size {block!r} has {len(block)} entries; a pair has two")
+            raise ValueError(
+                f"block_size {clipped(block)} has {len(block)} entries; a pair has two"
+            )
         return (_extent(block[0], 1), _extent(block[1], 8 if block[1] != 1 else 1))
     return _extent(block, 8)
 
 
 def _extent(value: object, multiple: int) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f'block_size must be an int, "row", "tensor" or a pair, got {value!r}')
+        raise TypeError(
+            f'block_size must be an int, "row", "tensor" or a pair, got {clipped(value)}'
+        )
     if not 1 <= value <= LARGEST_BLOCK or value % multiple:
         raise ValueError(
             f"block_size {value} must be a positive multiple of {multiple} below 2^31; "

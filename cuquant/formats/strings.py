@@ -6,7 +6,7 @@
 import re
 from collections.abc import Mapping
 
-from cuquant.errors import clipped, did_you_mean
+from cuquant.errors import clipped, did_you_mean, shortened
 
 CUSTOM = "custom"  # what an array of levels prints as, which no string can hold
 
@@ -89,7 +89,7 @@ def _block(said: str, text: str) -> object:
 
 def _option(word: str, text: str) -> tuple[str, object]:
     if _TRANSFORM.fullmatch(word):
-        raise _not_yet(f"a transform (+{word})")
+        raise _not_yet(f"a transform (+{shortened(word, 60)})")
     if word == CUSTOM:
         raise ValueError(
             f"{clipped(text)}: custom stands for levels of one's own, which no string holds; "

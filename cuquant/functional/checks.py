@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
+from cuquant.errors import clipped
 
 F32 = np.float32
 
@@ -20,7 +21,7 @@ def integer(value: Any, name: str, low: int, high: int | None = None) -> int:
     if interop.kind(value) and value.ndim == 0:
         value = interop.to_numpy(value, name)[()]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {clipped(value)}")
     if value < low or (high is not None and value > high):
         wanted = f"in {low}..{high}" if high is not None else f"{low} or more"
         raise ValueError(f"{name} must be {wanted}, got {value}")
@@ -40,7 +41,7 @@ def numbers(value: Any, name: str, near: Any = None) -> Any:
     given = value if interop.kind(value) else np.asarray(value)
     dtype = interop.dtype_of(given)
     if dtype.kind not in "fiu" and dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be a number or a numeric array, got {value!r}")
+        raise TypeError(f"{name} must be a number or a numeric array, got {clipped(value)}")
     with np.errstate(over="ignore"):
         if interop.is_on_gpu(given):
             return interop.astype(interop.beside(given, near, name), F32)

@@ -4,13 +4,13 @@ Block layouts and arithmetic: ggml-common.h and ggml-quants.c of https://github.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from cuquant import interop
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import FormatError
+from cuquant.errors import FormatError, clipped
 from cuquant.formats import get_format
 from cuquant.formats.blocks import BLOCK_LAYOUTS
 from cuquant.functional.checks import floats, integer, like, real, typed
@@ -19,7 +19,8 @@ from cuquant.ops.matmul import q8_1_on_gpu
 from cuquant.ops.quantize.door import quantize
 
 F32 = np.float32
-SUMS = ("quants", "values")
+Sum = Literal["quants", "values"]
+SUMS = get_args(Sum)
 
 _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbytes} bytes.
 
@@ -291,7 +292,7 @@ gemm_mxfp4_q8_1 = _gemm("mxfp4")
 gemm_nvfp4_q8_1 = _gemm("nvfp4")
 
 
-def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
+def quantize_q8_1(x: Any, sum: Sum = "quants") -> Any:
     """Quantize activations to ggml's q8_1: 32 int8, their scale and a sum in 36 bytes.
 
     Parameters
@@ -328,7 +329,7 @@ def quantize_q8_1(x: Any, sum: str = "quants") -> Any:
     ((1, 1, 36), [1.0, 1.0615234375])
     """
     if sum not in SUMS:
-        raise ValueError(f"sum must be one of {SUMS}, got {sum!r}")
+        raise ValueError(f"sum must be one of {SUMS}, got {clipped(sum)}")
     if sum == "quants":
         return quantize(real(x), "q8_1").components["blocks"]
     fmt = get_format("q8_1")

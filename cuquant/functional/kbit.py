@@ -9,7 +9,9 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
-from cuquant.formats import Codebook, Format, Packing, get_format
+from cuquant.formats import Codebook, Format, get_format
+from cuquant.formats import Packing as Order
+from cuquant.formats.names import Levels, Packing
 from cuquant.functional.checks import extents, flat, floats, integer, like, typed
 from cuquant.ops.plain_arrays import pack_codes, unpack_codes
 from cuquant.ops.quantize.door import quantize
@@ -18,7 +20,7 @@ MAP_ENTRIES = 256
 
 
 def quantize_kbit(
-    x: Any, k: int, levels: Any = "lloyd", block_size: int = 32, packing: str = "dense"
+    x: Any, k: int, levels: Levels = "lloyd", block_size: int = 32, packing: Packing = "dense"
 ) -> tuple[Any, Any]:
     """Quantize to the nearest of up to 2^k levels, k = 2..8, block by block.
 
@@ -75,9 +77,9 @@ def dequantize_kbit(
     scale: Any,
     k: int,
     shape: int | Sequence[int],
-    levels: Any = "lloyd",
+    levels: Levels = "lloyd",
     block_size: int = 32,
-    packing: str = "dense",
+    packing: Packing = "dense",
     dtype: object = "float32",
 ) -> Any:
     """The values of `quantize_kbit`'s arrays: level of the code times scale, rounded once.
@@ -141,7 +143,7 @@ def dequantize_kbit(
 
 
 def convert_packing(
-    packed: Any, k: int, n: int, source: str, target: str, levels: Any = "lloyd"
+    packed: Any, k: int, n: int, source: Packing, target: Packing, levels: Levels = "lloyd"
 ) -> Any:
     """The same n codes in another packing of `quantize_kbit`.
 
@@ -267,7 +269,7 @@ def _format(
     return get_format(f"k{k}", levels=levels, **options)
 
 
-def _words(packed: Any, packing: Packing, count: int) -> Any:
+def _words(packed: Any, packing: Order, count: int) -> Any:
     words = typed(packed, "packed", np.uint32, np.int32, near=packed)
     shape = tuple(words.shape)
     if shape != (packing.words(count),):

@@ -12,6 +12,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
+from cuquant.formats.names import FormatName
 from cuquant.functional.checks import floats, integer, like, number
 from cuquant.ops.outputs import writable_out
 from cuquant.ops.quantize.door import quantize
@@ -24,7 +25,12 @@ UNIT = 2.0**100
 
 
 def rmsnorm_quantize(
-    x: Any, weight: Any, *, eps: float = 1e-6, format: str | Format = "int8", **options: Any
+    x: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    format: FormatName | str | Format = "int8",
+    **options: Any,
 ) -> QuantArray:
     """Quantize x / sqrt(mean(x^2) + eps) * weight, the mean along the last axis.
 
@@ -81,7 +87,7 @@ def add_rmsnorm_quantize(
     weight: Any,
     *,
     eps: float = 1e-6,
-    format: str | Format = "int8",
+    format: FormatName | str | Format = "int8",
     residual_out: Any = None,
     **options: Any,
 ) -> QuantArray:
@@ -145,7 +151,7 @@ def add_rmsnorm_quantize(
 
 
 def silu_mul_quantize(
-    gate: Any, up: Any, *, format: str | Format = "int8", **options: Any
+    gate: Any, up: Any, *, format: FormatName | str | Format = "int8", **options: Any
 ) -> QuantArray:
     """Quantize silu(gate) * up, the middle of a gated MLP.
 
@@ -188,7 +194,7 @@ def silu_mul_quantize(
 
 
 def hadamard_quantize(
-    x: Any, *, group: int | None = None, format: str | Format = "int8", **options: Any
+    x: Any, *, group: int | None = None, format: FormatName | str | Format = "int8", **options: Any
 ) -> QuantArray:
     """Quantize the orthonormal Walsh-Hadamard transform along the last axis.
 

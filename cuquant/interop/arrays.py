@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuquant.errors import BackendUnavailable
+from cuquant.errors import BackendUnavailable, clipped, clipped_text, shortened
 from cuquant.interop.find_cupy import load_cupy
 from cuquant.reference.memory import aligned
 
@@ -83,7 +83,7 @@ def numpy_dtype(dtype: object) -> np.dtype:
     try:
         return np.dtype(dtype)  # type: ignore[call-overload]
     except TypeError as error:
-        raise TypeError(f"{dtype!r} is no dtype") from error
+        raise TypeError(f"{clipped(dtype)} is no dtype") from error
 
 
 def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
@@ -93,7 +93,8 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
     found = numpy_dtype(dtype)
     if found.name not in INPUT_DTYPES or not found.isnative:
         raise TypeError(
-            f"{what} must be {', '.join(INPUT_DTYPES[:-1])} or {INPUT_DTYPES[-1]}, got {found}"
+            f"{what} must be {', '.join(INPUT_DTYPES[:-1])} or {INPUT_DTYPES[-1]}, "
+            f"got {shortened(str(found))}"
         )
     return found
 
@@ -137,7 +138,7 @@ def as_float(x: Any, name: str = "x") -> Any:
     if not issubclass(found.type, (np.floating, np.integer, np.bool_)):
         raise TypeError(
             f"{name} must be float32, float16 or bfloat16, or float64, integers or bools, "
-            f"which are computed as float32; got {found}"
+            f"which are computed as float32; got {shortened(str(found))}"
         )
     native = found.newbyteorder("=")
     with np.errstate(over="ignore", under="ignore"):
@@ -238,7 +239,7 @@ def destination(library: object, device: object) -> tuple[str, str]:
     (('cupy', 'cuda:1'), ('torch', 'cpu'))
     """
     if library is not None and library not in LIBRARIES:
-        raise ValueError(f"library must be one of {', '.join(LIBRARIES)}, got {library!r}")
+        raise ValueError(f"library must be one of {', '.join(LIBRARIES)}, got {clipped(library)}")
     place = device_name(device) if device is not None else "cuda" if library == "cupy" else "cpu"
     which = str(library or ("numpy" if place == "cpu" else "cupy"))
     if (which, place == "cpu") in (("numpy", False), ("cupy", True)):
@@ -273,7 +274,9 @@ def to_device(x: Any, target: str) -> Any:
         try:
             return x.to(target)
         except (AssertionError, RuntimeError) as error:  # torch without CUDA, or without a GPU
-            raise BackendUnavailable(f"torch cannot move arrays to {target!r}: {error}") from error
+            raise BackendUnavailable(
+                f"torch cannot move arrays to {clipped(target)}: {clipped_text(str(error))}"
+            ) from error
     if target == "cpu":
         return x.get() if which == "cupy" else x
     cupy = load_cupy()
@@ -356,7 +359,7 @@ def device_name(target: object) -> str:
     name = str(target)
     base, _, index = name.partition(":")
     if base not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"device {name!r} is unknown; pass 'cpu', 'cuda' or 'cuda:N'")
+        raise ValueError(f"device {clipped(name)} is unknown; pass 'cpu', 'cuda' or 'cuda:N'")
     return "cpu" if base == "cpu" else name
 
 

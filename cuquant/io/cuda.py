@@ -11,6 +11,7 @@ from cuquant.array.metrics import sqnr_db
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.format import Component
+from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import use
 from cuquant.interop import load_cupy
 from cuquant.io.pipeline import Job, Made
@@ -58,10 +59,11 @@ class CudaSlot:
     """
 
     def __init__(
-        self, device: str, fmt: Format, nonfinite: str, capacity: int, largest: int
+        self, device: str, fmt: Format, nonfinite: Nonfinite, capacity: int, largest: int
     ) -> None:
         self._cupy = load_cupy()
-        self._device, self._fmt, self._nonfinite = device, fmt, nonfinite
+        self._device, self._fmt = device, fmt
+        self._nonfinite: Nonfinite = nonfinite
         self._started: tuple[Job, tuple[Any, ...]] | None = None
         with use(device):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -113,7 +115,7 @@ class CudaSlot:
 def make_slots(
     device: str,
     fmt: Format,
-    nonfinite: str,
+    nonfinite: Nonfinite,
     tensors: Sequence[tuple[tuple[int, ...], int]],
     count: int,
 ) -> list[CudaSlot]:

@@ -22,8 +22,9 @@ CODES = (*FLOAT8, *PACKED)
 WIDE = ("F16", "BF16", "F32", "F64")
 SCALES = (
     "weight_scale", "weight_scales", "weight_scale_inv", "scale", "scales", "scale_weight",
-    "qscale_weight", "weight.scale", "weight_scale_2", "weight_zero_point",
+    "qscale_weight", "weight.scale", "weight_scale_2", "weight_zero_point", "dequant_scale",
 )  # fmt: skip
+BESIDE_PARAMETERS = ("_scale", "_scales", "_scale_inv", "_weight_scale")
 
 MAX_CONFIG_BYTES = 1 << 24  # of a JSON file beside the checkpoint; real ones have some kB
 MAX_SHARDS = 4096  # whose headers are read
@@ -45,24 +46,27 @@ class Sign:
         Endings, one of which another tensor of the same stem has; () needs none.
     unless
         Ending of a tensor of the same stem that, with a dtype in WIDE, makes it an ordinary model.
+    axes
+        That the tensor has at least: codes of a matrix have two, a norm's weight and ids one.
     """
 
     owner: str
     ending: str
     dtypes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    unless: str = ""
+    unless: str | None = None
+    axes: int = 0
 
 
 # The first that fits names the library.
 SIGNS = (
     Sign("cuquant.torch", "_extra_state", ("U8",), ("packed", "codes", "blocks")),
     Sign("cuquant", ".packed", PACKED, (".scale",)),
-    Sign("cuquant", ".codes", PACKED, (".scale",)),
+    Sign("cuquant", ".codes", ("U32",), (".scale",)),
     Sign("bitsandbytes", ".quant_state.bitsandbytes__nf4"),
     Sign("bitsandbytes", ".quant_state.bitsandbytes__fp4"),
-    Sign("bitsandbytes", "SCB", (), ("weight", "weight_format")),
-    Sign("bitsandbytes", ".absmax", (), (".quant_map", ".nested_absmax", "")),
+    Sign("bitsandbytes", "SCB", (), ("weight", "weight_format"), unless="weight"),
+    Sign("bitsandbytes", ".absmax", (), (".quant_map", ".nested_absmax", ""), unless=""),
     Sign("GPTQ", "qweight", PACKED, ("g_idx",)),
     Sign("SVDQuant", "qweight", PACKED, ("wscales",)),
     Sign("AWQ", "qweight", PACKED, ("qzeros",)),
@@ -72,12 +76,13 @@ SIGNS = (
     Sign("compressed-tensors", "weight_global_scale", (), (), unless="weight"),
     Sign("compressed-tensors", "weight_shape", ("I64",), ("weight_scale",)),
     Sign("compressed-tensors (sparse)", "bitmask", ("U8",), ("compressed",)),
-    Sign("compressed-tensors (sparse)", "compressed", (), ("bitmask",)),
     Sign("FP8 with a scale for each block", "weight_scale_inv", (), (), unless="weight"),
     Sign("NVIDIA ModelOpt", "weight_scale_2", (), (), unless="weight"),
-    Sign("NVIDIA ModelOpt", "pre_quant_scale", (), ("weight_scale",)),
-    Sign("FBGEMM FP8", "input_scale_ub", (), ("weight_scale",)),
-    Sign("MXFP4", "_blocks", ("U8",), ("_scales",)),
+    Sign("NVIDIA ModelOpt", "pre_quant_scale", (), ("weight_scale",), unless="weight"),
+    Sign("TensorRT-LLM", "weights_scaling_factor", (), (), unless="weight"),
+    Sign("TensorRT-LLM", "per_channel_scale", (), (), unless="weight"),
+    Sign("FBGEMM FP8", "input_scale_ub", (), ("weight_scale",), unless="weight"),
+    Sign("MXFP4", "_scales", ("U8",), ("_blocks",)),
     Sign("torchao", "_weight_qdata", CODES),
     Sign("torchao", "_weight_scale", (), ("_weight_qdata", "_weight_zero_point")),
     Sign("optimum-quanto", "._data", CODES, ("._scale",)),
@@ -88,18 +93,18 @@ SIGNS = (
     Sign("Marlin", "B", ("I32",), ("s",)),
     Sign("ExLlamaV2", "q_weight", ("I32",), ("q_scale",)),
     Sign("ExLlamaV3", "trellis", ("I16",), ("suh", "svh")),
-    Sign("AQLM", "codes", PACKED, ("codebooks",)),
+    Sign("AQLM", "codes", PACKED, ("scales",), axes=3),  # VQ has codes beside codebooks too
     Sign("QuIP#", "Qidxs", ("I64", *PACKED), ("SU", "SV", "Wscale")),
     Sign("FP8 (ComfyUI)", "scaled_fp8", FLOAT8),
-    Sign("FP8", "weight", FLOAT8, SCALES),
-    Sign("another library", "weight", PACKED, (*SCALES, "zeros", "qzeros")),
+    Sign("FP8", "weight", FLOAT8, SCALES, axes=2),
+    Sign("another library", "weight", PACKED, (*SCALES, "zeros", "qzeros"), axes=2),
     Sign("another library", "weight_quantized", CODES),
     Sign("another library", "w_q", PACKED, ("w_s", "w_z")),
     # Alone, in a shard that has the scales and not the codes.
     Sign("another library", "weight_scale", (), (), unless="weight"),
     # Parameters without a module of their own, such as experts.gate_up_proj and its _scale.
-    Sign("FP8", "", FLOAT8, ("_scale", "_scales", "_scale_inv", "_weight_scale", ".scale")),
-    Sign("another library", "", PACKED, ("_scale", "_scales", "_scale_inv", "_weight_scale")),
+    Sign("FP8", "", FLOAT8, (*BESIDE_PARAMETERS, ".scale"), axes=2),
+    Sign("another library", "", PACKED, BESIDE_PARAMETERS, axes=2),
 )
 
 # What configurations call the libraries above, in lower case.
@@ -180,12 +185,14 @@ def find_sign(
     """
     for sign in SIGNS:
         for name, info in tensors.items():
-            if not name.endswith(sign.ending) or (sign.dtypes and info.dtype not in sign.dtypes):
+            if not name.endswith(sign.ending) or len(info.shape) < sign.axes:
+                continue
+            if sign.dtypes and info.dtype not in sign.dtypes:
                 continue
             stem = name[: len(name) - len(sign.ending)]
             if sign.ending[:1].isalpha() and stem and not stem.endswith("."):
                 continue  # "requant_qweight" is a name of its own
-            ordinary = tensors.get(stem + sign.unless) if sign.unless else None
+            ordinary = None if sign.unless is None else tensors.get(stem + sign.unless)
             if ordinary is not None and ordinary.dtype in WIDE:
                 continue
             partners = [tensors[stem + end] for end in sign.beside if stem + end in tensors]
@@ -243,7 +250,12 @@ def _configured(folder: Path) -> Foreign | None:
             continue
         method = found.get("quant_method")
         if not isinstance(method, str):
-            owner = "MLX" if "group_size" in found else "another library"
+            if isinstance(algorithm := found.get("quant_algo"), str):
+                return Foreign("TensorRT-LLM", f"config.json has quant_algo {quote(algorithm)}")
+            if key == "quantization" and not found.keys() & {"bits", "group_size"}:
+                continue  # of sounds or images, in a model's own words
+            is_mlx = key == "quantization" or "group_size" in found  # MLX writes both keys
+            owner = "MLX" if is_mlx else "another library"
             return Foreign(owner, f"config.json beside it has the key {key!r}")
         owner = METHODS.get(method.lower(), method if len(method) <= 40 else "another library")
         return Foreign(owner, f"config.json beside it has quant_method {quote(method)}")

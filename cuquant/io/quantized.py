@@ -40,7 +40,10 @@ Specs = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def save(
-    path: str | os.PathLike[str], arrays: Mapping[str, Any], *, nonfinite: str = "raise"
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any],
+    *,
+    nonfinite: Literal["raise", "propagate"] = "raise",
 ) -> None:
     """Write quantized and plain arrays to a safetensors file.
 
@@ -83,7 +86,7 @@ def save(
             entries[name] = _entry_of(value)
             found = {f"{name}.{key}": part for key, part in host.arrays().items()}
         else:
-            found = {name: interop.to_host(value, name)}
+            found = {name: interop.to_host(value, shortened(name))}
         if clash := parts.keys() & found.keys():
             raise ValueError(f"two tensors would be called {quote(min(clash))}; rename one array")
         parts |= found

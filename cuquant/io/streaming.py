@@ -16,6 +16,7 @@ from cuquant import interop
 from cuquant.array.metrics import error
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
+from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
 from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
@@ -101,26 +102,7 @@ def _reason(
         fmt.check_shape(info.shape)
     except ValueError:
         return f"{info.shape[-1]} columns do not divide into blocks"
-    return _why_too_large(fmt, info.shape, info.nbytes)
-
-
-def _why_too_large(fmt: Format, shape: tuple[int, ...], nbytes: int) -> str | None:
-    """Why a tensor of `nbytes` should not be quantized: `fmt` loses accuracy and saves too little.
-
-    Rows shorter than a block have a scale of their own all the same: nf4 takes 40 bits a weight
-    for filters of 1 x 1, and 16 for 3 x 3.
-    """
-    taken, size = fmt.nbytes(shape), math.prod(shape)
-    if fmt.scale is None:  # fp16 and bf16 have no blocks, and whoever asks for them wants the dtype
-        return None
-    if not size:
-        return "no values"
-    bits = taken * 8 / size
-    if bits >= 2 * fmt.bits_per_element:
-        return f"short rows of {shape[-1]} would take {bits:.3g} bits a weight"
-    if taken >= nbytes:
-        return f"no smaller: it would take {bits:.3g} bits a weight"
-    return None
+    return fmt.why_keep(info.shape, info.nbytes)
 
 
 def quantize_file(
@@ -130,7 +112,7 @@ def quantize_file(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    nonfinite: str = "raise",
+    nonfinite: Nonfinite = "raise",
     device: object = None,
     begin: Callable[[list[Plan]], None] | None = None,
 ) -> Generator[Report, None, None]:
@@ -206,7 +188,7 @@ def _convert(
     writer: SafetensorsWriter,
     step: Plan,
     fmt: Format,
-    nonfinite: str,
+    nonfinite: Nonfinite,
 ) -> Report:
     started = time.perf_counter()
     info = step.info
@@ -245,7 +227,7 @@ def _convert_overlapped(
     writer: SafetensorsWriter,
     plans: Sequence[Plan],
     fmt: Format,
-    nonfinite: str,
+    nonfinite: Nonfinite,
     device: str,
 ) -> Iterator[Report]:
     """As `_convert`, on a GPU: a tensor is read while another is quantized and a third written."""

@@ -72,7 +72,9 @@ def vanished_tiles(read: Read, fmt: Format, tiles: Tiles, parts: Components, sto
     scale = np.broadcast_to(np.float32(0), tiles.grid)
     small = np.broadcast_to(True, tiles.grid)
     if fmt.scale is not None:
-        scale = effective(parts, fmt, stored).scale.reshape(tiles.grid)
+        found = effective(parts, fmt, stored).scale
+        assert found is not None
+        scale = found.reshape(tiles.grid)
         small = _is_small(fmt, parts).reshape(tiles.grid) | _is_subnormal(scale)
     given = small & (_largest(read, tiles, small) > 0)
     if not given.any():

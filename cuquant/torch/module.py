@@ -11,9 +11,12 @@ from cuquant import interop
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_for
 from cuquant.array.packed_weight import prepack as prepacked
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
+from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.io.state import EXTRA, bytes_shape, format_text, parse_format
+from cuquant.ops.matmul.door import Activation
 from cuquant.ops.quantize.door import quantize
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.op import DEQUANTIZE, multiply, weight_of
@@ -99,13 +102,15 @@ class QuantLinear(nn.Linear):
         weight: Weight,
         bias: torch.Tensor | None = None,
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which makes a float weight
         self._spec = WeightSpec.of(weight)
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+            raise ValueError(
+                f"activation must be None or one of {known}, got {clipped(activation)}"
+            )
         self.activation = activation
         self._names: tuple[str, ...] = ()
         self._words: tuple[Any, ...] = ()
@@ -116,11 +121,11 @@ class QuantLinear(nn.Linear):
     def from_linear(
         cls,
         linear: nn.Linear,
-        format: str | Format = "nf4",
+        format: FormatName | str | Format = "nf4",
         *,
-        activation: str | None = None,
+        activation: Activation | None = None,
         prepack: bool | None = None,
-        **format_options: Any,
+        **format_options: Unpack[FormatOptions],
     ) -> "QuantLinear":
         """A layer that does what `linear` does, its weight quantized where it lies.
 

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from cuquant.errors import clipped, shortened
 from cuquant.formats import Format, get_format
+from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.torch.module import QuantLinear, quantized_weight
 from cuquant.torch.spec import Weight
 
@@ -27,7 +29,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-Config = str | Format | Mapping[str, str | Format | None]
+Config = FormatName | str | Format | Mapping[str, FormatName | str | Format | None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -38,7 +40,7 @@ def quantize_(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     prepack: bool | None = None,
-    **format_options: Any,
+    **format_options: Unpack[FormatOptions],
 ) -> M:
     """Swap the nn.Linear layers of a model for `QuantLinear`, in place.
 
@@ -49,6 +51,8 @@ def quantize_(
     - that the patterns do not select;
     - whose rows do not divide into the format's blocks, or whose weight is not float32, float16 or
       bfloat16, or is no plain parameter (parametrized, lazy, a tensor subclass);
+    - that would not become smaller, or whose rows are so short that the format takes half as many
+      bits again as for long ones;
     - with a forward of their own, and the out_proj of nn.MultiheadAttention, which reads its
       weight itself;
     - whose weight is also that of a module that stays, such as an embedding (a tied lm_head),
@@ -170,7 +174,7 @@ class _Rules:
     exclude: tuple[str, ...]
 
     @classmethod
-    def of(cls, format: Any, options: dict[str, Any], include: Any, exclude: Any) -> "_Rules":
+    def of(cls, format: Any, options: Any, include: Any, exclude: Any) -> "_Rules":
         if isinstance(format, Mapping):
             config = format
         else:
@@ -178,7 +182,7 @@ class _Rules:
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
-                raise TypeError(f"patterns are strings, got {pattern!r}")
+                raise TypeError(f"patterns are strings, got {clipped(pattern)}")
             formats.append((pattern, None if value is None else get_format(value, **options)))
         included = None if include is None else _patterns(include, "include")
         return cls(
@@ -191,8 +195,11 @@ class _Rules:
         names = [name for layer in layers for name in layer.names]
         for pattern in wanted:
             if pattern != "*" and not any(_selects(pattern, name) for name in names):
-                some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                raise ValueError(f"{pattern!r} selects no nn.Linear of the model; it has: {some}")
+                shown = [shortened(name, 100) for name in names[:8]]
+                some = ", ".join(shown) + (", ..." if len(names) > 8 else "")
+                raise ValueError(
+                    f"{clipped(pattern, 200)} selects no nn.Linear of the model; it has: {some}"
+                )
 
     def choose(self, layer: Layer) -> None:
         """Set the layer's format, or the reason to keep it."""
@@ -217,9 +224,9 @@ class _Rules:
 def _patterns(given: object, what: str) -> tuple[str, ...]:
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, (list, tuple, set, frozenset)):
-        raise TypeError(f"{what} must be a pattern or a list of them, got {given!r}")
+        raise TypeError(f"{what} must be a pattern or a list of them, got {clipped(given)}")
     if wrong := [p for p in patterns if not isinstance(p, str)]:
-        raise TypeError(f"{what} holds {wrong[0]!r}; patterns are strings")
+        raise TypeError(f"{what} holds {clipped(wrong[0])}; patterns are strings")
     return tuple(patterns)
 
 
@@ -232,7 +239,7 @@ def _decide(model: nn.Module, layers: Sequence[Layer], rules: _Rules) -> None:
     for layer in layers:
         rules.choose(layer)
         if layer.reason is None and layer.format is not None:
-            layer.reason = obstacle(layer.module, layer.format)
+            layer.reason = obstacle(layer.module, layer.format) or _loss(layer.module, layer.format)
     swapped = {layer.module for layer in layers if layer.reason is None}
     owners: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -265,6 +272,12 @@ def obstacle(module: nn.Linear, fmt: Format) -> str | None:
     return None
 
 
+def _loss(module: nn.Linear, fmt: Format) -> str | None:
+    """Why a layer should not be swapped, though it could be."""
+    weight = module.weight
+    return fmt.why_keep(tuple(weight.shape), weight.numel() * weight.element_size())
+
+
 # ---- what becomes of them -----------------------------------------------------------------------
 
 
@@ -282,7 +295,7 @@ def _quantized(
                 weights[key] = quantized_weight(linear.weight.detach(), fmt, prepack)
             new = QuantLinear(weights[key], linear.bias)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{layer.names[0]}: {error}") from error
+            raise type(error)(f"{shortened(layer.names[0])}: {error}") from error
         yield layer, follow(new, layer)
 
 
@@ -301,7 +314,7 @@ def _report(layers: Sequence[Layer]) -> None:
         _log.info("%s: %s", layer.names[0], said)
     _log.info("%d of %d nn.Linear layers quantized", len(layers) - len(kept), len(layers))
     if len(kept) == len(layers):
-        why = "; ".join(f"{layer.names[0]}: {layer.reason}" for layer in kept[:4])
+        why = "; ".join(f"{shortened(layer.names[0])}: {layer.reason}" for layer in kept[:4])
         warnings.warn(
             f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=3
         )
@@ -314,7 +327,7 @@ def _warn_of_others(model: nn.Module, rules: _Rules) -> None:
         asked = Layer(None, [name])
         rules.choose(asked)
         if asked.reason is None:
-            left.append(f"{name or type(model).__name__}: {why}")
+            left.append(f"{shortened(name, 100) or type(model).__name__}: {why}")
             count += sum(weight.numel() for weight in weights)
     if left:
         more = f"; and {len(left) - 8} more" if len(left) > 8 else ""

@@ -290,7 +290,7 @@ def test_missing_files_and_folders_are_named(model, tmp_path, path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["-o", "."], ["-o", "x", "--device", "tpu"], ["-o", "x", "--device", "cuda:a"],
+    [[], ["-o", "x", "--device", "tpu"], ["-o", "x", "--device", "cuda:a"],
      ["-o", "x", "--nonfinite", "no"], ["-o", "x", "--block-size", "8x"],
      ["-o", "x", "--block-size", "-8"], ["-o", "x", "--typo"]],
 )  # fmt: skip

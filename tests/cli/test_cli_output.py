@@ -6,9 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -24,6 +26,7 @@ NAMES = [
     for i in (0, 1, 2, 10, 11)
     for part in ("mlp.down_proj", "self_attn.q_proj")
 ]
+ROOT_FOLDER = Path(cq.__file__).parent.parent
 FILTER = "vision.patch_embed.proj.weight"
 
 
@@ -99,11 +102,84 @@ def test_columns_leave_in_their_order_before_a_name_is_cut():
     assert drawn(made, 46)[2] == f" {'x' * 30}  1234567  text"
     assert drawn(made, 45)[2] == f" {'x' * 30}  1234567"
     assert drawn(made, 39)[2] == f" {'x' * 30}"
-    assert drawn(made, 30)[2] == f" ...{'x' * 26}"
+    assert drawn(made, 30)[2] == f" {'x' * 14}…{'x' * 14}"
     assert drawn(made, 10)[2] == f" {'x' * 30}"  # nothing would be left of it
-    assert drawn(made, 30)[-1].endswith(
-        "left out at 30 columns: b, a, the beginnings of long names"
+    assert drawn(made, 30)[-1].endswith("left out at 30 columns: b, a, the middles of long names")
+
+
+ROOT = "model.language_model.decoder.text_backbone"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{ROOT}.layers.{i}.mlp.experts.{part}_proj.weight" for i in (0, 2, 10, 11, 110)
+         for part in ("gate_up", "down")],
+        [f"{ROOT}.layers.{i}.self_attention.inner.{part}.weight_quantizer._zero_point"
+         for i in range(12) for part in ("q", "k", "v", "o")],
+        [f"{'x' * 90}{i}{'y' * 90}" for i in range(30)],
+        [f"{ROOT}.{'é中' * i}.layers.{i}.weight.{'中' * 40}" for i in range(9)],
+        [f"{i}{'n' * 300}{i % 3}" for i in range(30)],
+        [f"{'n' * 300}{i}{'n' * 300}" for i in range(30)],
+        ["a" * n for n in range(60, 90)],
+        [f"{ROOT}.{i:05}.{'ab'[i % 2] * 80}.{i:05}.{'c' * 80}.weight" for i in range(30)],
+    ],
+    ids=range(8),
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [40, 60, 80, 10_000])
+def test_names_that_differ_look_different(names, columns):
+    made = table(("name", "number"), drop=("number",))
+    for name in names:
+        made.add(name, "1")
+    lines = [line.split("  ")[0].strip() for line in drawn(made, columns)[2 : 2 + len(names)]]
+    assert len(set(lines)) == len(names)
+    assert all(cell_len(line) < min(columns, 202) for line in lines)
+    assert all(
+        line[0] == name[0] and line[-1] == name[-1] for line, name in zip(lines, names, strict=True)
     )
+
+
+def test_a_name_keeps_its_numbers_and_where_it_differs():
+    """Parts that all names have become short first."""
+    made = table(("tensor",))
+    for layer in (2, 10):
+        for part in ("gate_up", "down"):
+            made.add(f"{ROOT}.layers.{layer}.mlp.experts.{part}_proj.weight")
+    assert drawn(made, 53)[2:6] == [
+        " m…l.la…l.de…r.te…e.la…s.2.mlp.ex…s.gate_up_proj.we…t",
+        " mo…l.la…l.de…r.te…e.la…s.2.mlp.ex…ts.down_proj.we…ht",
+        " m…l.l…l.de…r.te…e.la…s.10.mlp.ex…s.gate_up_proj.we…t",
+        " mo…l.la…l.de…r.te…e.la…s.10.mlp.ex…s.down_proj.we…ht",
+    ]
+
+
+@pytest.mark.parametrize("columns", [45, 60, 80])
+def test_numbers_of_real_names_are_never_cut_nor_invented(columns):
+    blocks = [
+        f"model.diffusion_model.{side}_blocks.{block}.1.transformer_blocks.{layer}.attn{a}.to_{o}.weight"
+        for side in ("input", "output") for block in (4, 5, 8) for layer in (0, 1, 9)
+        for a in (1, 2) for o in ("q", "k", "out.0")
+    ]  # fmt: skip
+    experts = [
+        f"language_model.model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in (0, 1, 10, 31) for expert in (0, 7, 12, 127) for part in ("gate", "down")
+    ]  # fmt: skip
+    for names in (blocks, experts):
+        made = table(("name",))
+        for name in names:
+            made.add(name)
+        lines = [line.strip() for line in drawn(made, columns)[2 : 2 + len(names)]]
+        assert len(set(lines)) == len(names)
+        for line, name in zip(lines, names, strict=True):
+            numbers = [part for part in name.split(".") if part.isdecimal()]
+            assert "#" in line or [part for part in line.split(".") if part.isdecimal()] == numbers
+
+
+def test_names_without_a_place_to_differ_are_numbered():
+    made = table(("name",))
+    for i in range(3):
+        made.add(f"{'n' * 60}{i}{'n' * 60}")
+    assert [line.split("…")[1] for line in drawn(made, 40)[2:5]] == ["#1", "#2", "#3"]
 
 
 def test_a_sentence_stands_beside_the_name_or_below():
@@ -348,6 +424,68 @@ def test_other_kinds_of_files_are_refused_before_work(model, monkeypatch, tmp_pa
     (line,) = result.output.splitlines()
     assert result.exit_code == 1 and line.startswith("error: ") and "safetensors" in line
     assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["dir", "dir/", ".", "", "new/"])
+def test_an_output_that_is_a_folder_is_refused_with_a_name_to_type(model, monkeypatch, name):
+    monkeypatch.chdir(model.parent)
+    (model.parent / "dir").mkdir()
+    before = model.read_bytes()
+    result = run("quantize", "in.safetensors", "-o", name)
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    wanted = os.path.join(name.rstrip("/") or ".", "in-quantized.safetensors")
+    assert line.startswith("error: ") and line.endswith(f"such as {os.path.normpath(wanted)}")
+    assert sorted(os.listdir()) == ["dir", "in.safetensors"] and not os.listdir("dir")
+    assert model.read_bytes() == before
+
+
+def test_an_output_that_is_a_file_with_a_slash_is_refused(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    before = model.read_bytes()
+    result = run("quantize", "in.safetensors", "-o", "in.safetensors/")
+    assert result.exit_code == 1 and "is a file; leave out the '/'" in result.output
+    assert os.listdir() == ["in.safetensors"] and model.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/dev/stderr", "/dev/null", "pipe"])
+def test_an_output_that_is_a_pipe_is_refused(model, name):
+    os.mkfifo(model.parent / "pipe")
+    command = [sys.executable, "-m", "cuquant", "quantize", "in.safetensors", "-o", name]
+    env = {**os.environ, "PYTHONPATH": str(ROOT_FOLDER)}
+    done = subprocess.run(command, cwd=model.parent, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith("error: ") and "pass a file" in line
+    assert sorted(os.listdir(model.parent)) == ["in.safetensors", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["none/out.safetensors", "none/deeper/out", "to_none"])
+def test_an_output_in_a_missing_folder_names_the_folder(model, monkeypatch, name):
+    monkeypatch.chdir(model.parent)
+    os.symlink("none/out", "to_none")
+    result = run("quantize", "in.safetensors", "-o", name)
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1 and "no such directory; create it first" in line
+    assert "none" in line and sorted(os.listdir()) == ["in.safetensors", "to_none"]
+
+
+@pytest.mark.parametrize("kind", ["itself", "symlink", "hard link"])
+def test_an_output_that_is_the_input(model, monkeypatch, kind):
+    monkeypatch.chdir(model.parent)
+    out = model.with_name("in.safetensors" if kind == "itself" else "link")
+    if kind == "symlink":
+        out.symlink_to("in.safetensors")
+    elif kind == "hard link":
+        os.link(model, out)
+    assert run("quantize", "in.safetensors", "-o", out, "--device", "cpu").exit_code == 0
+    assert isinstance(cq.load(out)[NAMES[0]], cq.QuantArray)
+    assert out.is_symlink() is (kind == "symlink")
+    # The other name of a file keeps what it was.
+    kept = cq.load(model)[NAMES[0]]
+    assert isinstance(kept, np.ndarray) is (kind == "hard link")
+    assert set(os.listdir()) == {"in.safetensors", out.name}
 
 
 def test_help_says_what_may_be_repeated():

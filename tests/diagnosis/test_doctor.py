@@ -158,6 +158,25 @@ def test_faults_are_named_with_the_command_that_mends_them(case):
     assert found.advice == advice
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder that nobody can write")
+def test_a_cache_that_cannot_be_made_is_a_problem(monkeypatch):
+    """Its permissions let root write in /proc, and the system does not."""
+    monkeypatch.setenv("CUQUANT_CACHE_DIR", "/proc/.cache/cuquant")
+    found = check("cache", cache=facts.gather(Path(cq.__file__).parent).cache)
+    assert (found.status, found.found) == ("problem", "/proc/.cache/cuquant is not writable")
+    assert "CUQUANT_CACHE_DIR" in found.advice
+
+
+@pytest.mark.parametrize("home", ["/proc", "/nonexistent", "", None])
+def test_the_command_works_in_any_home(home):
+    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
+    env |= {"PYTHONPATH": str(Path(cq.__file__).parent.parent)} | ({"HOME": home} if home else {})
+    command = [sys.executable, "-m", "cuquant", "doctor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.stderr == "" and "Traceback" not in done.stdout
+    assert done.returncode in (0, 1) and "backend" in done.stdout
+
+
 def test_a_fault_is_told_once():
     assert problems(headers=()) == {"cuda headers"}
     assert problems(nvrtc=None, nvrtc_archs=()) == {"nvrtc"}

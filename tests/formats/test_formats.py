@@ -1,12 +1,13 @@
 import math
 import pickle
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 from oracle import bits_equal
 
 import cuquant as cq
-from cuquant.formats import MAPS, Codebook, fit_levels, tables
+from cuquant.formats import MAPS, Codebook, fit_levels, names, strings, tables
 from cuquant.formats.catalogue import DYNAMIC8, FP4, LINEAR8, NF4
 
 NAMES = cq.list_formats()
@@ -28,6 +29,19 @@ def test_formats_are_values(name):
     assert fmt == cq.get_format(name) and fmt == pickle.loads(pickle.dumps(fmt))
     assert fmt == cq.get_format(name.upper())
     assert cq.get_format(fmt) == fmt
+
+
+def test_names_for_type_checkers_are_those_of_the_registry():
+    assert get_args(names.FormatName) == tuple(NAMES)
+    words = {option: set() for option, _ in strings.WORDS.values()}
+    for option, value in strings.WORDS.values():
+        words[option].add(value)
+    assert words["packing"] == set(get_args(names.Packing))
+    assert words["levels"] == set(get_args(get_args(names.Levels)[0]))
+    assert get_type_hints(cq.get_format)["return"] is cq.Format
+    hints = get_type_hints(names.FormatOptions)
+    assert hints.keys() == {"block_size", *words}
+    assert words["scale_dtype"] == set(get_args(get_args(hints["scale_dtype"])[0]))
 
 
 def test_options_make_other_formats():
@@ -218,6 +232,16 @@ def test_block_sizes_of_other_types(block):
 def test_options_that_do_not_fit(name, options, message):
     with pytest.raises(ValueError, match=message), np.errstate(over="ignore"):
         cq.get_format(name, **options)
+
+
+def test_what_is_said_of_levels_stands_on_one_line():
+    torch = pytest.importorskip("torch")
+    levels = torch.linspace(-1, 1, 200, requires_grad=True)
+    assert cq.functional.quantize_kbit(np.ones(64, np.float32), 8, levels)[0].size == 16
+    for call in (cq.get_format, lambda f, **o: cq.quantize(np.ones((2, 64)), f, **o)):
+        with pytest.raises(TypeError, match=r"^levels must be a name or .*detach.*$") as caught:
+            call("k8", levels=levels)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_format_must_be_a_name():

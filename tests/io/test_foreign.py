@@ -39,6 +39,19 @@ LAYERS = {
         "AWQ", {"qweight": ("I16", (16, 256)), "qzeros": ("F16", (8, 64)),
                 "scales": ("F16", (8, 64))},
     ),
+    "TensorRT-LLM int4": (
+        "TensorRT-LLM", {"weight": ("I8", (128, 32)), "weights_scaling_factor": ("F16", (64, 64))},
+    ),
+    "TensorRT-LLM int8": (
+        "TensorRT-LLM", {"weight": ("I8", (128, 64)), "per_channel_scale": ("F16", (64, 64))},
+    ),
+    "TensorRT-LLM fp8": (
+        "TensorRT-LLM",
+        {"weight": ("F8_E4M3", (128, 64)), "weights_scaling_factor": ("F32", (1,))},
+    ),
+    "smooth quantization": (
+        "another library", {"weight": ("I8", (128, 64)), "dequant_scale": ("F32", (64, 64))},
+    ),
     "fp8 in blocks": (
         "FP8", {"weight": ("F8_E4M3", (512, 1024)), "weight_scale_inv": ("F32", (4, 64))},
     ),
@@ -105,6 +118,19 @@ LAYERS = {
                            "weight._scale": ("BF16", (64, 64)),
                            "weight._shift": ("BF16", (64, 64))},
     ),
+    "aqlm": (
+        "AQLM", {"codes": ("I16", (24, 12, 1)), "codebooks": ("F16", (1, 64, 1, 8)),
+                 "scales": ("F16", (24, 1, 1, 1))},
+    ),
+    "bitsandbytes before its quant_state": (
+        "bitsandbytes", {"weight": ("U8", (768, 1)), "weight.absmax": ("F32", (2, 64))},
+    ),
+    "int8 embeddings": (
+        "another library", {"weight": ("I8", (96, 64)), "scale": ("F32", (96, 64))},
+    ),
+    "a weight of ours, prepacked, without its metadata": (
+        "cuquant", {"weight.codes": ("U32", (1, 2, 64)), "weight.scale": ("F32", (1, 2, 64))},
+    ),
     "experts without modules": (
         "FP8", {"gate_up_proj": ("F8_E4M3", (4, 8, 8)), "gate_up_proj_scale": ("F32", (4, 64))},
     ),
@@ -164,6 +190,19 @@ ORDINARY = {
     },
     "LoRA": {"l.lora_A.weight": W, "l.lora_B.weight": W, "l.B": W, "l.s": W},
     "weight_norm": {"l.weight_g": W, "l.weight_v": W, "l.codes": W, "l.absmax": W},
+    "a norm of integers": {"norm.weight": ("I8", (64,)), "norm.scale": ("F32", (64,)), "w": W},
+    "a norm stored in 8 bits": {"norm.weight": ("F8_E4M3", (64,)), "norm.scale": W},
+    "a vector of its own": {"steps": ("I32", (8,)), "steps_scale": W, "ids": ("F8_E4M3", (8,)),
+                            "ids_scale": W},
+    "statistics of calibration": {"l.weight": W, "l.weight.absmax": W, "l.SCB": W,
+                                  "l.weight_scale": W, "l.pre_quant_scale": W,
+                                  "l.input_scale_ub": ("F32", (1,))},
+    "codes of VQ beside its codebooks": {"vq.codes": ("I32", (8, 8)), "vq.codebooks": W},
+    "codes of VQ beside a scale": {"vq.codes": ("I32", (8,)), "vq.scale": W},
+    "masks of blocks beside scales": {"attn_blocks": ("U8", (8, 8)), "attn_scales": W},
+    "masks in bits": {"l.compressed": W, "l.bitmask": W},
+    "bookkeeping of a graph": {"conv.g_idx": ("I32", (64,)), "conv.weight": W, "conv.scales": W},
+    "int8 without scales": {"embeddings.weight": ("I8", (64, 64)), "w": W},
     "names that end alike": {"a.unqweight": ("I32", (8, 8)), "a.unqzeros": ("I32", (8, 8)), "w": W},
 }  # fmt: skip
 
@@ -219,6 +258,19 @@ CONFIGS = {
         "config.json", {"quantization_config": {"quant_method": "x" * 10_000}}, "another library"
     ),
     "no method": ("config.json", {"quantization_config": {"bits": 4}}, "another library"),
+    "mlx, under both keys": (
+        "config.json", {"quantization": {"group_size": 64, "bits": 4},
+                        "quantization_config": {"group_size": 64, "bits": 4}}, "MLX",
+    ),
+    "TensorRT-LLM": (
+        "config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+        "TensorRT-LLM",
+    ),
+    "TensorRT-LLM, groups": (
+        "config.json", {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}},
+        "TensorRT-LLM",
+    ),
+    "mlx, other bits": ("config.json", {"quantization": {"bits": 4}}, "MLX"),
     "mlx": ("config.json", {"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
     "old": ("config.json", {"compression_config": {"quant_method": "compressed-tensors"}},
             "compressed-tensors"),
@@ -243,7 +295,13 @@ def test_what_a_configuration_says_counts(case, tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([name, "model.safetensors"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"quantization_config": 3}', "\0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", "[" * 100_000, '{"quantization_config": 3}', "\0",
+        '{"quantization": {"codebooks": 8, "codebook_size": 2048}}',  # of sounds, by VQ
+    ],
+)  # fmt: skip
 def test_a_configuration_that_says_nothing(text, tmp_path):
     checkpoint(tmp_path / "model.safetensors", {"w": W})
     for name in ("config.json", "model.safetensors.index.json"):

@@ -416,12 +416,18 @@ def test_no_tensor_grows(name, dtype, tmp_path):
             assert report.reason is None and found.nbytes == 2 * x.size
         elif report.reason is None:
             assert found.nbytes < x.nbytes, key
-            assert found.nbytes * 8 < 2 * fmt.bits_per_element * x.size, key
+            assert found.nbytes * 8 < 1.5 * fmt.bits_per_element * x.size, key
         else:
             assert found.dtype == x.dtype and found.tobytes() == x.tobytes(), key
             assert report.bytes_out == report.bytes_in
     if dtype == "bfloat16" and fmt.bits_per_element < 8 and not fmt.is_blocks:
         assert by_name["(2, 256)"].reason is None
+
+
+@pytest.mark.parametrize("name, bits", [("nf4", 16), ("mxfp4", 8), ("nvfp4", 8), ("int8", 18.7)])
+def test_filters_are_kept_in_every_format(name, bits):
+    said = f"short rows of 3 would take {bits} bits a weight"
+    assert cq.get_format(name).why_keep((256, 256, 3, 3), 4 * 256 * 256 * 9) == said
 
 
 def test_filters_are_kept_with_the_reason(tmp_path):

@@ -151,6 +151,16 @@ def test_layers_that_do_not_fit_are_kept(caplog):
         quantize_(model, "q4_k")
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_would_not_shrink_are_kept(device):
+    layers = [linear(64, 64), nn.Linear(1, 64), nn.Linear(3, 64), nn.Linear(4, 64).half()]
+    model = nn.Sequential(*layers).to(device)
+    quantize_(model, {"0": "nf4", "3": "int8:8", "*": "mxfp4"})
+    assert list(kinds(model).values()) == ["QuantLinear", "Linear", "Linear", "Linear"]
+    with pytest.warns(UserWarning, match=r"1: short rows of 1 would take 16 bits.*3: no smaller"):
+        quantize_(model, {"3": "int8:8", "*": "mxfp4"})
+
+
 def test_layers_with_a_life_of_their_own_are_kept():
     class Adapted(nn.Linear):
         def forward(self, x):

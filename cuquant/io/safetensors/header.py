@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
@@ -24,10 +25,13 @@ MAX_HEADER_BYTES = 100_000_000  # the official library's limit
 MAX_TENSORS = 1_000_000
 
 
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_FIELDS = ("dtype", "shape", "data_offsets")
 
 
 MAX_RANK = 64  # NumPy's own limit
+
+
+MAX_DEPTH = 127  # the official reader's
 
 
 _WHITESPACE = b" \t\n\r"  # JSON's
@@ -87,22 +91,37 @@ def parse_header(
             text,
             object_pairs_hook=_object_hook(max_tensors),
             parse_int=_parse_int,
-            parse_float=_refuse_number,
+            parse_float=_parse_float,
             parse_constant=_refuse_number,
         )
     except json.JSONDecodeError as error:
         raise ValueError(
             f"the header is not JSON: {error.msg} at its character {error.pos}; the file is corrupt"
         ) from None
+    if METADATA in dict(_overridden(entries)):
+        raise ValueError(f"the header has {METADATA} twice; the file is corrupt")
     found = entries.pop(METADATA, None)  # null is as good as none to the official reader
     metadata = checked_metadata({} if found is None else found)
+    for key, value in _overridden(found):
+        checked_metadata({key: value})
     if len(entries) > max_tensors:
         _refuse_count(max_tensors)
     return metadata, _parse_entries(entries, data_start)
 
 
+class _Repeating(dict[str, Any]):
+    """A JSON object with equal keys, of which the last counts; the official reader's rule."""
+
+    overridden: list[tuple[str, Any]]
+
+
+def _overridden(value: Any) -> list[tuple[str, Any]]:
+    """Keys and values that later ones of the same object override; they must be valid too."""
+    return value.overridden if isinstance(value, _Repeating) else []
+
+
 def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Make the builder of one JSON object, which refuses duplicate keys and too many objects.
+    """Make the builder of one JSON object, which refuses too many objects.
 
     Objects are counted while they are parsed, so that a flood of them is cut off early.
     """
@@ -112,14 +131,12 @@ def _object_hook(max_tensors: int) -> Callable[[list[tuple[str, Any]]], dict[str
         if next(count) > max_tensors + 2:  # the header itself and __metadata__
             _refuse_count(max_tensors)
         built = dict(pairs)
-        if len(built) < len(pairs):
-            seen: set[str] = set()
-            duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(
-                f"the header has the key {quote(duplicate)} twice in one object; "
-                "readers would disagree about its meaning, do not use this file"
-            )
-        return built
+        if len(built) == len(pairs):
+            return built
+        last = {key: at for at, (key, _) in enumerate(pairs)}
+        repeating = _Repeating(built)
+        repeating.overridden = [pair for at, pair in enumerate(pairs) if last[pair[0]] != at]
+        return repeating
 
     return build
 
@@ -130,49 +147,41 @@ def _refuse_count(max_tensors: int) -> NoReturn:
     )
 
 
-def _parse_int(digits: str) -> int:
+def _parse_int(digits: str) -> int | float:
     if len(digits) > _MAX_DIGITS or digits == "-0":  # before int(), whose time is quadratic
-        _refuse_number(digits)
+        return _parse_float(digits)
     return int(digits)
 
 
+def _parse_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        _refuse_number(text)
+    return value
+
+
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(
-        f"the header has the number {quote(text)}; only integers below 2^64 occur "
-        "in one, the file is corrupt"
-    )
+    raise ValueError(f"the header has the number {quote(text)}; the file is corrupt")
 
 
 def _parse_entries(entries: dict[str, Any], data_start: int) -> list[TensorInfo]:
     infos = []
-    for name, value in entries.items():
+    overridden = _overridden(entries)
+    for at, (name, value) in enumerate((*overridden, *entries.items())):
         try:
-            infos.append(_parse_entry(name, value, data_start))
+            fields = _parse_fields(name, value)
+            if at >= len(overridden):
+                infos.append(_located(name, *fields, data_start))
         except ValueError as error:
             raise ValueError(f"tensor {quote(name)}: {error}") from None
     return infos
 
 
-def _parse_entry(name: str, value: Any, data_start: int) -> TensorInfo:
-    check_text(name, "its name")
-    if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise ValueError(
-            f"its entry is {quote(value)}; an object with exactly dtype, shape and "
-            "data_offsets is wanted, the file is corrupt"
-        )
-    tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    numpy_dtype(tag)
-    if not _are_sizes(shape) or len(shape) > MAX_RANK:
-        raise ValueError(
-            f"its shape is {quote(shape)}; a list of at most {MAX_RANK} "
-            "non-negative integers is wanted, the file is corrupt"
-        )
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(
-            f"its data_offsets are {quote(offsets)}; [start, end] with "
-            "0 <= start <= end is wanted, the file is corrupt"
-        )
+def _located(
+    name: str, tag: str, shape: list[int], offsets: list[int], data_start: int
+) -> TensorInfo:
     start, end = offsets
+    if start > end:
+        raise ValueError(f"its data_offsets are {quote(offsets)}; its end lies before its start")
     nbytes = stored_nbytes(tag, shape)
     if nbytes != end - start:
         raise ValueError(
@@ -180,6 +189,46 @@ def _parse_entry(name: str, value: Any, data_start: int) -> TensorInfo:
             f"{tag} {quote(shape)} takes {nbytes}; the file is corrupt"
         )
     return TensorInfo(name, tag, tuple(shape), data_start + start, nbytes)
+
+
+def _parse_fields(name: str, value: Any) -> tuple[str, list[int], list[int]]:
+    """The dtype, shape and data_offsets of an entry; what else is in it means nothing."""
+    check_text(name, "its name")
+    for field, _ in _overridden(value):
+        if field in _FIELDS:
+            raise ValueError(f"its entry has {quote(field)} twice; the file is corrupt")
+    if not isinstance(value, dict) or not value.keys() >= set(_FIELDS):
+        raise ValueError(
+            f"its entry is {quote(value)}; an object with dtype, shape and "
+            "data_offsets is wanted, the file is corrupt"
+        )
+    tag, shape, offsets = (value[field] for field in _FIELDS)
+    if len(value) > len(_FIELDS):
+        _check_ignored(value)
+    numpy_dtype(tag)
+    if not _are_sizes(shape) or len(shape) > MAX_RANK:
+        raise ValueError(
+            f"its shape is {quote(shape)}; a list of at most {MAX_RANK} "
+            "non-negative integers is wanted, the file is corrupt"
+        )
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"its data_offsets are {quote(offsets)}; [start, end] with "
+            "0 <= start <= end is wanted, the file is corrupt"
+        )
+    return tag, shape, offsets
+
+
+def _check_ignored(value: Any, depth: int = 2) -> None:
+    """ValueError where the official reader does not read what means nothing to it."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"its entry nests too deep, more than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        check_text(value, "a field of its entry")
+    if isinstance(value, dict):
+        value = [part for pair in (*value.items(), *_overridden(value)) for part in pair]
+    for part in value if isinstance(value, list) else ():
+        _check_ignored(part, depth + 1)
 
 
 def _are_sizes(value: Any) -> bool:

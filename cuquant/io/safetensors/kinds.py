@@ -11,13 +11,21 @@ MAX_INDEX_BYTES = 1 << 26
 NAMED = 5  # files that a message lists
 
 SAVE = "python -c \"import cuquant, {}; cuquant.save('OUT.safetensors', {})\""
-FROM_TORCH = SAVE.format(  # training's checkpoints have the weights under a name
-    "torch; d = torch.load(open('{}', 'rb'), map_location='cpu', weights_only=True)",
-    "d.get('state_dict', d.get('model', d))",
+FROM_TORCH = SAVE.format(  # training's checkpoints have the weights under a name, or are lists
+    "torch; s = lambda d: d.state_dict() if hasattr(d, 'state_dict') else d; "
+    "d = s(torch.load(open('{}', 'rb'), map_location='cpu', weights_only=True)); "
+    "d = {{f'{{i}}.{{n}}': t for i, e in enumerate(d) for n, t in s(e).items()}} "
+    "if isinstance(d, (list, tuple)) else "
+    "s(next((d[k] for k in ('state_dict', 'model_state_dict', 'model') if k in d), d))",
+    "{{n: t.detach() for n, t in d.items() if torch.is_tensor(t)}}",
 )
 FROM_NPZ = SAVE.format("numpy", "dict(numpy.load('{}'))")
 FROM_NPY = SAVE.format("numpy", "{{'array': numpy.load('{}')}}")
-TORCH = f"is a pickle of PyTorch, which may run code when it is loaded; convert it: {FROM_TORCH}"
+TORCH = (
+    "is a pickle of PyTorch, which may run code when it is loaded (where torch refuses it because "
+    "it holds a whole nn.Module, say weights_only=False if you trust the file); "
+    f"convert it: {FROM_TORCH}"
+)
 PAGE = "is a page of HTML or XML: the download brought an error page; fetch the file again"
 
 # First bytes, and what a message says of the file called {}.

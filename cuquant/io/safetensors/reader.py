@@ -23,7 +23,6 @@ from cuquant.io.safetensors.header import (
 )
 from cuquant.io.safetensors.kinds import folder_advice, other_kind
 from cuquant.io.safetensors.tensors import (
-    HIGHEST_BYTE,
     SUB_BYTE_BITS,
     TensorInfo,
     known,
@@ -151,17 +150,14 @@ class SafetensorsReader:
         KeyError
             If the file has no such tensor.
         FormatError
-            If a BOOL tensor holds a byte other than 0 and 1, or the file was cut short.
+            If the file was cut short.
         ValueError
             If the reader is closed.
         """
         stored = self.raw(name)
         info = self.tensors[name]
-        if info.dtype == "BOOL" and stored.max(initial=0) > HIGHEST_BYTE["BOOL"]:
-            raise FormatError(
-                f"{self.path}: BOOL tensor {quote(name)} holds the byte "
-                f"{stored.max()}; only 0 and 1 are booleans, the file is corrupt"
-            )
+        if info.dtype == "BOOL":  # to the official reader every byte but 0 is true
+            np.minimum(stored, 1, out=stored)
         if info.dtype in SUB_BYTE_BITS:
             stored = unpack(stored, SUB_BYTE_BITS[info.dtype])
         array = stored.view(info.numpy_dtype).reshape(info.shape)

@@ -14,6 +14,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import clipped
 from cuquant.lazy import lazy
 from cuquant.ops.outputs import check_out, writable_out
 from cuquant.reference import ACTIVATIONS
@@ -196,7 +197,9 @@ class Finish:
             interop.reject_stream(stream)
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
+            raise ValueError(
+                f"activation must be None or one of {known}, got {clipped(activation)}"
+            )
         added = _addend(bias, "bias", shape[-1:], first)
         carried = _addend(residual, "residual", shape, first)
         dtype = _result_dtype(operands, out_dtype)

@@ -11,7 +11,9 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array.components import ArrayT
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
+from cuquant.formats.names import FormatName, Nonfinite
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops import geometry
 from cuquant.ops.quantize.given import calibration
@@ -21,7 +23,7 @@ from cuquant.ops.quantize.on_gpu import EncodeOnGpu
 @interop.untraced
 def quantize(
     x: ArrayT | Sequence[Any],
-    format: str | Format = "nf4",
+    format: FormatName | str | Format = "nf4",
     *,
     block_size: Any = None,
     axis: int = -1,
@@ -32,7 +34,7 @@ def quantize(
     double_quant: bool = False,
     stochastic: bool = False,
     seed: int | None = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     out: QuantArray[ArrayT] | None = None,
     stream: object = None,
 ) -> QuantArray[ArrayT]:
@@ -113,7 +115,9 @@ def quantize(
     """
     fmt = get_format(format, **_options(block_size, levels, double_quant))
     if nonfinite not in reference.NONFINITE:
-        raise ValueError(f"nonfinite must be one of {reference.NONFINITE}, got {nonfinite!r}")
+        raise ValueError(
+            f"nonfinite must be one of {reference.NONFINITE}, got {clipped(nonfinite)}"
+        )
     if stochastic and fmt.is_blocks:
         raise ValueError(
             f"{fmt.name} keeps ggml's bytes, which leave no room for stochastic rounding"
@@ -184,7 +188,7 @@ def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
 
 def _axis(x: Any, axis: object) -> int:
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"axis must be an int, got {axis!r}")
+        raise TypeError(f"axis must be an int, got {clipped(axis)}")
     if x.ndim == 0:
         raise ValueError("x is 0-d; quantization needs at least one axis (x.reshape(1))")
     if not -x.ndim <= axis < x.ndim:
@@ -196,7 +200,7 @@ def _seed(seed: object) -> int:
     if seed is None:
         return secrets.randbits(64)
     if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an int, got {seed!r}")
+        raise TypeError(f"seed must be an int, got {clipped(seed)}")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be in 0..2^64 - 1, got {seed}")
     return int(seed)

@@ -12,6 +12,8 @@ from cuquant.formats.codecs import Uniform
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.ops.quantize.call import Known
 
+LEAST_E8M0 = np.float32(2.0**-127)
+
 
 def calibration(
     fmt: Format, stored: tuple[int, ...], scale: Any, zero_point: Any, global_scale: Any
@@ -33,8 +35,10 @@ def calibration(
         raise ValueError(
             f"scale= is 0 in {rule.dtype}, which leaves nothing of x; pass a larger number"
         )
-    if rule.dtype == "e8m0" and (np.frexp(values)[0] != 0.5).any():
-        raise ValueError(f"the scales of {fmt} are powers of two; scale= holds others")
+    if rule.dtype == "e8m0" and ((np.frexp(values)[0] != 0.5) | (values < LEAST_E8M0)).any():
+        raise ValueError(
+            f"the scales of {fmt} are powers of two from 2^-127 on; scale= holds others"
+        )
     if zero_point is None:
         points = np.zeros(values.shape, np.uint8)
     else:
@@ -161,7 +165,8 @@ def _global_scale(value: Any) -> float:
     number = np.asarray(interop.to_numpy(value, "global_scale") if interop.kind(value) else value)
     if number.size != 1 or number.dtype.kind not in "fiu":
         raise ValueError("global_scale must be one number")
-    rounded = np.float32(number.reshape(())[()])
+    with np.errstate(over="ignore"):
+        rounded = np.float32(number.reshape(())[()])
     if not (np.isfinite(rounded) and rounded > 0):
         raise ValueError(f"global_scale must be positive and finite in float32, got {value}")
     return float(rounded)

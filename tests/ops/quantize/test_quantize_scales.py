@@ -269,6 +269,15 @@ def test_a_given_scale_that_is_stored_as_another_is_told(name, recwarn):
         assert cq.quantize(x, f"{name}+float32", scale=1e-9).scale.any()
 
 
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-128])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp6"])
+def test_powers_of_two_that_e8m0_lacks_are_refused(name, scale):
+    """Their exponents wrapped: 2^-149 was stored as 2^107."""
+    with pytest.raises(ValueError, match=r"powers of two from 2\^-127 on"):
+        cq.quantize(np.ones((4, 256), np.float32), name, scale=scale)
+    assert cq.quantize(np.ones((4, 256), np.float32), name, scale=2.0**-127).scale.any()
+
+
 def test_a_global_scale_that_is_too_small_warns(recwarn):
     x = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
     with pytest.warns(RuntimeWarning, match="pass a larger global_scale"):
@@ -278,6 +287,8 @@ def test_a_global_scale_that_is_too_small_warns(recwarn):
 def test_a_given_scale_beyond_float32_is_refused_without_a_warning(recwarn):
     with pytest.raises(ValueError, match="finite"):
         cq.quantize(np.ones((2, 64), np.float32), "int8", scale=1e300)
+    with pytest.raises(ValueError, match="finite"):
+        cq.quantize(np.ones((2, 64), np.float32), "nvfp4", global_scale=1e39)
     assert not recwarn.list
 
 
