@@ -70,8 +70,7 @@ def clipped_text(text: str, most: int = 200) -> str:
     >>> clipped_text("two\\nlines")
     'two lines'
     """
-    line = " ".join(text[: 8 * most].split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return shortened(" ".join(text[: 8 * most].split()), most)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,14 +4,15 @@
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 import cuquant as cq
 from cuquant import functional
-from cuquant.torch import QuantLinear, quantize_
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import assert_type
+
+    from cuquant.torch import QuantLinear, quantize_
 
     numbers = np.ones((4, 64), np.float32)
     tensor = torch.ones(4, 64)

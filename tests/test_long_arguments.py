@@ -5,13 +5,13 @@ import warnings
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import cuquant as cq
-import cuquant.torch
 from cuquant.cli import app
 
 torch = pytest.importorskip("torch")
-from typer.testing import CliRunner  # noqa: E402
+import cuquant.torch  # noqa: E402
 
 LONG = "x" * 10**6
 X = np.ones((4, 64), np.float32)

@@ -37,14 +37,15 @@ def printable(text: str, limit: int = 200) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
-def abbreviated(text: str, most: int) -> str:
-    """A text of at most `most` characters: what is too long loses its middle.
+def abbreviated(text: str, columns: int) -> str:
+    """A text in at most so many columns: what is too long loses its middle.
 
     >>> abbreviated("model.layers.0.mlp.up_proj.weight", 21)
     'model.laye…roj.weight'
     """
-    room = most - 1  # beside the dots
-    return text if len(text) <= most else f"{text[: room - room // 2]}…{text[-(room // 2) :]}"
+    if cell_len(text) <= columns:
+        return text
+    return f"{_start(text, columns // 2)}…{_end(text, columns - columns // 2 - 1)}"
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,8 @@ def _shortened(name: str, room: int, everywhere: set[str]) -> str:
         if sizes[i] == least[i]:
             able.remove(i)
     if over > 0:
-        return _cut(name, room)
-    return ".".join(_cut(part, size) for part, size in zip(parts, sizes, strict=True))
-
-
-def _cut(text: str, columns: int) -> str:
-    """`text` in so many columns, without its middle where it is longer."""
-    if cell_len(text) <= columns:
-        return text
-    return f"{_start(text, columns // 2)}…{_end(text, columns - columns // 2 - 1)}"
+        return abbreviated(name, room)
+    return ".".join(abbreviated(part, size) for part, size in zip(parts, sizes, strict=True))
 
 
 def _alike(made: dict[str, str]) -> list[list[str]]:

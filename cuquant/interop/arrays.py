@@ -235,8 +235,8 @@ def destination(library: object, device: object) -> tuple[str, str]:
     BackendUnavailable
         Where torch is asked for and not installed.
 
-    >>> destination(None, "cuda:1"), destination("torch", None)
-    (('cupy', 'cuda:1'), ('torch', 'cpu'))
+    >>> destination(None, "cuda:1"), destination("numpy", None)
+    (('cupy', 'cuda:1'), ('numpy', 'cpu'))
     """
     if library is not None and library not in LIBRARIES:
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}, got {clipped(library)}")

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from cuquant.formats import Format
 from cuquant.formats.blocks import BlockLayout
+from cuquant.formats.codecs import Minifloat
 from cuquant.reference.decode import decode_blocks, dequantize, effective
 from cuquant.reference.tiles import Piece, Tiles
 
@@ -69,23 +71,26 @@ LOST_OF_ZERO = np.float32(0.125)
 
 def vanished_tiles(read: Read, fmt: Format, tiles: Tiles, parts: Components, stored: tuple) -> int:
     """How many blocks underflowed; of a format without scales, how many rows."""
-    scale = np.broadcast_to(np.float32(0), tiles.grid)
-    small = np.broadcast_to(True, tiles.grid)
-    if fmt.scale is not None:
-        found = effective(parts, fmt, stored).scale
-        assert found is not None
-        scale = found.reshape(tiles.grid)
-        small = _is_small(fmt, parts).reshape(tiles.grid) | _is_subnormal(scale)
-    given = small & (_largest(read, tiles, small) > 0)
+    scale = effective(parts, fmt, stored).scale
+    if scale is None:
+        scale, small = np.broadcast_to(np.float32(1), tiles.grid), np.broadcast_to(True, tiles.grid)
+    else:
+        scale = scale.reshape(tiles.grid)
+        small = _is_subnormal(scale) | _is_stored_small(fmt, parts["scale"]).reshape(tiles.grid)
+    largest = _largest(read, tiles, small)
+    if isinstance(fmt.codec, Minifloat) and fmt.scale is None:  # what is not below it is kept
+        largest[largest >= float(ml_dtypes.finfo(fmt.codec.dtype).smallest_subnormal)] = 0
+    given = largest > 0
     if not given.any():
         return 0
     values = dequantize(parts, fmt, stored).reshape(tiles.shape)
-    error = _largest(lambda piece: read(piece) - values[piece.index], tiles, given)
-    return _count(scale, _largest(read, tiles, given), error, fmt.scale is not None)
+    return _count(
+        scale, largest, _largest(lambda piece: read(piece) - values[piece.index], tiles, given)
+    )
 
 
-def _count(scale: np.ndarray, largest: np.ndarray, error: np.ndarray, scaled: bool = True) -> int:
-    limit = np.where((scale == 0) & scaled, LOST_OF_ZERO * largest, largest)
+def _count(scale: np.ndarray, largest: np.ndarray, error: np.ndarray) -> int:
+    limit = np.where(scale == 0, LOST_OF_ZERO * largest, largest)
     return int(((largest > 0) & (error >= limit)).sum())
 
 
@@ -95,14 +100,10 @@ def _is_subnormal(scale: np.ndarray) -> np.ndarray:
     return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
 
 
-def _is_small(fmt: Format, parts: Components) -> np.ndarray:
-    """Whether the number that is stored for a scale is 0 or subnormal."""
-    scale = parts["scale"]
-    if fmt.rule.nested == "double":
-        return np.zeros(scale.shape, bool)  # a code; what it stands for is looked at
-    if fmt.rule.dtype in ("e4m3", "e8m0"):
-        return scale.view(np.uint8) & (0x78 if fmt.rule.dtype == "e4m3" else 0xFF) == 0
-    return _is_subnormal(scale)
+def _is_stored_small(fmt: Format, scale: np.ndarray) -> np.ndarray:
+    """Whether the byte that is stored for a scale is 0 or subnormal."""
+    exponent = {"e4m3": 0x78, "e8m0": 0xFF}.get(fmt.rule.dtype)
+    return np.zeros(scale.shape, bool) if exponent is None else scale.view(np.uint8) & exponent == 0
 
 
 def _largest(read: Read, tiles: Tiles, wanted: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from cuquant.gpu import cubins as cache
 from cuquant.gpu import source as sources
 from cuquant.gpu.cubins import CacheSize, Folder, examine_folder
 from cuquant.gpu.source import Headers
+from cuquant.interop import find_cupy
 
 NEW_DRIVER = {"driver": "580.65", "driver_cuda": (13, 0)}
 NO_GPU = {"driver": None, "driver_cuda": None, "gpus": ()}
@@ -305,6 +306,7 @@ def test_a_broken_cupy_is_quoted(tmp_path, monkeypatch):
     tmp_path.joinpath("cupy.py").write_text("raise OSError('no cache\\n directory')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(find_cupy, "_broken", None)  # which would be remembered
     found = {check.name: check for check in cq.doctor().checks}
     assert found["cupy"].status == "problem"
     assert "no cache directory" in found["cupy"].found
