@@ -6,6 +6,7 @@ roofline   the ceilings (copy, read, write), and the picture of results beside t
 peers      other libraries, in the same process and on the same data
 report     what the results of all benchmarks share, as values and as JSON
 quantize   the benchmark of quantize and dequantize; quantize_report has its results
+tiles      what Hopper's tiles take, from which the way to divide a product is chosen
 matmul     that of linear, with matmul_report and matmul_peers
 markdown   tables of results, for the guide to benchmarks; speedup draws one
 """

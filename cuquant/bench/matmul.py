@@ -145,7 +145,7 @@ class Bench:
         q = quantize(gpu.upload(values), fmt)
         count = copies(gpu.machine.l2_bytes, q.nbytes) if settings.cold else 1
         weight = prepack(q) if settings.prepack else q
-        self.weights = [weight, *(_copy(gpu, weight) for _ in range(count - 1))]
+        self.weights = [weight, *(copy_weight(gpu, weight) for _ in range(count - 1))]
         self.peers = [(peer, self._prepared(peer, q)) for peer in peers]
         self.columns = np.unique(np.linspace(0, len(values) - 1, CHECKED_COLUMNS).astype(int))
         self.wanted, self.bound = bounded_product(
@@ -234,5 +234,5 @@ def is_near(gap: np.ndarray, wanted: np.ndarray, dtype: str, depth: int) -> bool
     return bool(np.linalg.norm(gap) <= most * np.linalg.norm(wanted))
 
 
-def _copy(gpu: Gpu, weight: QuantArray | PackedWeight) -> QuantArray | PackedWeight:
+def copy_weight(gpu: Gpu, weight: QuantArray | PackedWeight) -> QuantArray | PackedWeight:
     return replace(weight, components={n: gpu.copy(part) for n, part in weight.arrays().items()})

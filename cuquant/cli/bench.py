@@ -223,15 +223,18 @@ def calibrate(
     repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
 ) -> None:
     """Measure what the choice of a product's kernel is reckoned from, and print it as its table's
-    row: MEASURED in cuquant/gpu/rates.py."""
-    from cuquant.bench import roofline
+    row: MEASURED in cuquant/gpu/rates.py. On Hopper that takes minutes."""
+    from cuquant.bench import roofline, tiles
     from cuquant.bench.gpu import CupyGpu
     from cuquant.bench.matmul_peers import cublas
 
     gpu = CupyGpu()
-    with console(stderr=True).status("measuring memory and cuBLAS"):
+    with console(stderr=True).status("measuring memory and cuBLAS") as status:
         rates = roofline.measure_rates(gpu, cublas(), repeats)
+        costs = tiles.calibrated(gpu, repeats, status.update)
     values = f"read={rates.read:.3g}, tensor={rates.tensor:.3g}, float32={rates.float32:.3g}"
+    if costs is not None:
+        values += f", tiles={costs}"
     print(f'"{gpu.machine.device}": Rates({values}),')
 
 

@@ -2,11 +2,66 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
+
+
+class TileCosts(NamedTuple):
+    """What matmul/hopper.cu's work takes on one multiprocessor: times in nanoseconds, and rates of
+    a nanosecond.
+
+    Attributes
+    ----------
+    fed, fed_apart
+        Bytes that come in from L2, where all blocks are at the same columns of x at a time, so that
+        many requests are one, and where they are not.
+    memory
+        Bytes of the weights from memory, of which all multiprocessors have a part.
+    multiplied
+        Multiply-adds.
+    computed, looked_up, heavy, blocks
+        Of a unit of weights that are computed, looked up, take many registers, or are ggml's: how
+        long its instructions wait for each other, and how long a warpgroup's take to be issued.
+    row_of_four, row_of_two
+        How much longer they wait for each row of x, where an operand has four slices or fewer.
+    exposed
+        The part of that waiting which nothing hides.
+    given, sent, handed
+        Floats of sums that warpgroups, blocks of a cluster and other blocks give each other.
+    handing
+        What that takes at least, between blocks.
+    start
+        Of a kernel, whatever it does.
+    """
+
+    fed: float
+    fed_apart: float
+    memory: float
+    multiplied: float
+    computed: tuple[float, float]
+    looked_up: tuple[float, float]
+    heavy: tuple[float, float]
+    blocks: tuple[float, float]
+    row_of_four: float
+    row_of_two: float
+    exposed: float
+    given: float
+    sent: float
+    handed: float
+    handing: float
+    start: float
+
+
+H100_TILES = TileCosts(
+    fed=100, fed_apart=72, memory=18.3, multiplied=4538,
+    computed=(78, 59), looked_up=(94, 75), heavy=(91, 97), blocks=(166, 157),
+    row_of_four=0.493, row_of_two=0.347, exposed=0.415,
+    given=6.9, sent=8.8, handed=11.2, handing=2199, start=1268,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU.
+    """Of one GPU, a microsecond.
 
     Attributes
     ----------
@@ -14,11 +69,14 @@ class Rates:
         Bytes of its memory, read in order.
     tensor, float32
         Operations (two of a multiply-add) of cuBLAS: with float16 and bfloat16, and with float32.
+    tiles
+        Of Hopper's tiles; nothing else reads them.
     """
 
     read: float
     tensor: float
     float32: float
+    tiles: TileCosts = H100_TILES
 
 
 H100 = Rates(read=3.15e6, tensor=670e6, float32=44e6)
@@ -66,4 +124,6 @@ def reckoned(
     tensor, float32 = PER_CLOCK[max(known for known in PER_CLOCK if known <= max(arch, 75))]
     cycles = multiprocessors * clock / 1e3  # of all multiprocessors, in a microsecond
     peaks = (2 * memory_clock / 1e3 * bus_bits / 8, tensor * cycles, float32 * cycles)
-    return Rates(*(part * peak for part, peak in zip(PART_OF_PEAK, peaks, strict=True)))
+    read, *rest = (part * peak for part, peak in zip(PART_OF_PEAK, peaks, strict=True))
+    memory = H100_TILES.memory * read / H100.read
+    return Rates(read, *rest, tiles=H100_TILES._replace(memory=memory))

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import cuquant as cq
 from cuquant.bench import gpu as gpu_module
-from cuquant.bench import matmul, matmul_peers, matmul_report, report, roofline, timing
+from cuquant.bench import matmul, matmul_peers, matmul_report, report, roofline, tiles, timing
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.quantize import parse_formats
 from cuquant.bench.report import Ceilings, PeerTiming
 from cuquant.cli import app
-from cuquant.gpu.rates import Rates
+from cuquant.gpu.rates import H100_TILES, Rates, TileCosts
 
 PNG = b"\x89PNG"
 
@@ -286,10 +286,13 @@ def test_calibrate_prints_a_row_of_the_table_of_rates(gpu, monkeypatch):
     monkeypatch.setattr(roofline, "GEMM_SIZE", 64)
     monkeypatch.setattr(roofline, "CEILING_BYTES", 1 << 20)
     monkeypatch.setattr(matmul_peers, "cublas", FakeCublas)
-    result = CliRunner().invoke(app, ["bench", "calibrate"])
-    assert result.exit_code == 0, result.output
-    (row,) = eval(f"{{{result.stdout}}}", {"Rates": Rates}).items()
-    assert row[0] == MACHINE.device and row[1].read > 0 and row[1].tensor > 0
+    for costs in (None, H100_TILES):  # as on other GPUs, and on Hopper
+        monkeypatch.setattr(tiles, "calibrated", lambda *_, costs=costs: costs)
+        result = CliRunner().invoke(app, ["bench", "calibrate"])
+        assert result.exit_code == 0, result.output
+        (row,) = eval(f"{{{result.stdout}}}", {"Rates": Rates, "TileCosts": TileCosts}).items()
+        assert row[0] == MACHINE.device and row[1].read > 0 and row[1].tensor > 0
+        assert costs is None or row[1].tiles == costs
 
 
 # ---- the command --------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def tall() -> list[Program]:
             problem = Problem(rows, *shape, fmt, FRAGMENTS_LAYOUT, dtype, True, MAIN_ARCH, 132)
             tile = tiles.shape_of(problem)
             assert tile.streamed or tile.split > 1 or shape != (5120, 13824)
-            found.append(hopper._program(fmt, dtype, tile, Groups.of(fmt, shape[1])))
+            found.append(hopper.program_of(fmt, dtype, tile, Groups.of(fmt, shape[1])))
     return found
 
 

@@ -81,7 +81,15 @@ def segment_rows(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class Hopper:
-    """The orchestrator of matmul/hopper.cu."""
+    """The orchestrator of matmul/hopper.cu.
+
+    Attributes
+    ----------
+    shape
+        How all products are divided, whatever else may be faster: for measuring.
+    """
+
+    shape: Shape | None = None
 
     layouts = (FRAGMENTS_LAYOUT,)
     height = 0  # as segment_rows says
@@ -126,7 +134,7 @@ class Hopper:
         whole_stride = pitch(depth) * ELEMENT_BYTES
 
         def of_rows(rows: int) -> Run:
-            shape = shape_of_rows(routing.height if routing else rows)
+            shape = self.shape or shape_of_rows(routing.height if routing else rows)
             token_tiles = routing.most if routing else -(-rows // shape.tokens)
             tile_tokens = shape.tokens if routing else tokens_of_tile(rows, token_tiles)
             tile_rows = rows_of_tile(shape, columns, token_tiles, processors)
@@ -136,7 +144,7 @@ class Hopper:
             table = packed_weight.table_bytes(fmt, shape.wide)
             blocks = blocks_of(shape, tiles, -(-depth // UNIT), processors)
             launch = Launch(
-                _program(fmt, dtype, shape, Groups.of(fmt, depth)),
+                program_of(fmt, dtype, shape, Groups.of(fmt, depth)),
                 (blocks, 1, 1),
                 shape.threads,
                 shared_bytes(shape, fmt.bits, table),
@@ -185,7 +193,8 @@ def _map_of_results(
 
 
 @lru_cache(maxsize=4096)
-def _program(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
+def program_of(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
+    """The kernel of a weight whose scales are `groups`."""
     facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
     tile = cpp.numbers(
         "Tile",

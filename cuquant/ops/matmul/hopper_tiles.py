@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cuquant.array.fragments import STRIP, UNIT
 from cuquant.formats import Format
 from cuquant.gpu.limits import SHARED
+from cuquant.gpu.rates import TileCosts
 from cuquant.ops.layout import packed_weight
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul.problem import Problem
@@ -24,16 +25,14 @@ BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
 STAGES = 24  # in shared memory, at most
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
-MANY = (160, 192, 224, 256)  # rows of x, of which a multiprocessor has two warpgroups
-UNUSUAL_ROWS = (160, 224)  # of these, those whose products are a little slower
+MANY = (160, 192, 256)  # rows of x, of which a multiprocessor has two warpgroups
 # Units of a stage, by rows of x.
 SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
 TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 LARGE = 128  # rows of x of a tile; smaller ones are slower where there are many of them
 SMALL_TILES = 4  # of a multiprocessor
-ALONE = 224  # rows of x, of which two warpgroups along K are slower than one
-WARPGROUPS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))  # of rows, and of K
+WARPGROUPS = ((1, 2), (1, 3), (2, 1), (2, 2), (3, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul/hopper.cu's Kind
 
 
@@ -116,7 +115,7 @@ class Shape:
 def drain_of(shape: Shape) -> int:
     """Rows of x that a warpgroup stores at a time: matmul/hopper_drain.cuh's drain_of."""
     large = shape.wide and shape.tokens == TOKENS[-1]
-    small = shape.row_groups == 4 or not shape.alone or shape.tokens == 192 or large
+    small = not shape.alone or shape.tokens == 192 or large
     tokens = shape.tokens // shape.split
     own = 8 if tokens % (8 * shape.depth_groups) else tokens // shape.depth_groups
     each = min(own, DRAIN_SMALL if small else DRAIN)
@@ -169,30 +168,29 @@ class Decoding(NamedTuple):
     ----------
     bits
         Of a code.
-    heavy
-        Whether it takes many registers.
+    kind
+        The field of TileCosts that tells its time.
     tables
         Bytes of the smaller and of the larger table of a codebook; 0 where there is none.
-    room
-        What it leaves registers for: see room_of.
     """
 
     bits: int
-    heavy: bool
+    kind: str
     tables: tuple[int, int]
-    room: int = 2
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(fmt: Format, depth: int, dtype: str) -> "Decoding":
-        """That of a weight of so many columns, where x has this dtype."""
+    def of(fmt: Format, depth: int) -> "Decoding":
+        """That of a weight of so many columns."""
         tables = packed_weight.table_bytes(fmt), packed_weight.table_bytes(fmt, wide=True)
-        return Decoding(fmt.bits, is_heavy(fmt, depth), tables, room_of(fmt, depth, dtype))
+        kind = "blocks" if fmt.is_blocks else "looked_up" if tables[0] else "computed"
+        heavy = kind != "blocks" and is_heavy(fmt, depth)
+        return Decoding(fmt.bits, "heavy" if heavy else kind, tables)
 
     @property
-    def looked_up(self) -> bool:
-        """Whether what codes stand for is looked up in a table."""
-        return bool(self.tables[0])
+    def heavy(self) -> bool:
+        """Whether it takes many registers."""
+        return self.kind in ("heavy", "blocks")
 
 
 def is_heavy(fmt: Format, depth: int) -> bool:
@@ -200,33 +198,32 @@ def is_heavy(fmt: Format, depth: int) -> bool:
     return fmt.is_blocks or fmt.bits > 4 or bool(fmt.offset) or Groups.of(fmt, depth).fine > 1
 
 
-def room_of(fmt: Format, depth: int, dtype: str) -> int:
-    """What decoding leaves registers for: 2, four warpgroups that have different rows of a weight;
-    1, four for up to 64 rows of x; 0, no more than three."""
-    if fmt.is_blocks:
-        return int(fmt.layout.elements <= UNIT)
-    fine = Groups.of(fmt, depth).fine
-    many = fmt.bits > 4 or (fmt.bits == 3 and (dtype == "bfloat16" or bool(fmt.offset)))
-    taken = many + bool(fmt.offset) + (fine > 1)
-    return 2 if taken <= 1 else int(fine <= 2 or not fmt.offset)
+class Work(NamedTuple):
+    """What is to be divided, but for the rows of x.
 
+    Attributes
+    ----------
+    columns, depth
+        N and K; of a gated unit, N of each weight.
+    decoding
+        Of the weight.
+    processors, costs
+        Multiprocessors, and what they take.
+    kind
+        As Shape has it.
+    """
 
-# What a multiprocessor does in a cycle, as was measured on an H100: bytes that come in from L2,
-# those of a weight from memory, of which all of them have a part, and multiply-adds.
-FEED, MEMORY, MULTIPLIED = 48.2, 12.95, 1943
-# Bytes from L2 where blocks are not at the same units of x at a time: fewer requests are one.
-FEED_APART = 33.5
-# Of weights that are computed, looked up, or take many registers: cycles that a warpgroup needs for
-# a unit, as its instructions wait for each other, and those in which no other one's can be issued.
-# And more for each row of x, by buffers and slices of an operand, where products keep a warpgroup
-# waiting. Where few stages fit, codes come late. Some of it is never hidden.
-COMPUTED, LOOKED_UP, HEAVY = (610, 33), (608, 57), (960, 95)
-WAITING = {(1, 4): 4.3, (2, 4): 0.75, (2, 2): 0.2, (2, 1): 0.2}
-COMING_LATE, IN_TURN, IN_TURN_READING = 1.31, 0.04, 0.13
-UNUSUAL = 1.04  # what products of UNUSUAL_ROWS rows of x take more than their part of others'
-# Cycles of warpgroups whose sums are parts, of blocks of a cluster that meet, and of blocks that
-# hand sums to others; floats of them in a cycle.
-PARTS, MEETING, HANDING, GIVEN, SENT, HANDED = 420, 280, 4800, 10, 9, 6
+    columns: int
+    depth: int
+    decoding: Decoding
+    processors: int
+    costs: TileCosts
+    kind: int = ONE
+
+    @property
+    def units(self) -> int:
+        """Of K."""
+        return -(-self.depth // UNIT)
 
 
 def streamed_tiles(tiles: int, processors: int) -> int:
@@ -244,43 +241,42 @@ def blocks_of(shape: Shape, tiles: int, units: int, processors: int) -> int:
     return min(processors, tiles * (-(-units // shape.portion) if shape.streamed else 1))
 
 
-def _cost(
-    shape: Shape,
-    rows: int,
-    tile_rows: int,
-    tiles: int,
-    units: int,
-    decoding: Decoding,
-    processors: int,
-) -> float:
-    """Cycles that a product takes, but for what is the same for all shapes."""
+def cut(shape: Shape, rows: int, work: Work) -> tuple[int, int, int]:
+    """Rows of a tile of the weight; tiles along x, and all of them."""
+    token_tiles = -(-rows // shape.tokens)
+    tile_rows = rows_of_tile(shape, work.columns, token_tiles, work.processors)
+    return tile_rows, token_tiles, token_tiles * -(-work.columns // tile_rows)
+
+
+def time_us(shape: Shape, rows: int, work: Work) -> float:
+    """About how many microseconds a product takes that is divided so.
+
+    What comes in from L2, decoding and multiplying overlap in each unit, and the slowest of them
+    counts.
+    """
+    tile_rows, _, tiles = cut(shape, rows, work)
     s, width = shape, shape.row_groups * GROUP_ROWS
-    latency, issue = HEAVY if decoding.heavy else LOOKED_UP if decoding.looked_up else COMPUTED
-    codes = (width if s.kind == GATED else tile_rows) * UNIT * (decoding.bits + 0.25) / 8
-    alone = (latency + s.tokens * WAITING[s.buffers, s.slices]) / s.depth_groups
-    if s.buffers == 2 and s.stages < 3 * s.depth_groups:
-        alone *= COMING_LATE
-    step = max(
-        (s.tokens * UNIT * 2 + codes) / (FEED_APART if s.streamed else FEED),
-        width * s.tokens * UNIT / MULTIPLIED + s.row_groups * issue,
-        alone,
-    )
-    step += IN_TURN * alone
+    costs, bits, processors, units = work.costs, work.decoding.bits, work.processors, work.units
+    waits, issues = getattr(costs, work.decoding.kind)
+    waits += s.tokens * (costs.row_of_four if s.slices == 4 else costs.row_of_two)
+    codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
+    fed = (s.tokens * UNIT * 2 + codes) / (costs.fed_apart if s.streamed else costs.fed)
+    multiplied = width * s.tokens * UNIT / costs.multiplied + s.row_groups * issues
+    unit = max(fed, multiplied, waits) + costs.exposed * waits
     sums = width * s.tokens
-    end = 0.0 if s.alone else PARTS + (s.depth_groups - 1) * sums / GIVEN
+    end = (s.depth_groups - 1) * sums / costs.given
+    if s.split > 1:
+        end += sums / costs.sent
     blocks, handing = blocks_of(s, tiles, units, processors), 0.0
     rounds: float = -(-tiles * s.split // blocks)
-    if s.split > 1:
-        end += PARTS + MEETING + sums / SENT
     if s.streamed:  # a block begins within one tile, and ends within another one
         rounds, handed = tiles / blocks, (1 + max(1, blocks / tiles)) * sums
-        handing = end + HANDING + handed / HANDED
+        handing = end + costs.handing + handed / costs.handed
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
-        reading = tiles * units * codes / (processors * MEMORY)
-        reading += IN_TURN_READING * units / s.split * min(rounds, 1) * alone + end
-    cost = max(rounds * (units / s.split * step + end), reading) + handing
-    return cost * UNUSUAL if s.tokens in UNUSUAL_ROWS else cost
+        reading = tiles * units * codes / (processors * costs.memory) + end
+    busy = max(rounds * (units / s.split * unit + end), reading) + handing
+    return (costs.start + busy) / 1000
 
 
 def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
@@ -288,7 +284,7 @@ def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
 
     Products that follow each slice leave less to wait for, but all four warps meet at each.
     """
-    few_bits = decoding.bits < 3 and not decoding.looked_up
+    few_bits = decoding.bits < 3 and decoding.kind == "computed"
     if tokens in (FEW_MORE, 128) and groups == 4 and (decoding.heavy or few_bits):
         return 2, 1
     if decoding.heavy:
@@ -297,7 +293,7 @@ def _operands(tokens: int, groups: int, decoding: Decoding) -> tuple[int, int]:
         return 1, 4
     if tokens in (FEW_MORE, 128) and groups > 2:
         return 2, groups - 2
-    return 2, 2 if decoding.looked_up and tokens <= 32 else 4
+    return 2, 2 if decoding.kind == "looked_up" and tokens <= 32 else 4
 
 
 def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
@@ -306,10 +302,6 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
         for row_groups, depth_groups in WARPGROUPS:
             groups = row_groups * depth_groups
             if tokens == FEW_MORE and depth_groups > 2:
-                continue
-            if tokens == ALONE and depth_groups > 1:
-                continue
-            if row_groups == 4 and decoding.room < (2 if tokens >= FEW_MORE else 1):
                 continue
             if (tokens in MANY and groups > 2) or (kind == GATED and row_groups != 2):
                 continue
@@ -327,53 +319,42 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 yield shape
 
 
-def divide(
-    rows: int, columns: int, depth: int, decoding: Decoding, multiprocessors: int, kind: int = ONE
-) -> Shape:
-    """How to divide x [rows, depth] times a weight [columns, depth], or two of a gated unit.
+def divide(rows: int, work: Work) -> Shape:
+    """How to divide x [rows, depth] times a weight, or two of a gated unit, so that it takes least.
 
-    The shape that takes the fewest cycles: what comes in from L2, decoding and multiplying overlap,
-    and the slowest of them counts. Of EXPERTS `rows` are those of a segment, and so of a tile.
+    Of EXPERTS `rows` are those of a segment, and so of a tile.
     """
-    # Tiles are whole TOKENS[0]: so many rows have as many tiles as the next multiple of it has.
-    most = max(n for n in TOKENS if n < 2 * rows or n == TOKENS[0])
-    rows = -(-rows // TOKENS[0]) * TOKENS[0]
-    return _fastest(rows, most, columns, depth, decoding, multiprocessors, kind)
+    return _fastest(-(-rows // TOKENS[0]) * TOKENS[0], work)
 
 
 @lru_cache(maxsize=4096)
-def _fastest(
-    rows: int,
-    most: int,
-    columns: int,
-    depth: int,
-    decoding: Decoding,
-    multiprocessors: int,
-    kind: int,
-) -> Shape:
-    """`divide`, of a multiple of TOKENS[0] rows, with at most so many in a tile."""
-    units = -(-depth // UNIT)
-    best: tuple[float, Shape, int, int] | None = None
-    for shape in _candidates(rows if kind == EXPERTS else most, decoding, kind):
+def _fastest(rows: int, work: Work) -> Shape:
+    return min(ways(rows, work), key=lambda way: way[0])[1]
+
+
+def ways(rows: int, work: Work) -> Iterator[tuple[float, Shape]]:
+    """All ways to divide a product, with the microseconds that each may take.
+
+    Tiles are whole TOKENS[0]: any number of rows has the ways of the next multiple of it.
+    """
+    rows = -(-rows // TOKENS[0]) * TOKENS[0]
+    most = max(n for n in TOKENS if n < 2 * rows)
+    decoding, processors = work.decoding, work.processors
+    for shape in _candidates(rows if work.kind == EXPERTS else most, decoding, work.kind):
         if shape.tokens == FEW_MORE and rows > FEW_MORE:
             continue
-        token_tiles = -(-rows // shape.tokens)
-        tile_rows = rows_of_tile(shape, columns, token_tiles, multiprocessors)
-        tiles = -(-columns // tile_rows) * token_tiles
-        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * multiprocessors:
+        _, token_tiles, tiles = cut(shape, rows, work)
+        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * processors:
             continue
-        if shape.once and (tiles * shape.split > multiprocessors or units < shape.split):
+        if shape.once and (tiles * shape.split > processors or work.units < shape.split):
             continue
-        cost = _cost(shape, rows, tile_rows, tiles, units, decoding, multiprocessors)
-        if best is None or cost < best[0]:
-            best = cost, shape, token_tiles, tiles
-    assert best is not None
-    _, shape, token_tiles, tiles = best
-    shape = replace(shape, shared_x=_shares_x(shape, token_tiles, tiles, multiprocessors))
-    few = (shape.streamed or shape.split > 1) and shape.tokens in MANY
-    if decoding.looked_up and not decoding.heavy and few:
-        shape = replace(shape, slices=2)  # a block's few products have less to hide decoding behind
-    return shape
+        shared_x = _shares_x(shape, token_tiles, tiles, processors)
+        # A block's few products have less to hide decoding behind.
+        few = (shape.streamed or shape.split > 1) and shape.tokens in MANY
+        slices = 2 if decoding.kind == "looked_up" and few else shape.slices
+        if shared_x or slices != shape.slices:
+            shape = replace(shape, shared_x=shared_x, slices=slices)
+        yield time_us(shape, rows, work), shape
 
 
 @lru_cache(maxsize=1024)
@@ -423,8 +404,9 @@ def divider(p: Problem, *, experts: bool = False) -> Callable[[int], Shape]:
     """How to divide a Problem of so many rows of x; with experts, of their segments."""
     assert p.format is not None
     kind = EXPERTS if experts else GATED if p.gated else ONE
-    decoding = Decoding.of(p.format, p.depth, p.dtype)
-    return lambda rows: divide(rows, p.columns, p.depth, decoding, p.multiprocessors, kind)
+    decoding = Decoding.of(p.format, p.depth)
+    work = Work(p.columns, p.depth, decoding, p.multiprocessors, p.rates.tiles, kind)
+    return lambda rows: divide(rows, work)
 
 
 def shape_of(problem: Problem) -> Shape:

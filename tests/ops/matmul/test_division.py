@@ -16,6 +16,7 @@ from kernel_arrays import LEVELS
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.formats import Codebook, Minifloat
+from cuquant.gpu.rates import H100_TILES
 from cuquant.ops.layout import packed_weight as prepacked
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul import hopper_tiles as tiles
@@ -78,16 +79,17 @@ def test_levels_fit_16_bits_or_do_not():
 
 
 @given(
-    sizes, sizes, depths, st.integers(1, 8), st.booleans(), st.sampled_from(TABLES), processors,
-    st.sampled_from([tiles.ONE, tiles.GATED, tiles.EXPERTS]),
+    sizes, sizes, depths, st.integers(1, 8),
+    st.sampled_from(["computed", "looked_up", "heavy", "blocks"]), st.sampled_from(TABLES),
+    processors, st.sampled_from([tiles.ONE, tiles.GATED, tiles.EXPERTS]),
 )  # fmt: skip
-def test_hopper_tiles_fit(rows, columns, depth, bits, heavy, table, processors, kind):
+def test_hopper_tiles_fit(rows, columns, depth, bits, decoding, table, processors, kind):
     if kind == tiles.EXPERTS:
         rows = max(n for n in tiles.TOKENS if n <= max(rows, tiles.TOKENS[0]))
-        rows = min(rows, 128 if heavy else 256)
+        rows = min(rows, 128 if decoding in ("heavy", "blocks") else 256)
     tables = (table, table * {4: 2, 7: 2, 8: 8}.get(bits, 1))  # as table_bytes says
-    decoding = tiles.Decoding(bits, heavy, tables)
-    shape = tiles.divide(rows, columns, depth, decoding, processors, kind)
+    how = tiles.Decoding(bits, decoding, tables)
+    shape = tiles.divide(rows, tiles.Work(columns, depth, how, processors, H100_TILES, kind))
     assert tiles.shared_bytes(shape, bits, tables[shape.wide]) <= SHARED[90] * 1024
     assert shape.tokens in tiles.TOKENS and shape.kind == kind
     assert kind != tiles.EXPERTS or (shape.tokens == rows and not shape.streamed)
