@@ -157,7 +157,7 @@ def test_tiles_of_any_rows_of_x(name, dtype, depth, rows, gpu, device):
     """Also of several tiles, the last ones of which are not whole."""
     q, x = Case(name, shape=(8200, depth)).weight, normal((rows, depth), dtype)
     problem = Problem(rows, *q.shape, q.format, FRAGMENTS_LAYOUT, dtype, True, *device)
-    assert device != (90, 132) or tiles.shape_of(problem).tokens in tiles.MANY
+    assert rows < 300 or device != (90, 132) or tiles.shape_of(problem).tokens in tiles.MANY
     wanted, moved, p = expect(x, q, device), gpu.asarray(x), there(cq.prepack(q))
     assert wanted.admits(cq.linear(moved, p, out_dtype="float32").get(), depth, on_gpu=True)
     assert wanted.admits(cq.linear(moved, p).get(), depth, on_gpu=True)
