@@ -35,18 +35,14 @@ __device__ inline void dot_16(int (&d)[4], u32 a0, u32 a1, u32 b, int start) {
 #endif
 }
 
-// 16 bytes to shared memory, or 8; both ends are aligned. The lane sees them after wait_copies, others after a
-// barrier more. Before sm_80 they are there at once.
-template <int kBytes = 16>
+// 16 bytes to shared memory; both ends are aligned. The lane sees them after wait_copies, others after a barrier
+// more. Before sm_80 they are there at once.
 __device__ inline void copy_ahead(void* to, const void* from) {
-    static_assert(kBytes == 16 || kBytes == 8, "a vector, or half of one");
 #if __CUDA_ARCH__ >= 800
     const u32 place = static_cast<u32>(__cvta_generic_to_shared(to));
-    if constexpr (kBytes == 16) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(place), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" :: "r"(place), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(place), "l"(from) : "memory");
 #else
-    if constexpr (kBytes == 16) *static_cast<uint4*>(to) = load16(from);
-    else *static_cast<uint2*>(to) = *static_cast<const uint2*>(from);
+    *static_cast<uint4*>(to) = load16(from);
 #endif
 }
 // The same, where those after the first `count` are 0 and are not read.

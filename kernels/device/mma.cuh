@@ -98,12 +98,6 @@ __device__ inline uint2 load8_shared(u32 address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
     return v;
 }
-
-__device__ inline u32 load1_shared(u32 address) {
-    u32 v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
 __device__ inline u32 load2_shared(u32 address) {
     u32 v;
     asm volatile("{.reg .u16 two; ld.shared.u16 two, [%1]; cvt.u32.u16 %0, two;}" : "=r"(v) : "r"(address));
@@ -153,13 +147,7 @@ template <class T> __device__ inline float high_of(u32 pair) {
     else return float_of(pair & 0xFFFF0000u);
 }
 
-// Two scales that may have no place in T, as a sum of two pairs; and a pair times it, which is rounded once.
-template <class T>
-__device__ inline void split_scales(float low, float high, u32& pair, u32& rest) {
-    pair = pair_of<T>(low, high);
-    const auto beyond = [](float scale, float near) { return fabsf(near) <= kFloatMax ? scale - near : 0.0f; };
-    rest = pair_of<T>(beyond(low, low_of<T>(pair)), beyond(high, high_of<T>(pair)));
-}
+// A pair times two scales that may have no place in T, each a sum of two numbers: it is rounded once.
 template <class T> __device__ inline u32 scaled_twice(u32 pair, u32 scale, u32 rest) { return fma_pair<T>(pair, scale, mul_pair<T>(pair, rest)); }
 
 }  // namespace cuquant

@@ -44,7 +44,7 @@ struct Factor {
                 high[h] = pair_of<T>(s, s);
                 if constexpr (!exact) {
                     const float near = low_of<T>(high[h]), rest = fabsf(near) <= kFloatMax ? s - near : 0.0f;
-                    low[h] = pair_of<T>(rest, rest);  // split_scales would do it twice, and spill
+                    low[h] = pair_of<T>(rest, rest);
                 }
             }
         }

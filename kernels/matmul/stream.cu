@@ -1,7 +1,7 @@
 // x [M, K], M of a tile up to 8 kTiles, times a prepacked weight [N, K]: memory-bound. Each warp streams
 // strips of the weight straight to registers, kAhead units ahead, and multiplies them by mma with x, which
-// the block holds in shared memory. Scales meet the float32 sums of their group, or what kMeet says (matmul/stream_meet.cuh). The warps of
-// a block and the blocks of a cluster share strips and K; sums are added up in the end, always in the same order.
+// the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and the blocks of
+// a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "device/cluster.cuh"
 #include "matmul/stream_follow.cuh"
 #include "matmul/stream_lines.cuh"
@@ -34,21 +34,18 @@ __device__ void decode_step(int step, const u32* first, const u32* second, const
 //   wide            see PairDecoder
 //   ring            units in which K is shared where codes go through shared memory, see ChunkCopies, else 0
 //   span            units that are multiplied together, of rows
-//   meet            see Meet
 // A block takes `taken` strips, and from cluster `fewer` on one less, kStrips at a time.
 template <class Format, class T, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::split) __launch_bounds__(32 * Tile::strips * Tile::depth, 1)
 matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, i64 M, i64 N, i64 K, int taken, int fewer, int tokens, int copies) {
     constexpr int kTiles = Tile::tiles, kStrips = Tile::strips, kDepth = Tile::depth, kSplit = Tile::split, kAhead = Tile::ahead;
-    constexpr int kGroupUnits = Tile::group_units, kInUnit = Tile::in_unit, kLie = Tile::lie, kRing = Tile::ring, kSpan = Tile::span, kMeet = Tile::meet;
+    constexpr int kGroupUnits = Tile::group_units, kFine = Tile::in_unit, kLie = Tile::lie, kRing = Tile::ring;
     constexpr bool kGated = Tile::gated, kWide = Tile::wide;
-    constexpr int kBits = Format::Packing::bits, kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
-    constexpr bool kScaled = kMeet == kAtOperands, kColumns = kMeet > 0, kBeside = kScaled || kColumns;
-    constexpr int kProducts = kColumns ? kMeet : kTiles, kCount = kBeside ? kInUnit * kSpan : 1;  // groups that are multiplied together
-    constexpr int kFine = kBeside ? 1 : kInUnit;                             // sums of a unit
-    constexpr int kGroup = kGroupUnits && !kBeside ? kGroupUnits : 1 << 20;  // units
-    constexpr bool kLong = kGroup >= kAhead;                                 // groups are not shorter than what is loaded ahead
+    constexpr int kSpan = Tile::span, kBits = Format::Packing::bits;
+    constexpr int kThreads = 32 * kStrips * kDepth, kTokens = 8 * kTiles;
+    constexpr int kGroup = kGroupUnits ? kGroupUnits : 1 << 20;  // units
+    constexpr bool kLong = kGroup >= kAhead;                     // groups are not shorter than what is loaded ahead
     constexpr int kGroups = kFine > 1 ? kAhead * kFine : kLong ? 1 : kAhead / kGroup;
     static_assert(kLong ? kGroup % kAhead == 0 : kAhead % kGroup == 0, "groups and units ahead do not fit");
     using Decode = Decoder<typename Format::Codec, T, kBits, kWide>;
@@ -56,23 +53,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kRows = kLie == kInRows;
     // Weights on their way leave few registers: nothing is done early.
     constexpr bool kTight = kBits > 4 && (kFine > 1 || Decode::table_bytes > 0);
-    // Columns of x that a pair of codes meets become neighbours once for all warps; but not of two groups.
-    constexpr bool kPairs = kColumns ? kCount < 8 || kBits % 2 == 0 : kBits <= 2 && kSpan == 2;
-    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan, kPairs>;
+    using Rows = RowWords<typename Format::Packing, kFine, (Decode::table_bytes > 0), kRing ? kAhead : 0, kSpan>;
     static_assert(!kRing || (kRows && (kAhead == 4 || kSpan == 2)), "chunks of rows");
-    static_assert(!kBeside || (kRing && (!kColumns || kTiles == 1)), "scales that come beside codes");
-    constexpr int kChunkBytes = kStrip * Rows::row_bytes;
-    using Beside = RowGroups<Own, kBeside ? kInUnit : 1, kAhead>;
-    using Factors = Choice<kColumns, ColumnFactors<Own, T, kColumns ? kCount : 2>, PairFactors<Own, T, kScaled ? kCount : 1>>;
-    constexpr bool kShrinks = Factors::shrinks;
-    constexpr int kZeroBytes = kColumns ? (kAhead + 1) * 128 : 0;  // x of lanes that have none
     constexpr int kChunkScales = kFine * (kGroup < kAhead ? kAhead / kGroup : 1);
     using Scales = ChunkScales<Own, kChunkScales>;
     constexpr bool kFour = kRing && !kLong && Scales::fits;  // scales of four chunks are loaded at once
     constexpr bool kGroupRing = kLie == kInStrips && kFine > 1 && Own::stored != Stored::Double;  // groups go through shared memory
     using Copied = ChunkGroups<Own, kFine, kAhead>;
     static_assert(!kGroupRing || kAhead <= kChunkUnits, "larger chunks");
-    constexpr int kRingBytes = kRing ? kChunkBytes + Beside::bytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
+    constexpr int kRingBytes = kRing ? kStrip * Rows::row_bytes : kGroupRing ? Copied::bytes : 0;  // of a chunk
     constexpr int kWarpBytes = kRingChunks * kRingBytes + (kGroupRing ? Copied::ready_bytes : 0);
     using Loaded = Choice<kRows, Rows, Words<kBits>>;
     constexpr bool kMinimum = Own::Parts::minimums;
@@ -91,8 +80,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const i64 token = static_cast<i64>(blockIdx.y) * tokens;
     const int M_here = min(static_cast<int>(M) - static_cast<int>(blockIdx.y) * tokens, tokens);
     u8* tables = shared;
-    u8* zeros = tables + Decode::table_bytes;
-    u8* ring = zeros + kZeroBytes;
+    u8* ring = tables + Decode::table_bytes;
     u64* arrived = reinterpret_cast<u64*>(ring + kStrips * kDepth * kWarpBytes);
     Ending& ending = *reinterpret_cast<Ending*>(arrived + kXParts);
     float* sums = reinterpret_cast<float*>(&ending + 1);  // what the end needs is at places that are known
@@ -105,6 +93,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     struct Chunk { int turns, at; bool other; } now = {max((all_strips + kStrips - 1) / kStrips, 0), 0, false};  // `other`: of the second weight
     const int behind_last = first_strip + now.turns * kStrips;
     const auto strip_of = [&](const Chunk& chunk) { return behind_last - chunk.turns * kStrips; };
+    const auto weight_of = [&](Chunk chunk) -> const Prepacked& { return kGated && chunk.other ? second : weights; };
     const auto step = [&](Chunk& chunk) {
         chunk.at += kAhead;
         if (chunk.at < count) return;
@@ -132,8 +121,12 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         next_count = next.turns > 0 ? count - next.at : 0;
         if (kFine > 1) last_group = static_cast<int>(weights.groups) - 1 - next_unit * kFine;
     };
+    const auto locate_groups = [&] {
+        const i64 group = kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup;
+        next_group.set(weight_of(next), strip_of(next), group, g);
+    };
     const auto locate = [&] {
-        const Prepacked& own = kGated && next.other ? second : weights;
+        const Prepacked& own = weight_of(next);
         count_next();
         if constexpr (kRows) {
             const i64 at = next_unit * 8 * kBits + Rows::byte_of(t), row = strip_of(next) * static_cast<i64>(kStrip) + g;
@@ -142,7 +135,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         } else {
             next_codes.set(own.codes + (strip_of(next) * static_cast<i64>(weights.units) + next_unit) * Words<kBits>::unit_words(), lane);
         }
-        if constexpr (!kFour) next_group.set(own, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g);
+        if constexpr (!kFour) locate_groups();
     };
     // What comes behind: in the strip of `now`, or where the warp's next one begins.
     constexpr bool kAnew = kGroupRing && Decode::table_bytes > 0;  // slower by 5 %, which no other kind is
@@ -170,31 +163,26 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     Own groups[kFour || kGroupRing ? 1 : kShared ? kFine : kGroups], coming[kShared ? kFine : 1];  // `coming`: of the next units, where one load is for all of these
     Scales four, coming_four;
     const auto load_group = [&](Own& to, int ahead) {
-        if constexpr (!kGroupRing) to.load(kGated && next.other ? second : weights, next_group, ahead, g);
+        if constexpr (!kGroupRing) to.load(weight_of(next), next_group, ahead, g);
     };
     // What comes to the ring: where there is one, a chunk of codes or of groups' numbers.
     u8* own_ring = ring + warp * kWarpBytes;
     u8* own_ready = own_ring + kRingChunks * kRingBytes;
     const u32 ready_lane = shared_address(own_ready) + g * Copied::ready;
-    const Choice<kRing != 0, ChunkCopies<Rows, kAhead>, Nothing> copies_of_rows(row_bytes, lane);
-    const auto copy_first = [&](int to, const Chunk& chunk) {
+    const Choice<kRing != 0, ChunkCopies<Rows, kAhead>, Nothing> row_copies(row_bytes, lane);
+    const auto copy_chunk = [&](int to, const Chunk& chunk) {
         if (chunk.turns > 0) {
-            const Prepacked& own = kGated && chunk.other ? second : weights;
+            const Prepacked& own = weight_of(chunk);
             const int unit = first + chunk.at;
             if constexpr (kGroupRing) Copied::copy(own_ring + to, own, strip_of(chunk), unit, lane);
             else if constexpr (kRing)
-                copies_of_rows.copy(own_ring + to, reinterpret_cast<const u8*>(own.codes) + strip_of(chunk) * (kStrip * row_bytes) + unit * 8 * kBits, row_bytes, weights.rows - strip_of(chunk) * kStrip, count - chunk.at, lane);
-        }
-    };
-    // Groups of rows, which the kernel before may write.
-    const auto copy_rest = [&](int to, const Chunk& chunk) {
-        if constexpr (kBeside) {
-            if (chunk.turns > 0) Beside::copy(own_ring + to + kChunkBytes, kGated && chunk.other ? second : weights, strip_of(chunk), first + chunk.at, count - chunk.at, lane);
+                row_copies.copy(own_ring + to,
+                    reinterpret_cast<const u8*>(own.codes) + strip_of(chunk) * (kStrip * row_bytes) + unit * 8 * kBits,
+                    row_bytes, weights.rows - strip_of(chunk) * kStrip, count - chunk.at, lane);
         }
     };
     const auto copy = [&](int to, const Chunk& chunk) {
-        copy_first(to, chunk);
-        copy_rest(to, chunk);
+        copy_chunk(to, chunk);
         close_copies();
     };
     const auto load_codes = [&](int d, bool whole) {
@@ -205,18 +193,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
     };
     const auto load_groups = [&](int d, bool whole) {
-        if (whole || d < next_count) {
-            if constexpr (kFour || kGroupRing) {
-                return;
-            } else if constexpr (kFine > 1 && kRows && !kShared) {
-                Own::template load_fine<kFine>(groups + d * kFine, kGated && next.other ? second : weights, next_group, d, g);
-            } else if constexpr (kFine > 1 && !kShared) {
+        if constexpr (kFine > 1 && !kShared && !kFour && !kGroupRing) {
+            if (!whole && d >= next_count) return;
+            Own* const to = groups + d * kFine;
+            if constexpr (kRows) return Own::template load_fine<kFine>(to, weight_of(next), next_group, d, g);
 #pragma unroll
-                for (int f = 0; f < kFine; ++f)
-                    load_group(groups[d * kFine + f], whole ? d * kFine + f : min(d * kFine + f, last_group));  // beyond the last one x is 0
-            }
-        }
-        if constexpr (kFine == 1 && !kLong && !kShared) {
+            for (int f = 0; f < kFine; ++f)
+                load_group(to[f], whole ? d * kFine + f : min(d * kFine + f, last_group));  // behind it x is 0
+        } else if constexpr (kFine == 1 && !kLong && !kShared) {
             if ((d + kSpan) % kGroup == 0 && (whole || d + kSpan - kGroup < next_count)) load_group(groups[d / kGroup], d / kGroup);
         }
     };
@@ -224,20 +208,16 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const auto load_coming = [&](Own* to) {
         if constexpr (kShared) {
             if (t * kOwn < next_count) {
-                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, kGated && next.other ? second : weights, next_group, t, g);
+                if constexpr (kFine > 1) Own::template load_fine<kFine>(to, weight_of(next), next_group, t, g);
                 else load_group(to[0], t * kOwn / kGroup);
             }
-        } else if constexpr (kFine == 1 && kLong && !kBeside) {
+        } else if constexpr (kFine == 1 && kLong) {
             if (next_count > 0) load_group(to[0], 0);
         }
     };
     // Of the next 4 chunks of a strip.
-    const bool aligned = [&] {
-        if constexpr (kFour) return Scales::aligned(weights) && Scales::aligned(second);
-        else return true;
-    }();
+    const bool aligned = !kFour || (Scales::aligned(weights) && Scales::aligned(second));
     constexpr int kInChunks = kFour ? kChunkScales * kShare / kAhead : 1;  // scales that begin on as many bytes as they have
-    const auto locate_four = [&] { next_group.set(kGated && next.other ? second : weights, strip_of(next), kFine > 1 ? static_cast<i64>(next_unit) * kFine : next_unit / kGroup, g); };
     const auto zeros_of_four = [&](Scales& to) {
         if constexpr (Own::zeros) to.template load_zeros<kInChunks>(next_group, weights.groups - next_group.group, aligned, t);
     };
@@ -256,10 +236,9 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         // Anew, since where the first units are would take registers until here.
         Next::prefetch(weights, anew(first_strip), first, count, lane);
     };
-    const auto copy_second = [&] {
-        Chunk after = now;
-        step(after);
-        copy(kRingBytes, after);
+    const auto copy_after = [&](int to, Chunk chunk) {
+        step(chunk);
+        copy(to, chunk);
     };
     // Whether a warp's weights come before x, which would wait behind those of all of many warps. Where codes have more bits memory
     // takes longest, and half of the warps ask for theirs behind it only where these are few.
@@ -273,13 +252,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; d += kSpan) load_codes(d, false);
         if constexpr (kRingBytes) {
             static_assert(kRingChunks == 2, "what is at hand and what comes next");
-            if (early) copy_first(0, now);
-            if (early && !kBeside) close_copies();
-            if constexpr (!kRing) copy_second();
+            if (early) copy_chunk(0, now);
+            if (early) close_copies();
+            if constexpr (!kRing) copy_after(kRingBytes, now);
         }
         if constexpr (Next::in_front) prefetch_more();
         if constexpr (kFour) {
-            locate_four();
+            locate_groups();
             zeros_of_four(four);  // which no kernel writes that lets the next one start
         }
     }
@@ -296,21 +275,14 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     wait_for_earlier();
     arrival.ask_first();
     if constexpr (kRows) load_first_groups();
-    if (kRing && next_count > 0) {
-        if (!early) copy(0, now);
-        else if constexpr (kBeside) {
-            copy_rest(0, now);
-            close_copies();
-        }
-    }
+    if (kRing && next_count > 0 && !early) copy(0, now);
     if (Next::beside(tokens)) prefetch_more();
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();
     if (!kEarly || warp == 0) filling.store(tables, filler);
-    for (int i = threadIdx.x * 16; i < kZeroBytes; i += kThreads * 16) *reinterpret_cast<uint4*>(zeros + i) = make_uint4(0, 0, 0, 0);
     if (copies == kVectors) copies_wait();  // else only weights are on their way so
     __syncthreads();
-    if constexpr (kRing) { if (count > 0) copy_second(); }  // before these the copies of x have begun
+    if constexpr (kRing) { if (count > 0) copy_after(kRingBytes, now); }  // before these the copies of x have begun
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
     if (Next::behind(tokens)) prefetch_more();
     if constexpr (!kByParts) {
@@ -328,8 +300,8 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     const u32 ring_lane = shared_address(own_ring) + (kRing ? Rows::ring_line(g, t) : 2 * g);
     const typename Rows::Sides sides(t);
     int reading = 0;
-    const Choice<kRows, RowsOfX<Rows, Factors, kProducts, kColumns ? kCount : 1>, LinesOfX<kProducts>>
-        lines(shared_address(xs) + (first - block_first) * 128, x_pitch, M_here, shared_address(zeros) + 32, lane, sides);
+    const u32 own_xs = shared_address(xs) + (first - block_first) * 128;
+    const LinesOfX<Rows, kRows, kTiles> lines(own_xs, x_pitch, M_here, lane, sides);
     if constexpr (kPairsX) {  // for all warps that have this part of K
         u8* const own_x = xs + (first - block_first) * 128 + Rows::x_place(t);
         for (int i = warp % kStrips * 8 + g; i < M_here * (count / kSpan); i += kStrips * 8) {
@@ -340,21 +312,18 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kStrips > 1) named_barrier(1 + depth, 32 * kStrips);
         else __syncwarp();
     }
-    float total[kProducts][4], sum[kProducts][4], x_sum[kProducts][4];
+    float total[kTiles][4], sum[kTiles][4], x_sum[kTiles][4];
     const auto no_sums = [&] {
 #pragma unroll
-        for (int q = 0; q < kProducts; ++q)
+        for (int q = 0; q < kTiles; ++q)
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[q][e] = x_sum[q][e] = 0.0f;
     };
-    const auto no_total = [&] {
-#pragma unroll
-        for (int q = 0; q < kProducts; ++q)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
-    };
     no_sums();
-    no_total();
+#pragma unroll
+    for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[q][e] = 0.0f;
     using Number = Choice<kGroupRing, typename Copied::Number, Own>;
     const auto scaled = [&](int q, const Number& own) {
 #pragma unroll
@@ -369,7 +338,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     };
     const auto all_scaled = [&](const Number& own) {
 #pragma unroll
-        for (int q = 0; q < kProducts; ++q) scaled(q, own);
+        for (int q = 0; q < kTiles; ++q) scaled(q, own);
     };
     constexpr u32 one = constant_pair<T>(1);
     const u32 ones[4] = {one, one, one, one};
@@ -378,11 +347,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     Own of_four;
     u32 near[3];
     if constexpr (kFour) four.make_ready();
-    const u32 ring_groups = shared_address(own_ring) + kChunkBytes;
-    const typename Factors::Order order(t);
-    u32 largest_scales = 0;  // of a chunk
-    // `shrunk`: products with scales, where they may be too large.
-    const auto multiply = [&](int d, int at, bool shrunk) {  // unit `at` + d
+    const auto multiply = [&](int d, int at) {  // unit `at` + d
         u32 a[4 * kSpan][4];
         u32 rows_of[2][Rows::words];
         if constexpr (kRing) words[d].load_shared(ring_lane + reading, d, t, sides);
@@ -391,50 +356,24 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             words[d].template row<1>(t, rows_of[1]);
         }
         Number here[kFine];
-        if constexpr (kFour && kFine > 1) {
 #pragma unroll
-            for (int f = 0; f < kFine; ++f) here[f] = four.get(d * kFine + f, four_lane, near);
-        }
-        if constexpr (kGroupRing) {
-#pragma unroll
-            for (int f = 0; f < kFine; ++f)
+        for (int f = 0; f < kFine; ++f) {
+            if constexpr (kFour && kFine > 1) here[f] = four.get(d * kFine + f, four_lane, near);
+            if constexpr (kGroupRing)
                 here[f] = Copied::read(ready_lane, ring_lane + reading + Copied::zero_at, d * kFine + f);
-        }
-        if constexpr (kShared && (kFine > 1 || Own::zeros)) {
-#pragma unroll
-            for (int f = 0; f < kFine; ++f) here[f] = groups[f].of_lane(lane - t + d / kOwn);
+            if constexpr (kShared && (kFine > 1 || Own::zeros)) here[f] = groups[f].of_lane(lane - t + d / kOwn);
         }
         const auto group_of = [&](int s) -> const Number& {
             if constexpr (kFourZeros) return of_four;
             else if constexpr (kShared || kFour || kGroupRing) return here[kFine > 1 ? s * kFine / 4 : 0];  // of what meets the sums later the operands need nothing
             else return kFine > 1 ? groups[d * kFine + s * kFine / 4] : groups[kLong ? 0 : d / kGroup];
         };
-        const auto group_at = [](int pair, int e) { return Rows::column(pair, e) / 16; };  // of the lane's two
-        Factors factors;
-        if constexpr (kBeside) factors.template load<Beside>(ring_groups + reading, d * kInUnit, g, t, order);
-        if constexpr (kShrinks) {
-            factors.add_to(largest_scales);
-            if (shrunk) {
-                factors.shrink(lane);
-                factors.resize(sum, Factors::kShrunk);
-            }
-        }
 #pragma unroll
         for (int s = 0; s < 4 * kSpan; ++s) {
-            u32 offset[4];  // of pairs of rows g and g + 8, in turn
-            if constexpr (kBeside) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) offset[i] = factors.offset(i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
-            } else {
-                const Number& own = group_of(s);
-                offset[0] = offset[2] = own.template offset<T>(0);
-                offset[1] = offset[3] = own.template offset<T>(1);
-            }
-            decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table, offset, a[s]);
-            if constexpr (kScaled) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) a[s][i] = factors.times(a[s][i], i % 2, group_at(2 * s + i / 2, 0), group_at(2 * s + i / 2, 1));
-            }
+            const Number& own = group_of(s);
+            const u32 low = own.template offset<T>(0), high = own.template offset<T>(1);  // of rows g and g + 8
+            decode_step<Decode, Rows, Own::zeros, kRows>(s, kRows ? rows_of[0] : words[d].w, rows_of[1], tables, table,
+                                                         {low, high, low, high}, a[s]);
         }
         const auto multiply_step = [&](int q, int s, u32 low, u32 high) {
             mma<T>(sum[q], a[s], low, high);
@@ -443,32 +382,22 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         };
         if constexpr (kRows) {
 #pragma unroll
-            for (int q = 0; q < kProducts; ++q) {
+            for (int q = 0; q < kTiles; ++q) {
                 u32 b[8 * kSpan];
                 lines.read(q, at, d, b);
 #pragma unroll
                 for (int s = 0; s < 4 * kSpan; ++s) multiply_step(q, s, b[2 * s], b[2 * s + 1]);
-                if constexpr (kColumns) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        total[q][e] = __fmaf_rn(factors.value(e), sum[q][e], total[q][e]);
-                        sum[q][e] = 0.0f;
-                    }
-                }
             }
         } else {
 #pragma unroll
             for (int s = 0; s < 4; s += 2) {
 #pragma unroll
-                for (int q = 0; q < kProducts; ++q) {
+                for (int q = 0; q < kTiles; ++q) {
                     const uint4 b = load_matrices(lines.first[q] + (at + d) * 128 + s * 32);
                     multiply_step(q, s, b.x, b.y);
                     multiply_step(q, s + 1, b.z, b.w);
                 }
             }
-        }
-        if constexpr (kShrinks) {
-            if (shrunk) factors.resize(sum, Factors::kBack);
         }
     };
     // Sums are put where they are added up: each block of a cluster has every kSplit-th token, and all parts of K of its sums.
@@ -477,7 +406,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
     constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
                                          : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked);
-    constexpr bool kOneByOne = kThreads > 384 && (kScarce || kMeet == 4 || (kMeet == 2 && kLooked));
+    constexpr bool kOneByOne = kThreads > 384 && kScarce;
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;
 #pragma unroll 1
@@ -492,7 +421,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         if constexpr (kFour) {
             four_lane = lane - t + static_cast<u32>(now.at) / kAhead % 4;
             if (four_ends && next_count > 0) {
-                locate_four();
+                locate_groups();
                 scales_of_four(coming_four);
                 zeros_of_four(coming_four);
             }
@@ -506,13 +435,13 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             }
         }
         const auto chunk = [&](bool whole, bool more) {  // more: units to load
-            if constexpr (kFine > 1 || !kLong || kColumns) no_sums();  // as they are, but the compiler does not know
+            if constexpr (kFine > 1 || !kLong) no_sums();  // as they are, but the compiler does not know
 #pragma unroll
             for (int d = 0; d < kAhead; d += kSpan) {
                 if (kOneByOne && whole && d > 0 && anew(here) <= d) break;  // never
                 if (whole || d < here) {
                     if constexpr (kFourZeros) { if (d % kGroup == 0) of_four = four.get(d / kGroup, four_lane, near); }
-                    multiply(d, now.at, !whole);
+                    multiply(d, now.at);
                     if constexpr (kFine == 1 && !kLong) {
                         if ((d + kSpan) % kGroup == 0 || (!whole && d + kSpan == here)) {
                             if constexpr (kFourZeros) all_scaled(of_four);
@@ -531,35 +460,15 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         // Without conditions the compiler mixes neighbouring units.
         constexpr bool kLoads = !kRing;  // units come one by one
         const bool more = next_count >= kAhead && (kFine == 1 || kGroupRing || last_group >= kAhead * kFine - 1);
-        if constexpr (kShrinks) {
-            float before[kTiles][4];
-            const auto copy_sums = [](const float (&from)[kTiles][4], float (&to)[kTiles][4]) {
-#pragma unroll
-                for (int q = 0; q < kTiles; ++q)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) to[q][e] = from[q][e];
-            };
-            bool wanted = here > 0;
-            if (here >= kAhead) {
-                copy_sums(sum, before);
-                largest_scales = 0;
-                chunk(true, false);
-                wanted = Factors::maybe_large(largest_scales);
-                if (wanted) copy_sums(before, sum);
-            }
-            if (wanted) chunk(false, false);
-        }
-        else if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
+        if (here >= kAhead && (!kLoads || more)) chunk(true, kLoads);
         else if (kLoads && here >= kAhead && next_count <= 0) chunk(true, false);
         else chunk(false, kLoads);
         if constexpr (kRingBytes) {
             __syncwarp();  // nobody reads this chunk any more
-            Chunk after = next;
-            step(after);
-            copy(reading, after);
+            copy_after(reading, next);
             reading = kRingBytes - reading;
         }
-        if constexpr (kFine == 1 && kLong && !kBeside) {
+        if constexpr (kFine == 1 && kLong) {
             if (here > 0 && (ends || (kGroupUnits && (begin + kAhead) % kGroup == 0))) all_scaled(groups[0]);
             groups[0] = coming[0];
         }
@@ -575,8 +484,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         }
         if (ends) {
             const int rows = kStrip * anew(taken), pitch = rows * (kGated + 1) + 4;
-            float own_tokens[4];
-            if constexpr (kColumns) Factors::template tokens<kMeet>(total, lane, own_tokens);
             const float factor = weights.global_scale ? (kGated && now.other ? *second.global_scale : *weights.global_scale) : 1.0f;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {  // tokens 2 t + r
@@ -585,12 +492,10 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
                 for (int q = 0; q < kTiles; ++q)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        float& own = kColumns ? own_tokens[2 * half + r] : kScaled ? sum[q][2 * half + r] : total[q][2 * half + r];
-                        to.store(8 / kSplit * q * pitch + half * 8, own * factor);
-                        own = 0.0f;
+                        to.store(8 / kSplit * q * pitch + half * 8, total[q][2 * half + r] * factor);
+                        total[q][2 * half + r] = 0.0f;
                     }
             }
-            if constexpr (kColumns) no_total();
             own_sums += !kGated ? kStrips * kStrip : now.other ? kStrips * kStrip - rows : rows;
         }
         now = next;

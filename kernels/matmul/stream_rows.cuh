@@ -38,15 +38,15 @@ struct RunPlaces {
 };
 
 // kLooked: levels of codes are looked up. kRing: units of a chunk in shared memory, or 0. kSpan: units that
-// are multiplied together. kPairs: columns of x become neighbours that a pair of codes meets, once for all warps.
-template <class Packing, int kFine, bool kLooked, int kRing, int kSpan, bool kPairs>
+// are multiplied together.
+template <class Packing, int kFine, bool kLooked, int kRing, int kSpan>
 struct RowWords {
     static constexpr int bits = Packing::bits;
-    static constexpr bool halves = kRing > 0 && bits == 4 && kSpan == 1;
+    static constexpr bool halves = kRing > 0 && bits == 4;
     static constexpr bool exchanged = kFine > 1 && (bits == 2 || bits == 4 || bits == 8);
     static constexpr bool fours = exchanged ? kFine == 4 || !halves : kFine == 4;  // a lane has four columns of each 16
     static constexpr int span = kSpan;
-    static_assert(span == 1 || (kFine == 1 && (bits <= 3 || (bits <= 5 && !kLooked)) && kRing > 0), "pairs of units");
+    static_assert(span == 1 || (kFine == 1 && (bits <= 3 || (bits == 5 && !kLooked)) && kRing > 0), "pairs of units");
     static constexpr int runs = halves ? 2 : exchanged ? 1 : kFine;
     static constexpr int run_columns = 16 * span / runs, run_bits = run_columns * bits, run_words = (run_bits + 31) / 32;
     using Places = RunPlaces<runs, run_bits, 4 * run_bits>;
@@ -60,7 +60,7 @@ struct RowWords {
     static constexpr int words = string || in_place ? runs * run_words : runs * InHalves::words;
     // Of a chunk: lanes that read together meet no bank twice. Of 4 bits vector v of a row lies at v ^ turned(row).
     static constexpr int row_bytes = kRing * 8 * bits + (bits <= 3 || bits == 5 && span == 2 ? 16 : 0);
-    __device__ static constexpr int turned(int row) { return bits != 4 ? 0 : span == 2 ? row % 2 * 4 | row & 2 : row % 8; }
+    __device__ static constexpr int turned(int row) { return bits == 4 ? row % 8 : 0; }
     static_assert(!string || Packing::order != Order::High, "neighbours are in order");
     u32 w[2 * loaded];
 
@@ -107,10 +107,6 @@ struct RowWords {
                 const u32 at = (line ^ unit * 32) + r * 8 * row_bytes;
                 w[2 * r] = load4_shared(at);
                 w[2 * r + 1] = load4_shared(at ^ 16);
-            } else if constexpr (bits == 4) {
-                const u32 at = (line ^ unit * 32) + r * 8 * row_bytes;
-                const uint2 first = load8_shared(at), second = load8_shared(at ^ 8);
-                w[4 * r] = first.x; w[4 * r + 1] = first.y; w[4 * r + 2] = second.x; w[4 * r + 3] = second.y;
             } else {
 #pragma unroll
                 for (int i = 0; i < loaded; ++i) {
@@ -129,7 +125,7 @@ struct RowWords {
     }
     __device__ static constexpr int ring_line(int g, int t) {
         const int second = span == 2 && t >= 2 ? loaded / 2 * 4 : 0;
-        return g * row_bytes + (halves ? g * 16 | t * 4 : bits == 4 ? (t ^ turned(g)) * 16 + second : byte_of(t) + second);
+        return g * row_bytes + (halves ? g * 16 | t * 4 : byte_of(t) + second);
     }
 
     // Row g + 8 kRow as PairDecoder takes it.
@@ -227,9 +223,9 @@ struct RowWords {
             }
         }
     }
-    // Where neighbours are no pair, columns of x that are one become neighbours: when they are read, or before, where that
-    // takes longer than what comes from memory.
-    static constexpr bool pairs_x = !joined && kPairs;  // columns by eights
+    // Where neighbours are no pair, columns of x that are one become neighbours: when they are read, or once for all
+    // warps before, where that takes longer than what comes from memory.
+    static constexpr bool pairs_x = !joined && bits <= 2 && span == 2;  // columns by eights
     __device__ static void pair_x(u8* line, u32 address, const Sides& sides) {
         u32 x[8 * span], b[8 * span];
         read_columns(address, address + sides.across, x);

@@ -22,8 +22,9 @@ from cuquant.ops.matmul.problem import (
     Weight,
     shared_evenly,
 )
-from cuquant.ops.matmul.stream_rows import CHUNK, RING_CHUNKS, TILE, X_BYTES, Way
+from cuquant.ops.matmul.stream_rows import CHUNK, RING_CHUNKS, TILE, Way
 
+X_BYTES = 128  # of a unit of x in shared memory
 PAD_BYTES = 64  # between rows of x in shared memory, at most
 BARRIER_BYTES, ENDING_BYTES = 32, 32
 BY_ELEMENTS, BY_VECTORS, IN_RUNS = 0, 1, 2  # matmul/stream.cu's Copies
@@ -121,15 +122,12 @@ class Memory(NamedTuple):
         Of a warp, for what it copies of chunks.
     chunk, share
         Units of a chunk of codes that the ring holds, and those in which warps share K then.
-    zeros
-        What lanes read that have no x in a column.
     """
 
     table: int = 0
     ring: int = 0
     chunk: int = 0
     share: int = 0
-    zeros: int = 0
 
 
 def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated: bool) -> int:
@@ -140,7 +138,7 @@ def shared_bytes(shape: Shape, groups: Groups, units: int, memory: Memory, gated
     pitch = shape.taken * STRIP * (2 if gated else 1) + 4
     rings = shape.strips * shape.depth * memory.ring
     sums = shape.depth * shape.tiles * TILE * pitch * 4
-    return memory.table + memory.zeros + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
+    return memory.table + rings + BARRIER_BYTES + ENDING_BYTES + sums + x
 
 
 @lru_cache(maxsize=4096)
@@ -262,15 +260,14 @@ def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tu
 
 
 class Division(NamedTuple):
-    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, and of
-    codes by rows what a Way says."""
+    """A Shape, groups of the weight's scales, whether a codebook's table is wide, memory, and units
+    that are multiplied together."""
 
     shape: Shape
     groups: Groups
     wide: bool
     memory: Memory
     span: int
-    meet: int
 
 
 def division_of(problem: Problem) -> Division | None:
@@ -285,33 +282,26 @@ def division_of(problem: Problem) -> Division | None:
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [packed_weight.table_bytes(fmt, wide=wide) for wide in (False, is_hopper(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
+    way = Way.of(p, groups) if by_rows else Way()
 
-    def divided(memory: Memory, way: Way, most: int = 0) -> Division | None:
+    def divided(memory: Memory, most: int = 0) -> Division | None:
         rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, way.short
         rows = min(p.rows, MOST_TILES * TILE)  # more are divided alike
         shape = divide(rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
             return None
-        return Division(shape, groups, memory.table > small.table, memory, way.span, way.meet)
+        return Division(shape, groups, memory.table > small.table, memory, way.span)
 
-    def divided_as(way: Way) -> Division | None:
-        if way.copied:  # the larger table saves instructions
-            rooms = [Memory(t, *room) for t in tables[::-1] for room in way.rooms(fmt, groups)]
-            found = filter(None, (divided(room, way) for room in rooms))
-            return min(found, key=lambda division: _cost(division, units), default=None)
-        if by_rows:
-            found = divided(large, way, ROWS_SHARED)
-            if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
-                return found
-        found = divided(small, way)
-        wide = divided(large, way)
-        return wide if found and wide and wide.shape == found.shape else found
-
-    if not by_rows:
-        return divided_as(Way())
-    found = filter(None, map(divided_as, Way.all_of(p, groups)))
-    # The one that reads the weight fewest times, or the first of them.
-    return min(found, key=lambda division: -(-p.rows // division.shape.tokens), default=None)
+    if way.copied:  # the larger table saves instructions
+        rooms = [Memory(t, *room) for t in tables[::-1] for room in way.rooms(fmt.bits)]
+        found = filter(None, map(divided, rooms))
+        return min(found, key=lambda division: _cost(division, units), default=None)
+    if by_rows:
+        found = divided(large, ROWS_SHARED)
+        if found is not None and found.shape.tokens == min(p.rows, MOST_TILES * TILE):
+            return found
+    found, wide = divided(small), divided(large)
+    return wide if found and wide and wide.shape == found.shape else found
 
 
 def _copies_groups(fmt: Format, groups: Groups) -> bool:
@@ -435,7 +425,6 @@ def _program(fmt: Format, dtype: str, division: Division, layout: str, gated: bo
         wide=division.wide,
         ring=division.memory.share,
         span=division.span,
-        meet=division.meet,
     )
     arguments, text = (facts.type, cpp.ELEMENTS[dtype], tile.type), facts.text + tile.text
     return Program(

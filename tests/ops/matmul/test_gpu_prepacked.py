@@ -14,6 +14,7 @@ from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from prepack_cases import LAID
 from products import Products, finished, normal, values, weight
+from stream_products import LARGE, ROW_GROUPS, check_columns, check_large_scales
 
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
@@ -67,6 +68,12 @@ def there(p: cq.PackedWeight) -> cq.PackedWeight:
     return p.to("cuda")
 
 
+@pytest.fixture
+def by_rows(gpu):
+    """linear of a weight that is not prepacked."""
+    return lambda x, q: cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()
+
+
 # ---- every format -------------------------------------------------------------------------------
 
 
@@ -110,6 +117,27 @@ def test_weights_that_are_not_prepacked(rows, dtype, gpu):
         q, x = Case(name, shape=SHAPE).weight, normal((rows, SHAPE[1]), dtype)
         y = cq.linear(gpu.asarray(x), q.to("cuda"), out_dtype="float32").get()
         assert Expected.of(x, q).admits(y, SHAPE[1], on_gpu=True), name
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "block"), ROW_GROUPS)
+def test_rows_with_several_groups_in_a_unit(name, block, dtype, by_rows):
+    sizes = ((1, SHAPE), (3, (35, 704)), (8, SHAPE), (13, (70, 1280)))
+    for rows, shape in sizes:
+        case = Case(name, dtype, rows, shape, options=(("block_size", block),))
+        y = by_rows(case.x, case.weight)
+        assert Expected.of(case.x, case.weight).admits(y, shape[1], on_gpu=True), rows
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_products_beyond_float16_are_not_lost(case, by_rows):
+    check_large_scales(by_rows, case, on_gpu=True)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_one_column_of_x_gives_weights_as_they_are(case, by_rows):
+    check_columns(by_rows, case)
 
 
 @pytest.mark.parametrize(

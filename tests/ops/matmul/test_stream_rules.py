@@ -143,10 +143,9 @@ def test_which_codes_by_rows_go_through_shared_memory(name, block, depth, throug
     problem = Problem(1, 4096, depth, fmt, Weight.layout, "float16", True, 90, 132)
     found = stream.division_of(problem)
     assert found is not None and bool(found.memory.chunk) == through
-    paired = fmt.bits <= 3 or fmt.bits == 5
-    assert found.span == (2 if through and paired else 1)
-    scales = found.memory.chunk * 64 // block * 2 if found.span == 2 and block < 64 else 0
-    row = found.memory.chunk * 8 * fmt.bits + (16 if paired else 0) + scales
+    few_bits = fmt.bits <= 3 or fmt.bits == 5
+    assert found.span == (2 if through and few_bits and block >= 64 else 1)
+    row = found.memory.chunk * 8 * fmt.bits + (16 if few_bits else 0)
     assert found.memory.chunk == (8 if found.span == 2 else 4 if through else 0)
     assert found.memory.ring == (2 * 16 * row if through else 0)
 

@@ -10,12 +10,20 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
-from fragment_products import TYPES, Case, Expected, run_case
+from fragment_products import TYPES, Case, Expected, run_case, with_scale
 from oracle import bits_equal
 from products import ULP, Products, normal, values
 from programs import number
 from samples import sampled, selected
-from stream_products import divided, gated, swiglu_bound
+from stream_products import (
+    LARGE,
+    ROW_GROUPS,
+    check_columns,
+    check_large_scales,
+    divided,
+    gated,
+    swiglu_bound,
+)
 
 import cuquant as cq
 from cuquant.ops.matmul import hopper, stream
@@ -78,7 +86,14 @@ SPREAD = [
 ]
 SPREAD.append(Case("uint2", "float16", 2, (70, 512), options=(("block_size", 128),)))
 SPREAD_ON = (3, 4, 5)  # multiprocessors
-RING_GATED = ("nvfp4", "nvfp4", {})
+RING_GATED = [(9, "nvfp4", {}), (5, "int5", {"block_size": 16})]
+# Several groups in a unit: warps that share K, several strips a warp on few multiprocessors, and
+# rows of codes that begin anywhere.
+GROUPS = [
+    (Case(name, TYPES[(i + rows) % 2], rows, shape, options=(("block_size", block),)), processors)
+    for i, (name, block) in enumerate(ROW_GROUPS)
+    for rows, shape, processors in ((1, (35, 768), 132), (8, (70, 1280), 3), (13, (35, 704), 132))
+]
 # The copy engine brings x, in parts: fewer units than parts, a last part that is cut short,
 # units that K ends within, and warps that need one part, several, or none.
 PARTS = [
@@ -120,8 +135,15 @@ def built(request) -> None:
         recorder.multiprocessors = processors
         for case in SPREAD:
             run(cq.linear, case.x, case.weight)
-    run(cq.swiglu, normal((9, 256), "float16"), *gated(*RING_GATED))
+    for rows, name, options in RING_GATED:
+        run(cq.swiglu, normal((rows, 256), "float16"), *gated(name, name, options))
     assert all(number(program, "ring") for program in recorder.programs)
+    for given in selected(request, "test_several_groups_in_a_unit"):
+        recorder.multiprocessors = given["processors"]
+        run(cq.linear, given["case"].x, given["case"].weight)
+    recorder.multiprocessors = 132
+    for case in LARGE:
+        run(cq.linear, case.x, case.weight)
     for given in selected(request, "test_x_that_the_copy_engine_brings_in_parts"):
         with streamed(), divided(given["numbers"]):
             run_case(run, given["case"])
@@ -178,9 +200,57 @@ def test_x_that_the_copy_engine_brings_in_parts(case, numbers, built):
     assert bits_equal(*runs)
 
 
-def test_swiglu_of_codes_that_go_through_shared_memory(built):
-    gate, up = gated(*RING_GATED)
-    x = normal((9, 256), "float16")
+@pytest.mark.parametrize(("rows", "name", "options"), RING_GATED, ids=str)
+def test_swiglu_of_codes_that_go_through_shared_memory(rows, name, options, built):
+    gate, up = gated(name, name, options)
+    x = normal((rows, 256), "float16")
     true, bound = swiglu_bound(x, gate, up)
     y = Products(Emulator(arch=HOPPER))(cq.swiglu, x, gate, up)
     assert (np.abs(values(y) - true) <= bound + ULP["float16"] * np.abs(true) + 2.0**-25).all()
+
+
+# ---- several groups in a unit -------------------------------------------------------------------
+
+
+def linear(x: np.ndarray, q: cq.QuantArray) -> np.ndarray:
+    return Products(Emulator(arch=HOPPER))(cq.linear, x, q, out_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "processors"),
+    sampled(
+        GROUPS,
+        lambda case, _: case.weight.format.bits,
+        lambda case, _: (case.format[0], case.options),
+        lambda case, _: (case.dtype, case.shape),
+    ),
+    ids=str,
+)
+def test_several_groups_in_a_unit(case, processors, built):
+    runs = []
+    for order in ("ascending", "shuffled"):
+        run = Products(Emulator(order=order, arch=HOPPER, multiprocessors=processors))
+        runs.append(run(cq.linear, case.x, case.weight, out_dtype="float32"))
+    assert Expected.of(case.x, case.weight).admits(runs[0], case.shape[1])
+    assert bits_equal(*runs)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_products_beyond_float16_are_not_lost(case, built):
+    check_large_scales(linear, case)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_one_column_of_x_gives_weights_as_they_are(case, built):
+    check_columns(linear, case)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_scales_that_are_not_finite_hurt_their_row_alone(case, built):
+    q = case.weight
+    scale = q.arrays()["scale"].copy()
+    scale[4, 0], scale[11, -1], scale[19, 3] = np.nan, np.nan, np.inf
+    y, clean = (linear(case.x, w) for w in (with_scale(q, scale), q))
+    assert np.isnan(y[:, [4, 11]]).all() and not np.isfinite(y[:, 19]).any()
+    others = np.delete(np.arange(len(scale)), (4, 11, 19))
+    assert np.isfinite(y[:, others]).all() and bits_equal(y[:, others], clean[:, others])

@@ -76,9 +76,6 @@ inline unsigned long long __brevll(unsigned long long x) {
     return static_cast<unsigned long long>(__brev(static_cast<unsigned>(x))) << 32 |
            __brev(static_cast<unsigned>(x >> 32));
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-    return std::max(a & 0xFFFFu, b & 0xFFFFu) | std::max(a >> 16, b >> 16) << 16;
-}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
     const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
     unsigned result = 0;

@@ -35,9 +35,9 @@ inline void dot_16(int (&d)[4], unsigned a0, unsigned a1, unsigned b, int start,
 struct EmulatorCopy {
     void* to;
     const void* from;
-    int count, size;
+    int count;
     void run() const {
-        std::memset(to, 0, size);
+        std::memset(to, 0, 16);
         std::memcpy(to, from, count);
     }
 };
@@ -46,19 +46,16 @@ inline const bool emulator_copies_dropped = emulator::at_block_start([] {
     for (auto& groups : emulator_copies[emulator::machine.rank]) groups.clear();
 });
 
-inline void emulator_copy_ahead(const EmulatorCopy& copy) {
-    for (const void* end : {static_cast<const void*>(copy.to), copy.from})
-        if (reinterpret_cast<std::uintptr_t>(end) % copy.size) emulator::fail("misaligned copy of %d bytes", copy.size);
+inline void copy_ahead(void* to, const void* from, int count = 16) {
+    const EmulatorCopy copy{to, from, count};
+    if (count < 0 || count > 16) emulator::fail("copy_ahead of %d bytes", count);
+    for (const void* end : {static_cast<const void*>(to), from})
+        if (reinterpret_cast<std::uintptr_t>(end) % 16) emulator::fail("misaligned copy of 16 bytes");
     if (blockIdx.x % 2) return copy.run();
     auto& groups = emulator_copies[emulator::machine.rank][threadIdx.x];
     if (groups.empty()) groups.emplace_back();
     groups.back().push_back(copy);
 }
-inline void copy_ahead(void* to, const void* from, int count) {
-    if (count < 0 || count > 16) emulator::fail("copy_ahead of %d bytes", count);
-    emulator_copy_ahead({to, from, count, 16});
-}
-template <int kBytes = 16> void copy_ahead(void* to, const void* from) { emulator_copy_ahead({to, from, kBytes, kBytes}); }
 inline void close_copies() {
     auto& groups = emulator_copies[emulator::machine.rank][threadIdx.x];
     if (groups.empty()) groups.emplace_back();

@@ -127,9 +127,6 @@ inline void copies_wait() {
 
 inline int anew(int x) { return x; }
 
-inline unsigned load1_shared(unsigned address) {
-    return *reinterpret_cast<const unsigned char*>(emulator_shared(address, 1, "load1_shared"));
-}
 inline unsigned load2_shared(unsigned address) {
     return *reinterpret_cast<const unsigned short*>(emulator_shared(address, 2, "load2_shared"));
 }
