@@ -3,7 +3,7 @@
 // the block holds in shared memory. Scales meet the float32 sums of their group. The warps of a block and the blocks of
 // a cluster share strips and K; sums are added up in the end, always in the same order.
 #include "device/cluster.cuh"
-#include "matmul/stream_follow.cuh"
+#include "device/overlap.cuh"
 #include "matmul/stream_lines.cuh"
 #include "device/barrier.cuh"
 #include "matmul/stream_x.cuh"
@@ -229,13 +229,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
         for (int d = 0; d < kAhead; d += kSpan) load_groups(d, false);
         load_coming(groups);
     };
-    // What follows the first units comes to L2, where a warp has many.
-    using Next = Follow<kBits, kAhead, kRows, kRing != 0, kMinimum, (kGroupRing || Decode::table_bytes > 0)>;
-    const auto prefetch_more = [&] {
-        if (count <= Next::few || now.turns <= 0) return;
-        // Anew, since where the first units are would take registers until here.
-        Next::prefetch(weights, anew(first_strip), first, count, lane);
-    };
     const auto copy_after = [&](int to, Chunk chunk) {
         step(chunk);
         copy(to, chunk);
@@ -256,7 +249,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
             if (early) close_copies();
             if constexpr (!kRing) copy_after(kRingBytes, now);
         }
-        if constexpr (Next::in_front) prefetch_more();
         if constexpr (kFour) {
             locate_groups();
             zeros_of_four(four);  // which no kernel writes that lets the next one start
@@ -276,7 +268,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     arrival.ask_first();
     if constexpr (kRows) load_first_groups();
     if (kRing && next_count > 0 && !early) copy(0, now);
-    if (Next::beside(tokens)) prefetch_more();
     staged.copy(threadIdx.x, kThreads);
     if constexpr (kTight) load_levels();
     if (!kEarly || warp == 0) filling.store(tables, filler);
@@ -284,7 +275,6 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     __syncthreads();
     if constexpr (kRing) { if (count > 0) copy_after(kRingBytes, now); }  // before these the copies of x have begun
     if constexpr (kSplit > 1) cluster_wait();  // the other block has begun, and has room for sums
-    if (Next::behind(tokens)) prefetch_more();
     if constexpr (!kByParts) {
         staged.wait(first - block_first, first - block_first + count);
     } else if constexpr (kOneWarp) {
