@@ -154,7 +154,6 @@ def divide(
     pressure: int = LIGHT,
     bits: int = 4,
     most: int = 0,
-    farther: int = 0,
     short: bool = False,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
@@ -162,7 +161,7 @@ def divide(
     One wave of blocks, or more where the sums of so many rows of the weight do not fit, with as
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
-    `most`: bytes of shared memory, but for all that a block may have. `farther`: see _farther.
+    `most`: bytes of shared memory, but for all that a block may have.
     `short`: half of the warps will do, so that the next product's weights come beside this one.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
@@ -185,11 +184,8 @@ def divide(
                 spread = short and split == 1 and each * multiprocessors >= strips
                 blank = Shape(tokens, tiles, 1, 1, split, each, ahead, spread)
                 shape = _of_block(blank, warps, units, bits <= 2 and not memory.chunk, fits)
-                if shape is None:
-                    continue
-                long = replace(shape, ahead=farther)
-                is_long = farther and fits(long) and _is_long(shape, units, farther)
-                return long if is_long else shape
+                if shape is not None:
+                    return shape
         tokens = tokens // 2 if tokens > TILE else tokens - 1
     return None
 
@@ -237,21 +233,6 @@ def _load(shape: Shape) -> float:
     return sum(max(-(-n // SCHEDULERS), SATURATED) for n in warps)
 
 
-def _farther(fmt: Format, groups: Groups, layout: str) -> int:
-    """Units to load ahead, where warps have many, of integers of 3 bits: so that about as many
-    bytes are on their way as of 4 bits. Zero points leave no registers for them."""
-    plain = isinstance(fmt.codec, Uniform) and not fmt.offset and layout == FRAGMENTS_LAYOUT
-    return 8 if plain and fmt.bits == 3 and groups.fine == 1 and groups.units in (1, 2, 4) else 0
-
-
-def _is_long(shape: Shape, units: int, ahead: int) -> bool:
-    """Whether a warp has four chunks of `ahead` units or more, all of them whole; where two blocks
-    share x, as many strips."""
-    parts = shape.split * shape.depth * ahead
-    chunks = shape.rounds * (units // parts if shape.split == 1 else 1)
-    return shape.tiles == 1 and units % parts == 0 and chunks >= 4
-
-
 def _shares(splits: tuple[int, ...], each: list[int], warps: int) -> Iterator[tuple[int, int]]:
     """A split and the strips of a block: one wave for each split, then more of them."""
     while each:
@@ -278,14 +259,13 @@ def division_of(problem: Problem) -> Division | None:
     units = -(-p.depth // UNIT)
     by_rows = p.layout != FRAGMENTS_LAYOUT and is_hopper(p.arch)
     pressure = _pressure(fmt, groups, p.layout, p.dtype)
-    farther = _farther(fmt, groups, p.layout) if is_hopper(p.arch) else 0
     ring = _chunk_groups(fmt, groups) if p.layout == FRAGMENTS_LAYOUT else 0
     tables = [packed_weight.table_bytes(fmt, wide=wide) for wide in (False, is_hopper(p.arch))]
     small, large = (Memory(table, ring) for table in tables)
     way = Way.of(p, groups) if by_rows else Way()
 
     def divided(memory: Memory, most: int = 0) -> Division | None:
-        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, farther, way.short
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, way.short
         rows = min(p.rows, MOST_TILES * TILE)  # more are divided alike
         shape = divide(rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
