@@ -27,11 +27,11 @@ MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 
 
-def shared_evenly(strips: int, most: int, multiprocessors: int) -> tuple[int, int, int]:
-    """Clusters, as many as there are multiprocessors, or 0: as few as strips need where each has
-    `most`; strips of one at most, and the number of the first one that has one less: what
-    matmul/sums.cuh's Taken is told."""
-    clusters = multiprocessors or -(-strips // most)
+def shared_evenly(strips: int, most: int, clusters: int = 0) -> tuple[int, int, int]:
+    """Clusters: so many, or for 0 as few as strips need where each has `most`; strips of one at
+    most, and the number of the first one that has one less: what matmul/sums.cuh's Taken is
+    told."""
+    clusters = clusters or -(-strips // most)
     most = -(-strips // clusters)
     return clusters, most, strips - clusters * (most - 1)
 

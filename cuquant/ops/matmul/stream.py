@@ -64,8 +64,6 @@ class Shape:
         Strips that a block takes, so many as its warps share at a time.
     ahead
         Units that are loaded ahead.
-    spread
-        Whether each multiprocessor has a block, and as many strips as any other, but for one.
     """
 
     tokens: int
@@ -75,7 +73,6 @@ class Shape:
     split: int
     taken: int
     ahead: int
-    spread: bool = False
 
     @property
     def rounds(self) -> int:
@@ -154,7 +151,6 @@ def divide(
     pressure: int = LIGHT,
     bits: int = 4,
     most: int = 0,
-    short: bool = False,
 ) -> Shape | None:
     """How to divide x [rows, depth] times a weight [columns, depth]; None where x does not fit.
 
@@ -162,7 +158,6 @@ def divide(
     many warps as have work; K is shared by warps of a block first, since their sums meet in
     shared memory, and by two blocks of a cluster where x is large. `pressure`: see _pressure.
     `most`: bytes of shared memory, but for all that a block may have.
-    `short`: half of the warps will do, so that the next product's weights come beside this one.
     """
     strips, units = -(-columns // STRIP), -(-depth // UNIT)
     clusters = is_hopper(arch)
@@ -178,11 +173,9 @@ def divide(
         large = tokens > TILE or tokens * units * X_BYTES > LARGE_X
         splits = (1,) if not clusters or units < 2 * ahead else (2, 1) if large else (1, 2)
         all_each = [-(-strips // max(multiprocessors // split, 1)) for split in splits]
-        most_warps = FEW_WARPS if short else _warps(tiles, pressure, clusters)
-        for warps in sorted({most_warps, FEW_WARPS}, reverse=True):
+        for warps in sorted({_warps(tiles, pressure, clusters), FEW_WARPS}, reverse=True):
             for split, each in _shares(splits, all_each, warps):
-                spread = short and split == 1 and each * multiprocessors >= strips
-                blank = Shape(tokens, tiles, 1, 1, split, each, ahead, spread)
+                blank = Shape(tokens, tiles, 1, 1, split, each, ahead)
                 shape = _of_block(blank, warps, units, bits <= 2 and not memory.chunk, fits)
                 if shape is not None:
                     return shape
@@ -265,7 +258,7 @@ def division_of(problem: Problem) -> Division | None:
     way = Way.of(p, groups) if by_rows else Way()
 
     def divided(memory: Memory, most: int = 0) -> Division | None:
-        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most, way.short
+        rest = p.arch, p.multiprocessors, p.gated, pressure, fmt.bits, most
         rows = min(p.rows, MOST_TILES * TILE)  # more are divided alike
         shape = divide(rows, p.columns, p.depth, groups, memory, *rest)
         if shape is None or -(-p.rows // shape.tokens) > MOST_GRID_Y:
@@ -368,9 +361,8 @@ class Stream:
             division = division_of(replace(problem, rows=rows))
             assert division is not None
             shape, groups, memory = division.shape, division.groups, division.memory
-            each = backend.multiprocessors if shape.spread else 0
-            clusters, *taken = shared_evenly(strips, shape.taken, each)
-            alone = memory.ring > 0 and is_hopper(backend.arch) and not shape.spread
+            clusters, *taken = shared_evenly(strips, shape.taken)
+            alone = memory.ring > 0 and is_hopper(backend.arch)
             launch = Launch(
                 _program(fmt, dtype, division, layout, gated),
                 (clusters * shape.split, -(-rows // shape.tokens), 1),
