@@ -1,7 +1,7 @@
 """matmul_stream.cu on sm_90 against float64, on the CPU under the emulator.
 
-What it does there alone: codes by rows and groups go through shared memory, the copy engine brings
-x, and short products are spread.
+What it does there alone: codes by rows and groups go through shared memory, and the copy engine
+brings x.
 """
 
 from typing import Any
@@ -26,8 +26,7 @@ from stream_products import (
 )
 
 import cuquant as cq
-from cuquant.ops.matmul import hopper, stream
-from cuquant.ops.matmul.problem import Problem, Weight
+from cuquant.ops.matmul import hopper
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
@@ -80,12 +79,12 @@ RING += [
 ]
 RING_DIVIDED = [(RING[i], (RING[i].rows, 2, 2, 3, 2, 2)) for i in (5, 20, 23, -7, -2)]
 # Strips of a block are not alike, and a row may begin with any column of the result.
-SPREAD = [
+UNEVEN = [
     Case(name, TYPES[i % 2], (1, 8)[i % 2], (70, 512), options=(("block_size", 128),))
     for i, name in enumerate(("int3", "uint3", "int5", "uint5"))
 ]
-SPREAD.append(Case("uint2", "float16", 2, (70, 512), options=(("block_size", 128),)))
-SPREAD_ON = (3, 4, 5)  # multiprocessors
+UNEVEN.append(Case("uint2", "float16", 2, (70, 512), options=(("block_size", 128),)))
+FEW_PROCESSORS = (3, 4, 5)  # multiprocessors
 RING_GATED = [(9, "nvfp4", {}), (5, "int5", {"block_size": 16})]
 # Several groups in a unit: warps that share K, several strips a warp on few multiprocessors, and
 # rows of codes that begin anywhere.
@@ -131,9 +130,9 @@ def built(request) -> None:
     for case, numbers in RING_DIVIDED:
         with divided(numbers):
             run(cq.linear, case.x, case.weight)
-    for processors in SPREAD_ON:
+    for processors in FEW_PROCESSORS:
         recorder.multiprocessors = processors
-        for case in SPREAD:
+        for case in UNEVEN:
             run(cq.linear, case.x, case.weight)
     for rows, name, options in RING_GATED:
         run(cq.swiglu, normal((rows, 256), "float16"), *gated(name, name, options))
@@ -173,14 +172,11 @@ def test_codes_that_go_through_shared_memory_divided(case, numbers, built):
     assert Expected.of(case.x, case.weight).admits(y, case.shape[1])
 
 
-@pytest.mark.parametrize("case", SPREAD, ids=str)
-def test_a_short_product_is_spread(case, built):
-    """5 strips on 4 multiprocessors, of which one takes two; then as many on each, and one more."""
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_blocks_have_one_strip_more_than_others(case, built):
+    """5 strips on 3, 4 and 5 multiprocessors."""
     expected = Expected.of(case.x, case.weight)
-    for processors in SPREAD_ON:
-        rest = case.weight.format, Weight.layout, case.dtype, True, HOPPER, processors
-        shape = stream.shape_of(Problem(case.rows, *case.shape, *rest))
-        assert shape is not None and shape.spread
+    for processors in FEW_PROCESSORS:
         run = Products(Emulator(arch=HOPPER, multiprocessors=processors))
         y = run(cq.linear, case.x, case.weight, out_dtype="float32")
         assert expected.admits(y, case.shape[1])
