@@ -59,18 +59,24 @@ def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list
     programs, places = list(programs), (*folders, kernel_folder())
     with _lock:
         missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
-        digest = _digester([HERE, *places])
-        notes = {p: _cache_folder() / f"{digest(source_of([p]))}.at" for p in missing}
-        groups = _groups([p for p in missing if not notes[p].exists()])
-        for group, library in zip(groups, _libraries(groups, places, digest), strict=True):
-            for index, program in enumerate(group):
-                _write(notes[program], f"{library.name} {index}")
-        for program, note in notes.items():
-            name, index = note.read_text().split()
-            function = getattr(_loaded(_cache_folder() / name), f"run_{index}")
-            function.restype = ctypes.c_char_p
-            _functions[program, places] = function
+        if missing:
+            _load(missing, places)
         return [_functions[program, places] for program in programs]
+
+
+def _load(programs: list[Program], places: tuple[Path, ...]) -> None:
+    """Into _functions, compiled where there is no note of them."""
+    digest = _digester([HERE, *places])
+    notes = {p: _cache_folder() / f"{digest(source_of([p]))}.at" for p in programs}
+    groups = _groups([p for p in programs if not notes[p].exists()])
+    for group, library in zip(groups, _libraries(groups, places, digest), strict=True):
+        for index, program in enumerate(group):
+            _write(notes[program], f"{library.name} {index}")
+    for program, note in notes.items():
+        name, index = note.read_text().split()
+        function = getattr(_loaded(_cache_folder() / name), f"run_{index}")
+        function.restype = ctypes.c_char_p
+        _functions[program, places] = function
 
 
 _loaded = functools.cache(ctypes.CDLL)
