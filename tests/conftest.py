@@ -1,7 +1,9 @@
 """Hypothesis without deadlines and without luck; one seed for all random arrays; small kernels;
 GPUs and the record of what ran on them; all processors for all tests."""
 
+import functools
 import importlib.util
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import gpu_record
 import numpy as np
 import planted
 import pytest
+import samples
 from hypothesis import settings
 
 import cuquant as cq
@@ -19,6 +22,8 @@ from cuquant.ops import programs as all_programs
 
 settings.register_profile("cuquant", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("cuquant")
+
+NEEDS_GPU = re.compile(r"^pytestmark = \[?pytest\.mark\.gpu\b", re.MULTILINE)  # a whole file
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------
@@ -41,6 +46,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    samples.rest_runs = config.option.markexpr != "not full"
     config.addinivalue_line("markers", "sanitize: a sample of all kernels for compute-sanitizer")
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
@@ -65,6 +71,18 @@ def pytest_cmdline_main(config):
         option.numprocesses, option.dist = "auto", "worksteal"
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Without a GPU, files that need one all through are not even read, unless they are named.
+
+    That takes 3 s of each process's 17. test_package.py has them collected under `-m full`.
+    """
+    if not collection_path.name.startswith("test_") or not _leaves_gpu_out(config):
+        return None
+    if any(collection_path.name in argument for argument in config.args):
+        return None
+    return True if NEEDS_GPU.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Without a GPU, the tests that need one are left out, unless -m asks: a quarter of all."""
     if not _leaves_gpu_out(config):
@@ -75,7 +93,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leaves_gpu_out(config) -> bool:
-    return "gpu" not in config.option.markexpr and not gpu_available()
+    return "gpu" not in config.option.markexpr and not _has_gpu()
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return gpu_available()
 
 
 @pytest.hookimpl(trylast=True)

@@ -218,6 +218,16 @@ def test_import_takes_no_second(tmp_path, monkeypatch):
     assert min(float(run(code)) for _ in range(3)) < 1  # on a busy machine too
 
 
+@pytest.mark.full
+def test_every_file_of_tests_is_collected():
+    """Also those that need a GPU all through, which other runs do not read where there is none."""
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu or not gpu", "tests"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert files <= set(re.findall(r"(test_\w+\.py)::", done.stdout))
+
+
 def test_the_package_lists_its_public_names_alone():
     assert dir(cq) == sorted([*cq.__all__, "__version__"])
     for name in dir(cq):

@@ -32,6 +32,7 @@ import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT
 from cuquant.gpu import elf, jit
 from cuquant.gpu.jit import Program
+from cuquant.gpu.source import flatten
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul import hopper, stream
 from cuquant.ops.matmul import hopper_tiles as tiles
@@ -155,6 +156,7 @@ def sass_faults(sass: str, wide: str) -> list[str]:
 
 Record = dict[str, dict[str, str]]  # of a source, of an architecture: `digest`
 
+FACTS = "struct facts_of_a_format;"  # stands for them in a text, which is else its file's
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -164,13 +166,19 @@ def recorded() -> Record:
 
 def digest(programs: Sequence[Program], arch: int) -> str:
     """Of all that decides what the compiler makes of them."""
-    alike = {(program.file, program.facts): program for program in programs}
-    texts = {key: bare(jit.source(program)) for key, program in alike.items()}
+    files = {program.file for program in programs}
+    around = {file: bare(flatten(jit.kernel_folder(), file, FACTS)) for file in files}
+    texts = {
+        (file, facts): around[file].replace(FACTS, bare(facts))
+        if facts
+        else bare(flatten(jit.kernel_folder(), file))
+        for file, facts in dict.fromkeys((program.file, program.facts) for program in programs)
+    }
     names = sorted(jit.cache_name(p, texts[p.file, p.facts], arch) for p in programs)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:40]
 
 
-@lru_cache(maxsize=64)  # the kernels of a format have one text, and follow each other
+@lru_cache(maxsize=64)
 def bare(text: str) -> str:
     """A text without what compiles to nothing: comments, blank lines, names of files."""
     lines = (line for line in text.splitlines() if not line.startswith("#line "))

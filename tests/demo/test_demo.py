@@ -307,9 +307,10 @@ def test_dots_that_are_few_or_far_apart_need_no_inset():
 
 def test_where_there_is_no_room_for_an_inset_the_labels_stay():
     spread = [
-        run.Row("k3", 2 + 6 * (i % 9) / 8, 1, 1, 10.0 ** -(i // 9), 1, 1, 1) for i in range(45)
+        run.Row("k3", 2 + 6 * (i % 5) / 4, 1, 1, 10.0 ** -(i // 5), 1, 1, 1) for i in range(25)
     ]
     rows = crowded(1)[:4]
+    assert drawn([*rows, *spread[:1], *spread[-1:]])[1] is not None
     axes, inset = drawn([*rows, *spread])
     assert inset is None
     assert {row.name for row in rows} <= {text.get_text() for text in axes.texts}

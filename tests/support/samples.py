@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 
 Axis = str | Callable[..., Hashable]
+rest_runs = True  # whether this run may have more than the samples; conftest.py says
 
 
 def sampled(cases: Iterable[Any], *axes: Axis) -> list[Any]:
-    """Parameters of which some run always, and all others under `-m full`.
+    """Parameters of which some run always, and all others under `-m full`: see `marked`.
+
+    Where they do not run they are not made either, since each takes time to collect.
+    """
+    params = marked(cases, *axes)
+    return params if rest_runs else [param for param in params if not param.marks]
+
+
+def marked(cases: Iterable[Any], *axes: Axis) -> list[Any]:
+    """Parameters for each case, with the mark `full` for all but a sample.
 
     The sample meets each value of each axis at least once; each pair of values where an axis is of
     pairs. Again and again the case is taken that meets most values that none met before, the first

@@ -88,7 +88,7 @@ SHAPES = [
     (256, 2, 1, 2, 1, 2, 4, tiles.ONE, True),
     # Blocks of one tile, whose sums take the place of x.
     (16, 2, 2, 4, 2, 2, 2, tiles.ONE, False, False, False, True),
-    (128, 1, 2, 6, 2, 2, 2, tiles.ONE, False, False, False, True),
+    (128, 1, 2, 4, 2, 2, 2, tiles.ONE, False, False, False, True),
     (96, 1, 2, 4, 1, 2, 1, tiles.ONE, False, False, False, True),
     # Two blocks with the same rows of x.
     (256, 2, 1, 2, 1, 2, 4, tiles.ONE, False, True),

@@ -23,7 +23,6 @@ from cuquant.gpu.jit import Program, kernel_folder
 HERE = Path(__file__).parent
 FLAGS = (
     "-std=c++17",
-    "-Og",  # -O1 takes longer to compile than it saves
     "-w",
     "-fPIC",
     "-ffp-contract=off",
@@ -32,8 +31,10 @@ FLAGS = (
     "-fno-gnu-unique",
     "-fno-extern-tls-init",
     "-U_FORTIFY_SOURCE",
-    "-fsanitize=bounds,shift-exponent,alignment",
 )
+# -O1 takes longer to compile than it saves.
+KERNELS = ("-Og", "-fsanitize=bounds,shift-exponent,alignment")
+RUNTIME = ("-O2",)  # of what is compiled once, and linked to all libraries
 HEAD = '#include "cuda.h"\n#include "launch.h"\n#include "format.cuh"\n'  # of every C++ file
 MOST = 32  # programs in one C++ file
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -58,18 +59,24 @@ def functions(programs: Iterable[Program], folders: Sequence[Path] = ()) -> list
     programs, places = list(programs), (*folders, kernel_folder())
     with _lock:
         missing = [p for p in dict.fromkeys(programs) if (p, places) not in _functions]
-        digest = _digester([HERE, *places])
-        notes = {p: _cache_folder() / f"{digest(source_of([p]))}.at" for p in missing}
-        groups = _groups([p for p in missing if not notes[p].exists()])
-        for group, library in zip(groups, _libraries(groups, places, digest), strict=True):
-            for index, program in enumerate(group):
-                _write(notes[program], f"{library.name} {index}")
-        for program, note in notes.items():
-            name, index = note.read_text().split()
-            function = getattr(_loaded(_cache_folder() / name), f"run_{index}")
-            function.restype = ctypes.c_char_p
-            _functions[program, places] = function
+        if missing:
+            _load(missing, places)
         return [_functions[program, places] for program in programs]
+
+
+def _load(programs: list[Program], places: tuple[Path, ...]) -> None:
+    """Into _functions, compiled where there is no note of them."""
+    digest = _digester([HERE, *places])
+    notes = {p: _cache_folder() / f"{digest(source_of([p]))}.at" for p in programs}
+    groups = _groups([p for p in programs if not notes[p].exists()])
+    for group, library in zip(groups, _libraries(groups, places, digest), strict=True):
+        for index, program in enumerate(group):
+            _write(notes[program], f"{library.name} {index}")
+    for program, note in notes.items():
+        name, index = note.read_text().split()
+        function = getattr(_loaded(_cache_folder() / name), f"run_{index}")
+        function.restype = ctypes.c_char_p
+        _functions[program, places] = function
 
 
 _loaded = functools.cache(ctypes.CDLL)
@@ -120,7 +127,7 @@ def _libraries(
     kept = [_cache_folder() / f"{digest(source_of(group))}.so" for group in groups]
     missing = [(group, path) for group, path in zip(groups, kept, strict=True) if not path.exists()]
     if missing:
-        header = _header(digest, include)
+        header = _header(digest, include)  # its object file beside it
     for start in range(0, len(missing), 2):
         with ExitStack() as stack:
             running = [
@@ -133,14 +140,17 @@ def _libraries(
 
 
 def _header(digest: Callable[[str], str], include: Sequence[str]) -> Path:
-    """HEAD in a file, with its precompiled form beside it, which g++ takes in its place."""
+    """HEAD in a file; beside it its precompiled form, which g++ takes in its place, and what it
+    declares (runtime.cpp) as an object file."""
     header = _cache_folder() / f"{digest(HEAD)}.h"
     with _alone(header) as work:
         if not header.exists():
             (work / "head.h").write_text(HEAD, encoding="utf-8")
-            _wait(
-                _start(*include, "-x", "c++-header", "head.h", "-o", "head.gch", folder=work), work
-            )
+            words = [*KERNELS, "-x", "c++-header", "head.h", "-o", "head.gch"]
+            _wait(_start(*include, *words, folder=work), work)
+            words = [*RUNTIME, "-c", str(HERE / "runtime.cpp"), "-o", "runtime.o"]
+            _wait(_start(*include, *words, folder=work), work)
+            os.replace(work / "runtime.o", header.with_suffix(".o"))
             os.replace(work / "head.gch", header.with_suffix(".h.gch"))
             os.replace(work / "head.h", header)
     return header
@@ -156,8 +166,8 @@ def _compiling(
             yield lambda: None
             return
         (work / "programs.cpp").write_text(source_of(group), encoding="utf-8")
-        words = ["-include", str(header), "-shared", "programs.cpp", "-o", "programs.so"]
-        process = _start(*include, *words, folder=work)
+        words = ["-include", str(header), "-shared", "programs.cpp", str(header.with_suffix(".o"))]
+        process = _start(*KERNELS, *include, *words, "-o", "programs.so", folder=work)
 
         def finish() -> None:
             _wait(process, work)
@@ -204,11 +214,12 @@ def _digester(folders: Sequence[Path]) -> Callable[[str], str]:
                 text = found.read_text(encoding="utf-8")
                 digest.update(text.encode())
                 pending += _INCLUDE.findall(text)
-        digest.update((HERE / "cub/block/block_reduce.cuh").read_bytes())
+        for path in (HERE / "cub/block/block_reduce.cuh", *sorted(HERE.glob("*.cpp"))):
+            digest.update(path.read_bytes())
         return digest.digest()
 
     def digest(source: str) -> str:
-        own = hashlib.sha256(repr((FLAGS, _version())).encode() + source.encode())
+        own = hashlib.sha256(repr((FLAGS, KERNELS, RUNTIME, _version())).encode() + source.encode())
         own.update(included(tuple(_INCLUDE.findall(source))))
         return own.hexdigest()[:32]
 

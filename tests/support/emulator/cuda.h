@@ -67,26 +67,12 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline unsigned __brev(unsigned x) {
-    unsigned y = 0;
-    for (int i = 0; i < 32; ++i) y |= (x >> i & 1u) << (31 - i);
-    return y;
-}
+unsigned __brev(unsigned x);
 inline unsigned long long __brevll(unsigned long long x) {
     return static_cast<unsigned long long>(__brev(static_cast<unsigned>(x))) << 32 |
            __brev(static_cast<unsigned>(x >> 32));
 }
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
-    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned selector = selectors >> (4 * i);
-        unsigned byte = static_cast<unsigned>(bytes >> (8 * (selector & 7))) & 0xFFu;
-        if (selector & 8) byte = byte & 0x80u ? 0xFFu : 0u;  // the sign, replicated
-        result |= byte << (8 * i);
-    }
-    return result;
-}
+unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors);
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
     return static_cast<unsigned>(both >> (shift & 31));
@@ -102,10 +88,7 @@ inline int __mulhi(int a, int b) { return static_cast<int>(static_cast<long long
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-inline int __dp4a(int a, int b, int sum) {
-    for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
-    return sum;
-}
+int __dp4a(int a, int b, int sum);
 
 // ---- min and max: CUDA has them for every pair of integers, in the unsigned type if one is ------
 
@@ -297,28 +280,12 @@ inline void __stcs(T* to, T value) { *to = value; }
 
 namespace cuquant {
 
-inline float float_of_half(unsigned bits) {
-    const unsigned half = bits & 0xFFFFu;
-    const unsigned exponent = half >> 10 & 31, mantissa = half & 1023;
-    float size;
-    if (exponent == 31) size = mantissa ? __uint_as_float(0x7FFFFFFFu) : INFINITY;  // NaN: cvt's bits
-    else if (exponent == 0) size = ldexpf(static_cast<float>(mantissa), -24);
-    else size = ldexpf(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
-    return half & 0x8000u && size == size ? -size : size;
-}
+float float_of_half(unsigned bits);
 
 inline float float_of_high_half(unsigned pair) { return float_of_half(pair >> 16); }
 
 // The float16 nearest to x; ties to even, NaN has cvt's bits.
-inline unsigned emulator_half_of(float x) {
-    if (x != x) return 0x7FFFu;
-    const unsigned sign = __float_as_uint(x) >> 16 & 0x8000u;
-    const float size = fabsf(x);
-    if (size >= 65520.0f) return sign | 0x7C00u;
-    if (size < 0x1p-14f) return sign | static_cast<unsigned>(rintf(size * 0x1p24f));
-    const unsigned bits = __float_as_uint(size) - (112u << 23);  // the exponent of a float16
-    return sign | ((bits + 0xFFFu + (bits >> 13 & 1u)) >> 13);
-}
+unsigned emulator_half_of(float x);
 inline unsigned halves_of(float low, float high) {
     return emulator_half_of(low) | emulator_half_of(high) << 16;
 }
@@ -350,26 +317,7 @@ namespace emulator {
 
 struct Found { const char* file; unsigned line, column; };  // begins all of the sanitizer's records
 
-[[noreturn]] inline void fail_at(const Found& found, const char* what) {
-    const Place place{found.file, static_cast<int>(found.line)};
-    fail("%s in %s", what, place.text().c_str());
-}
+[[noreturn]] void fail_at(const Found& found, const char* what);
 
 }  // namespace emulator
 
-extern "C" {
-#define EMULATOR_HANDLER extern __attribute__((visibility("hidden"), used)) void
-EMULATOR_HANDLER __ubsan_handle_out_of_bounds(emulator::Found* found, void*);
-EMULATOR_HANDLER __ubsan_handle_shift_out_of_bounds(emulator::Found* found, void*, void*);
-EMULATOR_HANDLER __ubsan_handle_type_mismatch_v1(emulator::Found* found, void*);
-void __ubsan_handle_out_of_bounds(emulator::Found* found, void*) {
-    emulator::fail_at(*found, "an index outside its array");
-}
-void __ubsan_handle_shift_out_of_bounds(emulator::Found* found, void*, void*) {
-    emulator::fail_at(*found, "a shift by the width of its type, or more");
-}
-void __ubsan_handle_type_mismatch_v1(emulator::Found* found, void*) {
-    emulator::fail_at(*found, "a misaligned access");
-}
-#undef EMULATOR_HANDLER
-}

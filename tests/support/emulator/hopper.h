@@ -17,38 +17,14 @@ struct EmulatorBarrier {
 };
 static_assert(sizeof(EmulatorBarrier) == 8);
 
-inline EmulatorBarrier& emulator_barrier(unsigned long long* barrier) {
-    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
-    auto& found = *reinterpret_cast<EmulatorBarrier*>(emulator_shared(address, 8, "barrier"));
-    if (found.wanted == 0xFFFF) emulator::fail("a barrier that was not initialised");
-    return found;
-}
-inline void emulator_arrived(EmulatorBarrier& barrier, int arrivals, int bytes) {
-    if (barrier.missing < arrivals) emulator::fail("more threads arrive at a barrier than it waits for");
-    barrier.missing -= arrivals;
-    barrier.bytes += bytes;
-    if (barrier.missing || barrier.bytes) return;
-    barrier.missing = barrier.wanted;
-    barrier.phase ^= 1;
-}
+EmulatorBarrier& emulator_barrier(unsigned long long* barrier);
+void emulator_arrived(EmulatorBarrier& barrier, int arrivals, int bytes);
 
-inline void barrier_init(unsigned long long* barrier, int arrivals) {
-    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
-    const EmulatorBarrier made{static_cast<std::uint16_t>(arrivals), static_cast<std::uint16_t>(arrivals), 0, 0};
-    std::memcpy(emulator_shared(address, 8, "barrier"), &made, 8);
-}
+void barrier_init(unsigned long long* barrier, int arrivals);
 inline void barrier_fence() {}
-inline void barrier_expect(unsigned long long* barrier, int bytes) {
-    EmulatorBarrier& found = emulator_barrier(barrier);
-    found.bytes += bytes;
-    emulator_arrived(found, 1, 0);
-}
+void barrier_expect(unsigned long long* barrier, int bytes);
 inline void barrier_arrive(unsigned long long* barrier) { emulator_arrived(emulator_barrier(barrier), 1, 0); }
-inline EmulatorBarrier& emulator_barrier_of(const unsigned long long* barrier, unsigned rank) {
-    auto& found = *reinterpret_cast<EmulatorBarrier*>(emulator_remote(barrier, 8, rank, "barrier"));
-    if (found.wanted == 0xFFFF) emulator::fail("another block's barrier that was not initialised");
-    return found;
-}
+EmulatorBarrier& emulator_barrier_of(const unsigned long long* barrier, unsigned rank);
 struct RemoteBarriers {
     const unsigned long long* first;
     unsigned rank;
@@ -56,12 +32,7 @@ struct RemoteBarriers {
     RemoteBarriers(const unsigned long long* own, unsigned rank) : first(own), rank(rank) {}
     void arrive(int i) const { emulator_arrived(emulator_barrier_of(first + i, rank), 1, 0); }
 };
-inline void barrier_wait(unsigned long long* barrier, unsigned parity, Place place = Place::here()) {
-    const auto over = [](const void* about, std::uint64_t phase) {
-        return static_cast<const EmulatorBarrier*>(about)->phase != phase;
-    };
-    emulator::wait_until({"barrier_wait", over, &emulator_barrier(barrier), parity, place});
-}
+void barrier_wait(unsigned long long* barrier, unsigned parity, Place place = Place::here());
 
 inline void barrier_wait_remote(unsigned long long* barrier, unsigned parity, Place place = Place::here()) { barrier_wait(barrier, parity, place); }
 
@@ -121,30 +92,11 @@ struct EmulatorBox {
     }
     static unsigned other() { return emulator::machine.rank ^ 1; }
 };
-inline std::vector<EmulatorBox> emulator_boxes[2];  // by block
-inline bool emulator_next_box() {
-    auto& boxes = emulator_boxes[emulator::machine.rank];
-    if (boxes.empty()) return false;
-    const EmulatorBox box = boxes.front();
-    boxes.erase(boxes.begin());
-    box.run();
-    return true;
-}
-inline const bool emulator_boxes_dropped = emulator::at_block_start([] {
-    emulator_boxes[emulator::machine.rank].clear();
-    emulator::beside = emulator_next_box;
-});
+extern std::vector<EmulatorBox> emulator_boxes[2];  // by block
+bool emulator_next_box();
 
 inline void prefetch_map(const TensorMap*) {}
-inline void emulator_copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row, bool both) {
-    EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, column, row, nullptr, 0, both};
-    std::memcpy(&box.map, map, sizeof box.map);
-    if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
-    if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
-    if (column % 8) emulator::fail("misaligned copy_box: column %d is no multiple of 8", column);
-    if (blockIdx.x % 2) box.run();
-    else emulator_boxes[emulator::machine.rank].push_back(box);
-}
+void emulator_copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row, bool both);
 inline void copy_box(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) { emulator_copy_box(to, map, barrier, column, row, false); }
 inline void copy_box_to_both(void* to, const TensorMap* map, unsigned long long* barrier, int column, int row) {
     emulator_copy_box(to, map, barrier, column, row, true);
@@ -164,50 +116,21 @@ struct EmulatorSend {
             }
     }
 };
-inline std::vector<EmulatorSend> emulator_sends[2];  // by block
-inline const bool emulator_sends_dropped = emulator::at_block_start([] { emulator_sends[emulator::machine.rank].clear(); });
-inline void send_box(const TensorMap* map, const void* from, int column, int row) {
-    EmulatorSend send{threadIdx.x, static_cast<unsigned>(__cvta_generic_to_shared(from)), {}, column, row};
-    std::memcpy(&send.map, map, sizeof send.map);
-    if (send.map.mark != kEmulatorMap || send.map.width != 64) emulator::fail("send_box: this is no tensor map of swizzled boxes");
-    if (send.from % 1024) emulator::fail("misaligned send_box: %u is no multiple of 1024", send.from);
-    emulator_sends[emulator::machine.rank].push_back(send);
-}
-inline void wait_sent() {
-    auto& sends = emulator_sends[emulator::machine.rank];
-    for (const EmulatorSend& send : sends)
-        if (send.thread == threadIdx.x) send.run();
-    sends.erase(std::remove_if(sends.begin(), sends.end(), [](const EmulatorSend& send) { return send.thread == threadIdx.x; }), sends.end());
-}
+extern std::vector<EmulatorSend> emulator_sends[2];  // by block
+void send_box(const TensorMap* map, const void* from, int column, int row);
+void wait_sent();
 inline void show_copies() {}
 
-inline void copy_run(void* to, const void* from, int bytes, unsigned long long* barrier) {
-    const auto* source = static_cast<const unsigned char*>(from);
-    if (bytes <= 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
-        emulator::fail("misaligned copy_run of %d bytes from %p", bytes, from);
-    const EmulatorBox box{static_cast<unsigned>(__cvta_generic_to_shared(to)), {}, barrier, 0, 0, source, bytes};
-    emulator_shared(box.to, 16, "copy_run");
-    emulator_shared(box.to + bytes - 16, 16, "copy_run");
-    if (blockIdx.x % 2) box.run();
-    else emulator_boxes[emulator::machine.rank].push_back(box);
-}
+void copy_run(void* to, const void* from, int bytes, unsigned long long* barrier);
 
 inline void prefetch_line(const void* from) { static_cast<void>(*static_cast<const volatile unsigned char*>(from)); }
 
-inline void prefetch_run(const void* from, int bytes) {
-    if (bytes <= 0 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
-        emulator::fail("misaligned prefetch_run of %d bytes from %p", bytes, from);
-    static_cast<void>(*static_cast<const volatile unsigned char*>(from));
-    static_cast<void>(static_cast<const volatile unsigned char*>(from)[bytes - 1]);
-}
+void prefetch_run(const void* from, int bytes);
 
 // ---- numbers in global memory that other blocks wait for ----------------------------------------
 
 inline void raise_flag(unsigned long long* flag, unsigned long long value) { *flag = value; }
-inline void wait_for_flag(const unsigned long long* flag, unsigned long long value, Place place = Place::here()) {
-    const auto raised = [](const void* about, std::uint64_t value) { return *static_cast<const unsigned long long*>(about) == value; };
-    emulator::wait_until({"wait_for_flag", raised, flag, value, place});
-}
+void wait_for_flag(const unsigned long long* flag, unsigned long long value, Place place = Place::here());
 
 // ---- warps with different tasks -----------------------------------------------------------------
 
@@ -216,38 +139,11 @@ template <int kRegisters> inline void registers_up() { static_assert(kRegisters 
 template <int kRegisters> inline void registers_down() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 
 struct EmulatorNamed { int arrived, threads; std::uint64_t times; };
-inline EmulatorNamed emulator_named[2][16];
-inline const bool emulator_named_reset =
-    emulator::at_block_start([] { std::memset(emulator_named[emulator::machine.rank], 0, sizeof emulator_named[0]); });
+extern EmulatorNamed emulator_named[2][16];
 
-inline void named_barrier(int number, int threads, Place place = Place::here()) {
-    if (number < 0 || number > 15 || threads % 32) emulator::fail("named barrier %d of %d threads", number, threads);
-    EmulatorNamed& own = emulator_named[emulator::machine.rank][number];
-    if (own.arrived && own.threads != threads)
-        emulator::fail("named barrier %d of %d threads, where others say %d", number, threads, own.threads);
-    own.threads = threads;
-    const std::uint64_t before = own.times;
-    if (++own.arrived == threads) {
-        own.arrived = 0;
-        ++own.times;
-    }
-    const auto over = [](const void* about, std::uint64_t times) { return static_cast<const EmulatorNamed*>(about)->times != times; };
-    emulator::wait_until({"named_barrier", over, &own, before, place});
-}
+void named_barrier(int number, int threads, Place place = Place::here());
 
-inline void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[2], Place place = Place::here()) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
-    lanes[lane].a[0] = shared_address;
-    __syncwarp(~0u, place);
-    for (int i = 0; i < 2; ++i)
-        for (int half = 0; half < 2; ++half) {
-            const unsigned to = lanes[8 * i + lane % 4 * 2 + half].a[0];
-            const std::uint16_t value = static_cast<std::uint16_t>(r[i] >> 16 * half);
-            std::memcpy(emulator_shared(to, 16, "store_matrices_transposed") + lane / 4 * 2, &value, 2);
-        }
-    __syncwarp(~0u, place);
-}
+void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[2], Place place = Place::here());
 
 // ---- products of a warpgroup: in every other block at once, else when they are waited for ---------
 
@@ -257,7 +153,7 @@ struct EmulatorProduct {
     unsigned long long b;
     int columns;
     bool add;
-    float (*value)(unsigned);  // of 16 bits
+    bool half_type;
 
     void run(Place place) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -267,15 +163,15 @@ struct EmulatorProduct {
         float left[2][16];
         for (int h = 0; h < 2; ++h)
             for (int k = 0; k < 16; ++k)
-                left[h][k] = value(lanes[lane / 4 * 4 + k % 8 / 2].a[2 * (k / 8) + h] >> 16 * (k % 2) & 0xFFFFu);
+                left[h][k] = emulator_value(lanes[lane / 4 * 4 + k % 8 / 2].a[2 * (k / 8) + h] >> 16 * (k % 2) & 0xFFFFu, half_type);
         const unsigned start = kEmulatorShared + static_cast<unsigned>(b & 0x3FFF) * 16;
         for (int column = lane % 4 * 2; column < columns; column += column % 2 ? 7 : 1) {
             float right[16];
-            for (int k = 0; k < 16; ++k) {
+            for (int k = 0; k < 16; k += 8) {  // 16 bytes stay together
                 const unsigned at = emulator_swizzled(start + column / 8 * 1024 + column % 8 * 128 + 2 * k);
-                std::uint16_t bits;
-                std::memcpy(&bits, emulator_shared(at, 2, "wgmma"), 2);
-                right[k] = value(bits);
+                std::uint16_t bits[8];
+                std::memcpy(bits, emulator_shared(at, 16, "wgmma"), 16);
+                for (int i = 0; i < 8; ++i) right[k + i] = emulator_value(bits[i], half_type);
             }
             for (int h = 0; h < 2; ++h) {
                 float& sum = d[column / 8 * 4 + 2 * h + column % 2];
@@ -286,28 +182,20 @@ struct EmulatorProduct {
         __syncwarp(~0u, place);  // no lane goes on before all have read
     }
 };
-inline std::vector<std::vector<EmulatorProduct>> emulator_products[2][1024];  // [block][thread][group][product]
-inline const bool emulator_products_dropped = emulator::at_block_start([] {
-    for (auto& groups : emulator_products[emulator::machine.rank]) groups.assign(1, {});
-});
+extern std::vector<std::vector<EmulatorProduct>> emulator_products[2][1024];  // [block][thread][group][product]
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() { emulator_products[emulator::machine.rank][threadIdx.x].emplace_back(); }
+void wgmma_commit();
+void emulator_wgmma_wait(int pending, Place place);
 template <int kPending>
 inline void wgmma_wait(Place place = Place::here()) {
-    auto& groups = emulator_products[emulator::machine.rank][threadIdx.x];
-    while (static_cast<int>(groups.size()) > kPending + 1) {
-        for (const EmulatorProduct& product : groups.front()) product.run(place);
-        groups.erase(groups.begin());
-    }
+    emulator_wgmma_wait(kPending, place);
 }
+void emulator_wgmma(const EmulatorProduct& product, Place place);
 template <class T, int kColumns, bool kAdd>
 inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned b, Place place = Place::here()) {
     static_assert(kColumns % 8 == 0 && kColumns <= 256);
-    if (b >> 14 != 4 || (b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
-    const EmulatorProduct product{d, &a, b, kColumns, kAdd, [](unsigned bits) { return emulator_float<T>(bits); }};
-    if (blockIdx.x % 2) product.run(place);
-    else emulator_products[emulator::machine.rank][threadIdx.x].back().push_back(product);
+    emulator_wgmma({d, &a, b, kColumns, kAdd, std::is_same_v<T, Half>}, place);
 }
 
 }  // namespace cuquant

@@ -14,11 +14,7 @@ namespace emulator {
 
 struct Launch { Dim3 grid; int threads, shared, order; };
 
-inline void on_signal(int number, siginfo_t* info, void*) {
-    machine.fault = info->si_addr;
-    const char* what = number == SIGFPE ? "integer division by zero" : "invalid access";
-    fail("%s at address %p", what, info->si_addr);
-}
+void on_signal(int number, siginfo_t* info, void*);
 
 // Turns faults of the kernel into messages while it lives; then the handlers are Python's again.
 class Signals {
@@ -44,27 +40,12 @@ class Signals {
     }
 };
 
-inline void run_grid(const Launch& launch) {
-    machine.threads = launch.threads;
-    machine.shared = launch.shared;
-    gridDim = launch.grid;
-    blockDim = {static_cast<unsigned>(launch.threads), 1, 1};
-    for (unsigned z = 0; z < launch.grid.z; ++z)
-        for (unsigned y = 0; y < launch.grid.y; ++y)
-            for (unsigned x = 0; x < launch.grid.x; x += kCluster)
-                run_cluster(static_cast<Order>(launch.order), {x, y, z});
-}
+void run_grid(const Launch& launch);
 
-// Does `work`, which may fail: what went wrong, or nullptr.
-template <class Work>
-const char* run(const Work& work) {
-    machine.fault = nullptr;
-    machine.current = 0;
-    const Signals signals;
-    if (sigsetjmp(machine.failed, 1)) return machine.message;
-    work();
-    return nullptr;
-}
+// Begins a launch, which may fail: what went wrong, or nullptr; *fault is the address of an invalid
+// access.
+const char* run(void (*begin)(const Launch&, const void* about), const Launch& launch, const void* about,
+                void** fault);
 
 // ---- parameters ---------------------------------------------------------------------------------
 
@@ -96,25 +77,29 @@ T parameter(const Argument& given, int index) {
 
 template <class... A, std::size_t... I>
 void call(void (*kernel)(A...), const Launch& launch, const Argument* given, std::index_sequence<I...>) {
-    std::tuple<std::remove_cv_t<A>...> values{parameter<A>(given[I], static_cast<int>(I))...};
-    machine.kernel = [kernel, values] { kernel(std::get<I>(values)...); };
+    using Values = std::tuple<void (*)(A...), std::remove_cv_t<A>...>;
+    const Values values{kernel, parameter<A>(given[I], static_cast<int>(I))...};
+    machine.values = &values;
+    machine.kernel = [](const void* about) {
+        const Values& all = *static_cast<const Values*>(about);
+        std::get<0>(all)(std::get<I + 1>(all)...);
+    };
     run_grid(launch);
 }
 
-// Runs a kernel on all blocks of a launch: what went wrong, or nullptr; *fault is the address of an
-// invalid access.
+// Runs a kernel on all blocks of a launch: see `run`.
 template <class... A>
 const char* start(void (*kernel)(A...), const Launch& launch, const Argument* given, int count,
                   void** fault) {
-    const char* failure = run([=] {
-        if (count != static_cast<int>(sizeof...(A)))
-            fail("the kernel has %d parameters, got %d", static_cast<int>(sizeof...(A)), count);
-        call(kernel, launch, given, std::index_sequence_for<A...>{});
-    });
-    drop_stacks(machine.fibers);
-    for (Aside& aside : cluster.aside) drop_stacks(aside.fibers);
-    *fault = machine.fault;
-    return failure;
+    struct Start { void (*kernel)(A...); const Argument* given; int count; };
+    const Start wanted{kernel, given, count};
+    const auto begin = [](const Launch& launch, const void* about) {
+        const Start& start = *static_cast<const Start*>(about);
+        if (start.count != static_cast<int>(sizeof...(A)))
+            fail("the kernel has %d parameters, got %d", static_cast<int>(sizeof...(A)), start.count);
+        call(start.kernel, launch, start.given, std::index_sequence_for<A...>{});
+    };
+    return run(begin, launch, &wanted, fault);
 }
 
 }  // namespace emulator
