@@ -42,7 +42,7 @@ struct Drain {
     using Parts = Exchange<Tile>;
     static constexpr int kTokens = Tile::tokens, kRowGroups = Tile::row_groups, kDepthGroups = Tile::depth_groups;
     static constexpr int kGroups = kRowGroups * kDepthGroups;
-    static constexpr int kMost = kGroups == 4 || kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
+    static constexpr int kMost = kDepthGroups > 1 || kTokens == 192 || kSlight ? 32 : 64;
     static constexpr int kDrain = drain_of(kTokens / Tile::split, kDepthGroups, kMost), kParts = kTokens / kDrain;
     static constexpr int kBox = kDrain % 16 ? 8 : 16;       // by the copy engine, where a tile has no whole kDrain
     static constexpr int kWhole = kTokens > 128 ? 256 : 1;  // floats of 1024 bytes, on which boxes begin
