@@ -265,43 +265,6 @@ def test_nothing_but_weights_is_touched_before_the_wait(name):
             assert before, "weights come after the wait"
 
 
-# Whether a prepacked weight comes to L2 ahead, and where: copies of x wait in the same engine.
-SOON = {
-    "int3": "in front of x",
-    "int4": "a line a lane",
-    "int8": "two lines a lane",
-    "nf4": "behind x",
-    "nvfp4": "behind x",
-    "q4_k": "no",
-    "int2": "no",
-}
-
-
-@pytest.mark.parametrize("name", sampled(SOON, lambda name: name == NAMES[0]))
-def test_what_comes_to_l2_ahead_and_when(name):
-    try:
-        jit.nvrtc()
-    except cq.BackendUnavailable as error:
-        pytest.skip(str(error))
-    found = [p for p in programs(name) if p.entry == "matmul_stream" and not number(p, "ring")]
-    laid = [p for p in found if (number(p, "tiles"), number(p, "lie")) == (1, 0)]  # in strips
-    assert laid
-    for program in laid:
-        sass = elf.disassembled(jit.compiled(program, 90).code)
-        if sass is None:
-            pytest.skip("no nvdisasm; pip install nvidia-cuda-nvdisasm")
-        code = [op.split(".")[0] for op in opcodes(sass)]
-        wanted = [op for op in code if op in ("UBLKPF", "UBLKCP", "CCTL")]
-        kinds = {
-            "in front of x": ["UBLKPF", "UBLKCP"],
-            "behind x": ["UBLKCP", "UBLKPF"],
-            "a line a lane": ["UBLKCP", "CCTL"],
-            "two lines a lane": ["UBLKCP", "CCTL", "CCTL"],
-            "no": ["UBLKCP"],
-        }
-        assert wanted == kinds[SOON[name]], program.name
-
-
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 N, K = 2048, 4096
