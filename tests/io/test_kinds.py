@@ -17,7 +17,7 @@ import pytest
 from samples import sampled
 
 import cuquant as cq
-from cuquant.io.safetensors import SafetensorsReader
+from cuquant.io.container.safetensors import SafetensorsReader
 
 # The one line of an advice ends without closing files.
 UNCLOSED = pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors_files import write_file
 
-import cuquant.io.safetensors.writer as module
+import cuquant.io.container.safetensors.writer as module
 from cuquant import disk
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, numpy_dtype
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, numpy_dtype
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_file_and_directory_are_synced_in_order(path, monkeypatch):
 CHILD = """
 import resource, sys, time
 import numpy as np
-from cuquant.io.safetensors import SafetensorsWriter
+from cuquant.io.container.safetensors import SafetensorsWriter
 path, fate = sys.argv[1:]
 if fate == "limit":  # a real write error: EFBIG once the file passes 64 KiB
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
@@ -374,7 +374,7 @@ with SafetensorsWriter(path, {"a": ("F32", (50_000,)), "b": ("F32", (4,))}) as w
 
 
 def start_child(target, fate):
-    root = Path(module.__file__).parents[3]
+    root = Path(module.__file__).parents[4]
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, str(target), fate],
         stdout=subprocess.PIPE,

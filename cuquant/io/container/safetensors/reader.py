@@ -14,15 +14,15 @@ import numpy as np
 
 from cuquant.disk import open_regular
 from cuquant.errors import FormatError
-from cuquant.io.safetensors.header import (
+from cuquant.io.container.safetensors.header import (
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     check_coverage,
     parse_header,
     read_header,
 )
-from cuquant.io.safetensors.kinds import folder_advice, other_kind
-from cuquant.io.safetensors.tensors import (
+from cuquant.io.container.safetensors.kinds import folder_advice, other_kind
+from cuquant.io.container.safetensors.tensors import (
     SUB_BYTE_BITS,
     TensorInfo,
     known,
@@ -67,7 +67,7 @@ class SafetensorsReader:
     Examples
     --------
     >>> import tempfile
-    >>> from cuquant.io.safetensors import SafetensorsWriter
+    >>> from cuquant.io.container.safetensors import SafetensorsWriter
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
     >>> with SafetensorsWriter(path, {"w": ("F32", (2,))}) as writer:
     ...     writer.write("w", np.ones(2, np.float32))

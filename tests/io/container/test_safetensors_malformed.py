@@ -17,7 +17,7 @@ except ImportError:
     safetensors = None
 
 from cuquant.errors import FormatError
-from cuquant.io.safetensors import SafetensorsReader
+from cuquant.io.container.safetensors import SafetensorsReader
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from safetensors_files import (
     write_file,
 )
 
-import cuquant.io.safetensors.reader as reader_module
-import cuquant.io.safetensors.writer as module
+import cuquant.io.container.safetensors.reader as reader_module
+import cuquant.io.container.safetensors.writer as module
 from cuquant.errors import FormatError
-from cuquant.io.safetensors import (
+from cuquant.io.container.safetensors import (
     SafetensorsReader,
     SafetensorsWriter,
     TensorInfo,

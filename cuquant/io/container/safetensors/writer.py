@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cuquant.disk import Replacement, write_all
-from cuquant.io.safetensors.header import MAX_HEADER_BYTES, MAX_RANK
-from cuquant.io.safetensors.tensors import (
+from cuquant.io.container.safetensors.header import MAX_HEADER_BYTES, MAX_RANK
+from cuquant.io.container.safetensors.tensors import (
     CHUNK,
     HIGHEST_BYTE,
     METADATA,

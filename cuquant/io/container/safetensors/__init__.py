@@ -5,10 +5,10 @@ knows names, dtypes and bytes; what a group of tensors means is decided elsewher
 Source of the format: https://github.com/huggingface/safetensors#format
 """
 
-from cuquant.io.safetensors.header import MAX_HEADER_BYTES, MAX_TENSORS
-from cuquant.io.safetensors.reader import SafetensorsReader
-from cuquant.io.safetensors.tensors import TensorInfo, numpy_dtype, tag_of
-from cuquant.io.safetensors.writer import DATA_ALIGNMENT, SafetensorsWriter
+from cuquant.io.container.safetensors.header import MAX_HEADER_BYTES, MAX_TENSORS
+from cuquant.io.container.safetensors.reader import SafetensorsReader
+from cuquant.io.container.safetensors.tensors import TensorInfo, numpy_dtype, tag_of
+from cuquant.io.container.safetensors.writer import DATA_ALIGNMENT, SafetensorsWriter
 
 __all__ = [
     "DATA_ALIGNMENT",

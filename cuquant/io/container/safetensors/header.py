@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
-from cuquant.io.safetensors.tensors import (
+from cuquant.io.container.safetensors.tensors import (
     METADATA,
     TensorInfo,
     check_text,
