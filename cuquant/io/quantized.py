@@ -22,8 +22,8 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, did_you_mean, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
+from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
-from cuquant.io.container.safetensors.tensors import quote
 from cuquant.io.state import (
     EXTRA,
     MAX_BYTES,

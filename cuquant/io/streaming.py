@@ -18,8 +18,8 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
+from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
-from cuquant.io.container.safetensors.tensors import quote
 from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline

@@ -285,7 +285,7 @@ def test_arrays_outlive_the_reader(path):
 def test_close_releases_the_file(path):
     write_file(path, {"a": np.arange(3.0)})
     reader = SafetensorsReader(path)
-    opened = reader._file
+    opened = reader._file.file
     reader.read("a")
     reader.close()
     assert opened.closed

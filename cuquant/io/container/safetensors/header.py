@@ -9,13 +9,13 @@ import struct
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import (
     METADATA,
     TensorInfo,
     check_text,
     checked_metadata,
     numpy_dtype,
-    quote,
     stored_nbytes,
 )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 
-from cuquant.disk import open_regular
 from cuquant.errors import FormatError
+from cuquant.io.container.messages import known, quote
+from cuquant.io.container.positions import PositionedFile
 from cuquant.io.container.safetensors.header import (
     MAX_HEADER_BYTES,
     MAX_TENSORS,
@@ -25,8 +24,6 @@ from cuquant.io.container.safetensors.kinds import folder_advice, other_kind
 from cuquant.io.container.safetensors.tensors import (
     SUB_BYTE_BITS,
     TensorInfo,
-    known,
-    quote,
     unpack,
 )
 from cuquant.reference.memory import empty
@@ -87,16 +84,10 @@ class SafetensorsReader:
         max_tensors: int = MAX_TENSORS,
     ) -> None:
         self.path = Path(path)
-        self._seeking = threading.Lock()  # where the system reads at no position of its own
-        self._file: BinaryIO | None = None
+        self._file: PositionedFile | None = None
         if self.path.is_dir():
             raise IsADirectoryError(errno.EISDIR, folder_advice(self.path), str(self.path))
-        try:
-            self._file = open_regular(self.path)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            raise FormatError(f"{self.path}: {error.strerror}") from error
+        self._file = PositionedFile(self.path)
         try:
             self._parse(self._file, max_header_bytes, max_tensors)
         except RecursionError:
@@ -106,7 +97,7 @@ class SafetensorsReader:
                 "(do not use this file)"
             ) from None
         except ValueError as error:
-            kind = other_kind(self._file, self.path)
+            kind = other_kind(self._file.file, self.path)
             self.close()
             raise FormatError(f"{self.path}: {kind or error}") from error
         except BaseException:
@@ -200,19 +191,8 @@ class SafetensorsReader:
             As `read`.
         """
         position = self._info(name).offset + start
-        rest = stored.data
-        while rest:
-            try:
-                count = self._read_at(position, rest)
-            except OSError as error:
-                error.filename = str(self.path)  # a bad disk has no name by itself
-                raise
-            if not count:
-                raise FormatError(
-                    f"{self.path}: ended at tensor {quote(name)}: it was cut short while it was "
-                    "read; fetch it again"
-                )
-            position, rest = position + count, rest[count:]
+        assert self._file is not None  # for the type checker: _info has looked
+        self._file.read_into(position, stored.data, f"tensor {quote(name)}")
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         """Yield the stored bytes of one tensor, at most 8 MiB at once, each over the one before.
@@ -235,20 +215,10 @@ class SafetensorsReader:
             raise KeyError(f"{self.path} has no tensor {quote(name)}; {known(self.tensors)}")
         return self.tensors[name]
 
-    def _read_at(self, position: int, into: memoryview) -> int:
-        """Read some bytes from `position` on; 0 at the end of the file."""
-        assert self._file is not None  # for the type checker: _info has looked
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [into], position)
-        with self._seeking:  # Windows
-            self._file.seek(position)
-            return self._file.readinto(into)  # type: ignore[attr-defined]
-
-    def _parse(self, file: BinaryIO, max_header_bytes: int, max_tensors: int) -> None:
-        file_size = os.fstat(file.fileno()).st_size
-        header = read_header(file, file_size, max_header_bytes)
+    def _parse(self, file: PositionedFile, max_header_bytes: int, max_tensors: int) -> None:
+        header = read_header(file.file, file.size, max_header_bytes)
         data_start = 8 + len(header)
         self.metadata, infos = parse_header(header, data_start, max_tensors)
         infos.sort(key=lambda info: (info.offset, info.nbytes))
-        check_coverage(infos, data_start, file_size)
+        check_coverage(infos, data_start, file.size)
         self.tensors = {info.name: info for info in infos}

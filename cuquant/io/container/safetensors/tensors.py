@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuquant.errors import clipped
+from cuquant.io.container.messages import quote
 
 _NUMPY_DTYPES = {
     tag: np.dtype(scalar)
@@ -56,11 +55,6 @@ METADATA = "__metadata__"
 
 
 CHUNK = 1 << 20  # elements copied or packed at once; a multiple of every packing group
-
-
-def quote(value: object) -> str:
-    """What a header says, as a message repeats it: never at full length."""
-    return clipped(value, 200)
 
 
 def numpy_dtype(tag: str) -> np.dtype[Any]:
@@ -187,11 +181,6 @@ def checked_metadata(metadata: Any) -> dict[str, str]:
         check_text(key, f"a key of {METADATA}")
         check_text(value, f"{METADATA}[{quote(key)}]")
     return dict(metadata)
-
-
-def known(tensors: Mapping[str, TensorInfo]) -> str:
-    first = list(itertools.islice(tensors, 5))
-    return f"it has {len(tensors)}: {quote(first)}" + (" and more" if len(tensors) > 5 else "")
 
 
 def _group(bits: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cuquant.disk import Replacement, write_all
+from cuquant.io.container.messages import known, quote
 from cuquant.io.container.safetensors.header import MAX_HEADER_BYTES, MAX_RANK
 from cuquant.io.container.safetensors.tensors import (
     CHUNK,
@@ -25,10 +26,8 @@ from cuquant.io.container.safetensors.tensors import (
     TensorInfo,
     check_text,
     checked_metadata,
-    known,
     numpy_dtype,
     pack,
-    quote,
     refuse_big_endian,
     stored_nbytes,
     tag_of,
