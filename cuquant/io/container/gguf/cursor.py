@@ -52,7 +52,15 @@ class Cursor:
 
     def number(self, code: str) -> int:
         """An integer, by its letter in `struct`."""
-        return struct.unpack(self.order + code, self.take(struct.calcsize(code)))[0]
+        return self.fields(code)[0]
+
+    def fields(self, codes: str) -> tuple[int, ...]:
+        """Integers, by their letters in `struct`; there is no padding."""
+        codes = self.order + codes
+        self._need(end := self.at + struct.calcsize(codes))
+        found = struct.unpack_from(codes, self._data, self.at)
+        self.at = end
+        return found
 
     def take(self, size: int) -> bytearray:
         """The next `size` bytes, as a copy."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from cuquant.io.container.gguf.cursor import Cursor
 from cuquant.io.container.gguf.types import MAX_DIMS
 from cuquant.io.container.gguf.values import Value, read_value
@@ -21,9 +19,9 @@ VERSION = 3  # that we write
 VERSIONS = (2, 3)  # that we read: they differ in what is said of big-endian files alone
 
 MAX_HEADER_BYTES = 100_000_000  # 250,000 tokens take about 10 MB
-MAX_TENSORS = 100_000
-MAX_ENTRIES = 100_000  # of the metadata; real files have some dozens
-MAX_NAME_BYTES = 65_535  # of a key, says the format; ggml's tensors have 63
+MAX_TENSORS = 65_536  # the largest models have some thousands
+MAX_ENTRIES = 65_536  # of the metadata; real files have some dozens
+MAX_NAME_BYTES = 65_535  # of a key, says the format; llama.cpp wants 63 of a tensor's
 
 # The magics of what llama.cpp wrote before GGUF, as they lie in the file.
 OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg", b"GGML", b"GGMF", b"GGJT", b"GGLA")
@@ -134,7 +132,7 @@ def _read_entry(cursor: Cursor, number: int) -> Entry:
         axes = cursor.number("I")
         if axes > MAX_DIMS:
             raise ValueError(f"it has {axes} axes; GGUF has at most {MAX_DIMS}")
-        shape = tuple(cursor.numbers(np.dtype(np.uint64), axes).tolist()[::-1])
-        return Entry(name, shape, cursor.number("I"), cursor.number("Q"))
+        *shape, kind, offset = cursor.fields(f"{axes}QIQ")
+        return Entry(name, tuple(shape[::-1]), kind, offset)
     except ValueError as error:
         raise ValueError(f"tensor {quote(name)}: {error}") from error

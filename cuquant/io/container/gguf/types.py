@@ -150,8 +150,7 @@ def type_of_id(number: int) -> GgufType:
     >>> type_of_id(12).name, type_of_id(99).name
     ('Q4_K', 'type 99')
     """
-    unknown = GgufType(number, f"type {number}", 0, 0, np.dtype(np.uint8))
-    return TYPES.get(number, unknown)
+    return TYPES.get(number) or GgufType(number, f"type {number}", 0, 0, np.dtype(np.uint8))
 
 
 def gguf_type(which: Any) -> GgufType:

@@ -42,7 +42,7 @@ class GgufWriter:
     path : str or os.PathLike
     specs : mapping of str to (type, shape)
         type: a GgufType, the name of one (``"q4_k"``), or a NumPy dtype for plain numbers.
-        shape: in elements, the slowest axis first.
+        shape: in elements, the slowest axis first. llama.cpp wants names of at most 63 bytes.
     metadata : mapping of str to value, optional
         str, bool, NumPy numbers, one-axis arrays of those; lists of str, bool or NumPy numbers; a
         tuple of arrays is an array of arrays. Python's int and float do not tell their width:
