@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cuquant.errors import FormatError
 from cuquant.io.container.gguf import GgufReader
+from cuquant.io.container.positions import PositionedFile
 
 MOST_BYTES = 4 << 20  # of memory, for files of a few kB: what is read first is 64 kB
 F32 = bytes(16)  # the data of `tensor()`
@@ -38,6 +39,10 @@ MALFORMED = {
     "no_counts": (container()[:20], "reach byte 24"),
     "another_format": (b"PK\x03\x04" + bytes(60), "another format"),
     "before_gguf": (b"tjgg" + bytes(60), "from before GGUF"),
+    "git_lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\n", "run git lfs pull"),
+    "error_page": (b"<!DOCTYPE html><html>", "fetch the file again"),
+    "compressed": (b"\x1f\x8b\x08" + bytes(60), "gzip; unpack it first"),
+    "safetensors": (struct.pack("<Q", 2) + b"{}", "a safetensors file; give a .gguf file"),
     "magic_reversed": (b"FUGG" + bytes(60), "another format"),
     "version_0": (header(0), "version 0"),
     "version_1": (header(1), "version 1; versions 2 and 3 can be read, convert it again"),
@@ -256,6 +261,21 @@ def test_a_file_that_is_cut_short_while_it_is_read(path, cut):
         for read in (reader.read, reader.raw, lambda name: list(reader.chunks(name))):
             with pytest.raises(FormatError, match="'a': it was cut short while it was read"):
                 read("a")
+
+
+def test_a_header_that_is_cut_short_while_it_is_read(path, monkeypatch):
+    """The size is that of the file as it was opened; the message names the file once."""
+    path.write_bytes(container([string("a", "b" * 200_000)]))
+    opened = PositionedFile.__init__
+
+    def cutting(file, path):
+        opened(file, path)
+        os.truncate(path, 100)
+
+    monkeypatch.setattr(PositionedFile, "__init__", cutting)
+    with pytest.raises(FormatError, match="ended at its header: it was cut short") as caught:
+        GgufReader(path)
+    assert str(caught.value).count(str(path)) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")

@@ -6,8 +6,10 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
+from cuquant.errors import FormatError
+from cuquant.io.container import downloads
 from cuquant.io.container.gguf.cursor import Cursor
 from cuquant.io.container.gguf.types import MAX_DIMS
 from cuquant.io.container.gguf.values import Value, read_value
@@ -75,6 +77,8 @@ def read_header(file: PositionedFile, max_header_bytes: int, max_tensors: int) -
             raise ValueError(f"has the key {quote(key)} twice; the file is corrupt")
         try:
             metadata[key] = read_value(cursor)
+        except FormatError:
+            raise  # cut short while it was read
         except ValueError as error:
             raise ValueError(f"metadata {quote(key)}: {error}") from error
     listed = [_read_entry(cursor, number) for number in range(tensors)]
@@ -84,14 +88,8 @@ def read_header(file: PositionedFile, max_header_bytes: int, max_tensors: int) -
 def _read_version(cursor: Cursor, size: int) -> int:
     """The version, after the magic; sets the cursor's byte order."""
     magic = bytes(cursor.take(min(4, size)))
-    if magic in OLDER:
-        raise ValueError(
-            "is a file of llama.cpp from before GGUF; convert the model again with a current one"
-        )
     if magic != MAGIC:
-        raise ValueError(
-            f"starts with {quote(magic)}, not with {MAGIC}; it is truncated or of another format"
-        )
+        _refuse_other(magic + cursor.take(min(downloads.HEAD, size - len(magic))))
     stored = bytes(cursor.take(4))
     # Both byte orders have the same magic: the small number of the version tells them apart.
     if int.from_bytes(stored, "little") & 0xFFFF == 0:
@@ -101,6 +99,22 @@ def _read_version(cursor: Cursor, size: int) -> int:
         advice = "convert it again with a current llama.cpp" if version == 1 else "it is not known"
         raise ValueError(f"is GGUF version {version}; versions 2 and 3 can be read, {advice}")
     return version
+
+
+def _refuse_other(head: bytes) -> NoReturn:
+    """Say what a file is that is no GGUF file, by its first bytes."""
+    if head[:4] in OLDER:
+        raise ValueError(
+            "is a file of llama.cpp from before GGUF; convert the model again with a current one"
+        )
+    if head[8:9] == b"{":
+        raise ValueError("is a safetensors file; give a .gguf file")
+    for magic, text in downloads.MAGICS:
+        if head.startswith(magic):
+            raise ValueError(text)
+    raise ValueError(
+        f"starts with {quote(head[:4])}, not with {MAGIC}; it is truncated or of another format"
+    )
 
 
 def _check_count(count: int, what: str, least: int, most: int, size: int) -> None:
@@ -134,5 +148,7 @@ def _read_entry(cursor: Cursor, number: int) -> Entry:
             raise ValueError(f"it has {axes} axes; GGUF has at most {MAX_DIMS}")
         *shape, kind, offset = cursor.fields(f"{axes}QIQ")
         return Entry(name, tuple(shape[::-1]), kind, offset)
+    except FormatError:
+        raise  # cut short while it was read
     except ValueError as error:
         raise ValueError(f"tensor {quote(name)}: {error}") from error

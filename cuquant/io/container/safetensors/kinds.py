@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
+from cuquant.io.container import downloads
+
 HEAD = 512  # bytes that are looked at
 MAX_INDEX_BYTES = 1 << 26
 NAMED = 5  # files that a message lists
@@ -26,7 +28,6 @@ TORCH = (
     "it holds a whole nn.Module, say weights_only=False if you trust the file); "
     f"convert it: {FROM_TORCH}"
 )
-PAGE = "is a page of HTML or XML: the download brought an error page; fetch the file again"
 
 # First bytes, and what a message says of the file called {}.
 MAGICS = (
@@ -34,13 +35,7 @@ MAGICS = (
     (b"\x93NUMPY", f"is one array of NumPy; convert it: {FROM_NPY}"),
     (b"\x80\x02", TORCH), (b"\x80\x03", TORCH), (b"\x80\x04", TORCH), (b"\x80\x05", TORCH),
     (b"\x89HDF\r\n", "is an HDF5 file, such as Keras writes; export it to safetensors"),
-    (b"version https://git-lfs", "is a Git LFS pointer, not the file itself; run git lfs pull"),
-    (b"<!DOCTYPE", PAGE), (b"<!doctype", PAGE), (b"<html", PAGE), (b"<?xml", PAGE),
-    (b"\x1f\x8b", "is compressed by gzip; unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "is compressed by zstd; unpack it first"),
-    (b"\xfd7zXZ\0", "is compressed by xz; unpack it first"),
-    (b"BZh", "is compressed by bzip2; unpack it first"),
-    (b"7z\xbc\xaf\x27\x1c", "is a 7z archive; unpack it first"),
+    *downloads.MAGICS,
 )  # fmt: skip
 
 
