@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import run
 from rich.cells import cell_len
 from rich.console import Console
-from typer.testing import CliRunner
 
 import cuquant as cq
 from cuquant import diagnosis
 from cuquant.bench import gpu as gpu_module
-from cuquant.cli import app, files
+from cuquant.cli import files
 from cuquant.cli.show import natural_key, table
 from cuquant.diagnosis import Check, Diagnosis
 
@@ -28,16 +28,6 @@ NAMES = [
 ]
 ROOT_FOLDER = Path(cq.__file__).parent.parent
 FILTER = "vision.patch_embed.proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch):
-    for name in ("COLUMNS", "FORCE_COLOR", "CUQUANT_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ import re
 import shutil
 import stat
 import struct
-import subprocess
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from cuquant.gpu import cubins, elf, jit
 from cuquant.gpu import source as sources
 from cuquant.gpu.cubins import CacheWarning, Compiled
 from cuquant.gpu.jit import Program
-from cuquant.ops import print_source
 
 # ---- sources ------------------------------------------------------------------------------------
 
@@ -474,52 +471,3 @@ def test_readers_never_see_half_a_file(tmp_path):
         for thread in threads:
             thread.join()
     assert files(tmp_path) == [path]
-
-
-# ---- cubins that are not cubins -----------------------------------------------------------------
-
-
-def test_a_cubin_that_is_cut_or_changed_is_a_format_error(nvrtc, rng):
-    """Bounded, and never another exception: the file may come from anywhere."""
-    whole = jit.compiled(AFFINE, 90).code
-    for length in range(0, len(whole) // 2, 37):
-        with pytest.raises(cq.FormatError):
-            elf.resources(whole[:length], "affine")
-    for _ in range(300):
-        data = bytearray(whole)
-        for at in rng.integers(0, len(data), 8):
-            data[at] = rng.integers(256)
-        with suppress(cq.FormatError):
-            elf.resources(bytes(data), "affine")
-
-
-def test_the_wanted_kernel_is_picked(nvrtc, kernels):
-    text = "namespace cuquant { __global__ void one(int* x) { *x = 1; }\n"
-    (kernels / "two.cu").write_text(text + "__global__ void once(int* x) { *x = 2; } }\n")
-    code = jit.compiled(Program("two.cu", "one"), 90).code
-    assert elf.resources(code, "one").name == "_ZN7cuquant3oneEPi"
-    assert elf.resources(code, "once").name == "_ZN7cuquant4onceEPi"
-    for entry in (None, "on"):
-        with pytest.raises(cq.FormatError, match="must have one kernel"):
-            elf.resources(code, entry)
-
-
-# ---- python -m cuquant.ops.print_source ----------------------------------------------------------
-
-
-def test_the_text_of_an_operation_is_printed(kernels, operation, capsys):
-    print_source.main(["quantize", "nf4"])
-    text = capsys.readouterr().out
-    assert text.count("using i64") == 1, "kernels of one text print it once"
-    assert all(f"// cuquant::affine<formats::twice, {n}>\n" in text for n in (3, 10, 11))
-    for wrong in ([], ["matmul", "nf4"], ["quantize", "nf5"]):
-        with pytest.raises(SystemExit, match=r"quantize|nf5"):
-            print_source.main(wrong)
-
-
-def test_it_runs_as_a_module_without_a_warning():
-    command = [sys.executable, "-W", "error", "-m", "cuquant.ops.print_source", "none", "nf4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith(
-        "usage: python -m cuquant.ops.print_source"
-    )

@@ -1,6 +1,8 @@
 """Products on a GPU: what moves operands there, and what checks the results."""
 
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import fake_gpu
 import numpy as np
@@ -11,6 +13,7 @@ from products import exact, is_close, normal, values, weight
 
 import cuquant as cq
 from cuquant import interop
+from cuquant.gpu import jit
 
 F32 = np.float32
 PRODUCTS = ("int4", "nf4", "q4_0", "fp16")
@@ -26,6 +29,18 @@ def moves(move):
         return cq.QuantArray(x.format, x.shape, x.dtype, parts, x.axes)
 
     return to
+
+
+def compile_together(programs, arch):
+    """Compile programs for a GPU, by all processors.
+
+    Each process of the test run begins with another one: what others have compiled is in the cache.
+    """
+    worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{n}", "") for n in ("", "_COUNT"))
+    first = len(programs) * int(worker.removeprefix("gw") or 0) // int(workers or 1)
+    with ThreadPoolExecutor() as pool:
+        programs = [*programs[first:], *programs[:first]]
+        list(pool.map(lambda program: jit.compiled(program, arch), programs))
 
 
 @functools.cache

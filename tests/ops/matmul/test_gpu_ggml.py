@@ -1,19 +1,17 @@
 """Products with ggml's blocks as they lie on a GPU, by matmul/ggml.cu, against float64."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from emulator import Recorder
 from fragment_products import TYPES, Case, Expected
 from ggml_products import GATED, LIES, NAMES, of_bytes, swiglu_bound
+from gpu_products import compile_together
 from kernel_arrays import LAYOUTS
 from oracle import DTYPES, bits_equal
 from products import UNIT, Products, finished, normal, values
 
 import cuquant as cq
 from cuquant.formats.blocks import BLOCK_LAYOUTS
-from cuquant.gpu import jit
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +33,7 @@ def compiled(gpu):
             for dtype in TYPES:
                 for rows in ROWS:
                     run(cq.linear, np.zeros((rows, k), DTYPES[dtype]), q)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda program: jit.compiled(program, arch), recorder.programs))
+    compile_together(recorder.programs, arch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

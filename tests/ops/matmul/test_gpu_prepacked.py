@@ -3,13 +3,13 @@
 Capture, streams and waiting are tested with those of all products in test_gpu_matmul_streams.py.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from emulator import Recorder
 from fragment_products import BLOCKS, OPTIONS, TAILS, TYPES, VIEWS, Case, Expected, unit_of
+from gpu_products import compile_together
 from kernel_arrays import LAYOUTS, WRITABLE
 from oracle import DTYPES, bits_equal
 from prepack_cases import LAID
@@ -18,7 +18,6 @@ from stream_products import LARGE, ROW_GROUPS, check_columns, check_large_scales
 
 import cuquant as cq
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
-from cuquant.gpu import jit
 from cuquant.ops.matmul import hopper_tiles as tiles
 from cuquant.ops.matmul.choose import choose
 from cuquant.ops.matmul.problem import Problem
@@ -50,8 +49,7 @@ def compiled(device):
         for dtype in TYPES:
             for rows in ROWS:
                 run(cq.linear, np.zeros((rows, SHAPE[1]), DTYPES[dtype]), p)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda program: jit.compiled(program, arch), recorder.programs))
+    compile_together(recorder.programs, arch)
 
 
 def expect(
