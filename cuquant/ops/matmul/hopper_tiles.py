@@ -256,7 +256,7 @@ def time_us(shape: Shape, rows: int, work: Work) -> float:
     """
     tile_rows, _, tiles = cut(shape, rows, work)
     s, width = shape, shape.row_groups * GROUP_ROWS
-    costs, bits, processors, units = work.costs, work.decoding.bits, work.processors, work.units
+    costs, bits, units = work.costs, work.decoding.bits, work.units
     waits, issues = getattr(costs, work.decoding.kind)
     waits += s.tokens * (costs.row_of_four if s.slices == 4 else costs.row_of_two)
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
@@ -267,14 +267,14 @@ def time_us(shape: Shape, rows: int, work: Work) -> float:
     end = (s.depth_groups - 1) * sums / costs.given
     if s.split > 1:
         end += sums / costs.sent
-    blocks, handing = blocks_of(s, tiles, units, processors), 0.0
+    blocks, handing = blocks_of(s, tiles, units, work.processors), 0.0
     rounds: float = -(-tiles * s.split // blocks)
     if s.streamed:  # a block begins within one tile, and ends within another one
         rounds, handed = tiles / blocks, (1 + max(1, blocks / tiles)) * sums
         handing = end + costs.handing + handed / costs.handed
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
-        reading = tiles * units * codes / (processors * costs.memory) + end
+        reading = tiles * units * codes / costs.memory + end
     busy = max(rounds * (units / s.split * unit + end), reading) + handing
     return (costs.start + busy) / 1000
 
