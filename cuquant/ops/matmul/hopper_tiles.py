@@ -23,7 +23,10 @@ BARRIER = 16  # bytes of the one for what another block gives, and to 16 of them
 FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
-STAGES = 24  # in shared memory, at most
+# Bytes of codes that a block has on their way at least, where it has stages for them: with two or
+# three times as many, all blocks together read memory up to a fifth more slowly.
+ON_THEIR_WAY = 48 << 10
+STAGES = 4  # of each depth group, at least, for the same reason
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 MANY = (160, 192, 256)  # rows of x, of which a multiprocessor has two warpgroups
 # Units of a stage, by rows of x.
@@ -148,13 +151,15 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
 
 @lru_cache(maxsize=4096)
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:
-    """The shape with as many stages as fit, each of which belongs to one depth group; or None.
+    """The shape with as many stages as help and fit, each of which belongs to one depth group; or
+    None.
 
     Where so few fit that warps would wait for each other, stages have one unit.
     """
-    each = shape.depth_groups
+    each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
-        for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
+        most = max(STAGES, ON_THEIR_WAY // (span * codes * each)) * each
+        for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:
                 return found
@@ -307,7 +312,7 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 continue
             operands = _operands(tokens, groups, decoding)
             for span in SPANS[tokens]:
-                shape = Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
+                shape = Shape(tokens, row_groups, depth_groups, 0, span, *operands, kind)
                 if kind != EXPERTS:
                     yield replace(shape, once=True, split=2)
                     if depth_groups > 1:
