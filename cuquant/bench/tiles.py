@@ -29,11 +29,8 @@ LAYERS = (  # N, K
     (2112, 7168), (2048, 8192), (4096, 4096), (5120, 5120), (7168, 2048), (8192, 8192),
     (10240, 8192), (18944, 3584), (28672, 4096), (3584, 14336), (5120, 13824),
 )  # fmt: skip
-ROWS = (24, 32, 48, 64, 96, 128, 160, 256, 384, 512, 1024)
-LIKELY, MOST_WAYS = (
-    1.5,
-    8,
-)  # ways that may take so many times what the fastest does, at most so many
+ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 256, 384, 512, 1024)
+LIKELY, MOST_WAYS = 1.5, 8  # ways that may take so many times the fastest's time, at most so many
 CLOSE = 3.0  # a way that is slower than the fastest by 1 / CLOSE counts e times less
 STEPS = (0.2, 0.1, 0.05, 0.02)  # by which a cost is changed, until no change of any is better
 PRECISION = 3  # digits

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class TileCosts(NamedTuple):
-    """What matmul/hopper.cu's work takes on one multiprocessor: times in nanoseconds, and rates of
-    a nanosecond.
+    """What matmul/hopper.cu's work takes on one multiprocessor, but for `memory`: times in
+    nanoseconds, and rates of a nanosecond.
 
     Attributes
     ----------
@@ -15,7 +15,7 @@ class TileCosts(NamedTuple):
         Bytes that come in from L2, where all blocks are at the same columns of x at a time, so that
         many requests are one, and where they are not.
     memory
-        Bytes of the weights from memory, of which all multiprocessors have a part.
+        Bytes of the weights from memory, for all multiprocessors together.
     multiplied
         Multiply-adds.
     computed, looked_up, heavy, blocks
@@ -52,10 +52,10 @@ class TileCosts(NamedTuple):
 
 
 H100_TILES = TileCosts(
-    fed=100, fed_apart=72, memory=18.3, multiplied=4538,
-    computed=(78, 59), looked_up=(94, 75), heavy=(91, 97), blocks=(166, 157),
-    row_of_four=0.493, row_of_two=0.347, exposed=0.415,
-    given=6.9, sent=8.8, handed=11.2, handing=2199, start=1268,
+    fed=90.9, fed_apart=73.4, memory=2420, multiplied=4130,
+    computed=(81.7, 53.6), looked_up=(85.6, 75), heavy=(91, 80.8), blocks=(181, 150),
+    row_of_four=0.651, row_of_two=0.382, exposed=0.415,
+    given=10.2, sent=10.6, handed=17.1, handing=2790, start=1320,
 )  # fmt: skip
 
 

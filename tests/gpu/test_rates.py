@@ -51,6 +51,13 @@ def test_an_h100_by_its_clocks_is_near_to_what_was_measured():
     found = reckoned(1_980_000, 132, 2_619_000, 5120, 90)
     for name in ("read", "tensor", "float32"):
         assert getattr(found, name) == pytest.approx(getattr(H100, name), rel=0.1)
+    assert found.tiles.memory == pytest.approx(H100.tiles.memory, rel=0.1)
+
+
+def test_a_gpu_with_fewer_multiprocessors_reads_weights_as_fast():
+    """An H100 PCIe has 114 of them, and memory of 2.04 TB/s by its data sheet."""
+    found = reckoned(1_755_000, 114, 1_593_000, 5120, 90)
+    assert found.tiles.memory / H100.tiles.memory == pytest.approx(found.read / H100.read)
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 87, 89, 90, 100, 103, 120, 121])

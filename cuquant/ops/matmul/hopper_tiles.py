@@ -23,7 +23,10 @@ BARRIER = 16  # bytes of the one for what another block gives, and to 16 of them
 FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
-STAGES = 24  # in shared memory, at most
+# Bytes of codes that a block has on their way at least, where it has stages for them: with two or
+# three times as many, all blocks together read memory up to a fifth more slowly.
+ON_THEIR_WAY = 48 << 10
+STAGES = 4  # of each depth group, at least, for the same reason
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 MANY = (160, 192, 256)  # rows of x, of which a multiprocessor has two warpgroups
 # Units of a stage, by rows of x.
@@ -148,13 +151,15 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
 
 @lru_cache(maxsize=4096)
 def staged(shape: Shape, bits: int, table: int) -> Shape | None:
-    """The shape with as many stages as fit, each of which belongs to one depth group; or None.
+    """The shape with as many stages as help and fit, each of which belongs to one depth group; or
+    None.
 
     Where so few fit that warps would wait for each other, stages have one unit.
     """
-    each = shape.depth_groups
+    each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
-        for stages in range(STAGES // each * each, max(3, 2 * each) - 1, -each):
+        most = max(STAGES, ON_THEIR_WAY // (span * codes * each)) * each
+        for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:
                 return found
@@ -256,7 +261,7 @@ def time_us(shape: Shape, rows: int, work: Work) -> float:
     """
     tile_rows, _, tiles = cut(shape, rows, work)
     s, width = shape, shape.row_groups * GROUP_ROWS
-    costs, bits, processors, units = work.costs, work.decoding.bits, work.processors, work.units
+    costs, bits, units = work.costs, work.decoding.bits, work.units
     waits, issues = getattr(costs, work.decoding.kind)
     waits += s.tokens * (costs.row_of_four if s.slices == 4 else costs.row_of_two)
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
@@ -267,14 +272,14 @@ def time_us(shape: Shape, rows: int, work: Work) -> float:
     end = (s.depth_groups - 1) * sums / costs.given
     if s.split > 1:
         end += sums / costs.sent
-    blocks, handing = blocks_of(s, tiles, units, processors), 0.0
+    blocks, handing = blocks_of(s, tiles, units, work.processors), 0.0
     rounds: float = -(-tiles * s.split // blocks)
     if s.streamed:  # a block begins within one tile, and ends within another one
         rounds, handed = tiles / blocks, (1 + max(1, blocks / tiles)) * sums
         handing = end + costs.handing + handed / costs.handed
     reading = 0.0  # all weights once; the last rounds have what others leave them
     if rows <= TOKENS[-1]:
-        reading = tiles * units * codes / (processors * costs.memory) + end
+        reading = tiles * units * codes / costs.memory + end
     busy = max(rounds * (units / s.split * unit + end), reading) + handing
     return (costs.start + busy) / 1000
 
@@ -307,7 +312,7 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 continue
             operands = _operands(tokens, groups, decoding)
             for span in SPANS[tokens]:
-                shape = Shape(tokens, row_groups, depth_groups, STAGES, span, *operands, kind)
+                shape = Shape(tokens, row_groups, depth_groups, 0, span, *operands, kind)
                 if kind != EXPERTS:
                     yield replace(shape, once=True, split=2)
                     if depth_groups > 1:

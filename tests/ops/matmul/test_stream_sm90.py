@@ -117,7 +117,7 @@ PARTS = [
 
 def streamed() -> Any:
     """The tensor cores' kernel takes no few rows of x."""
-    return mock.patch.object(hopper, "takes_few", lambda _: False)
+    return mock.patch.object(hopper.Hopper, "takes", lambda *_: False)
 
 
 @pytest.fixture(scope="module")
