@@ -21,7 +21,8 @@ from cuquant.array.quant_array import QuantArray, concatenate
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
-from cuquant.io.quantized import load, save
+from cuquant.io.files import load, open
+from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.matmul.door import grouped_linear, linear, matmul, swiglu
@@ -49,6 +50,7 @@ __all__ = [
     "list_formats",
     "load",
     "matmul",
+    "open",
     "precompile",
     "prepack",
     "quantize",
