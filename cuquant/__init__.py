@@ -18,6 +18,7 @@ from cuquant.array.components import array_equal
 from cuquant.array.metrics import Error, error
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray, concatenate
+from cuquant.array.raw_blocks import RawBlocks
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
@@ -38,6 +39,7 @@ __all__ = [
     "FormatError",
     "PackedWeight",
     "QuantArray",
+    "RawBlocks",
     "array_equal",
     "concatenate",
     "dequantize",

@@ -201,7 +201,9 @@ def _listed(index: Path) -> list[Path]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: is no index of shards") from error
     if not names or len(names) > MAX_SHARDS:
-        raise FormatError(f"{index}: lists {len(names)} shards; 1 to {MAX_SHARDS} are wanted")
+        raise FormatError(
+            f"{index}: is an index of {len(names)} shards; 1 to {MAX_SHARDS} are wanted"
+        )
     if strange := sorted(name for name in names if name != Path(name).name or name in ("", "..")):
         raise FormatError(f"{index}: lists {quote(strange[0])}, which is no name of a file")
     files = [index.with_name(name) for name in sorted(names)]

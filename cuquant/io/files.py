@@ -24,7 +24,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.foreign import find_sign
 from cuquant.io.quantized import Described, described
 from cuquant.io.schema import schema_of
-from cuquant.io.schema.layer import Layer
+from cuquant.io.schema.layer import Layer, Unread
 
 OWN, PLAIN, GGUF = "cuquant", "safetensors", "gguf"
 MAX_HEADER_BYTES = 100_000_000
@@ -250,16 +250,17 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
                 "cuquant does not read"
             )
         return PLAIN, {name: _plain(c, name) for name in c}
-    layers: dict[str, Layer] = {}
+    layers: dict[str, Layer | Unread] = {}
     for layer in schema.layers(c):
         if layer.name in layers:
             raise FormatError(f"{c.path}: {quote(layer.name)} is there twice")
         layers[layer.name] = layer
-    used = {name for layer in layers.values() for name in layer.tensors}
+    read = [layer for layer in layers.values() if isinstance(layer, Layer)]
+    used = {name for layer in read for name in layer.tensors}
     rest = {name: _plain(c, name) for name in c if name not in used}
-    if clash := rest.keys() & layers.keys():
+    if clash := rest.keys() & {layer.name for layer in read}:
         raise FormatError(f"{c.path}: {quote(min(clash))} is both quantized and a tensor")
-    return schema.KIND, {name: _foreign(c, layer) for name, layer in layers.items()} | rest
+    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}
 
 
 def _plain(c: Checkpoint, name: str) -> Entry:
@@ -277,12 +278,22 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
     )  # fmt: skip
 
 
-def _foreign(c: Checkpoint, layer: Layer) -> Entry:
+def _foreign(c: Checkpoint, layer: Layer | Unread) -> Entry:
+    if isinstance(layer, Unread):
+        return _unread(c, layer)
     nbytes = sum(c.info(name).nbytes for name in layer.tensors)
     return Entry(
         layer.name, layer.format, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes,
         layer.read,
     )  # fmt: skip
+
+
+def _unread(c: Checkpoint, layer: Unread) -> Entry:
+    def read() -> Any:
+        raise FormatError(f"{c.path}: {layer.error}")
+
+    notes = (str(layer.error),)
+    return Entry(layer.name, None, (), np.dtype(np.float32), 0, (), notes, read)
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------

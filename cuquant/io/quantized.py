@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -201,6 +201,14 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{shortened(text)} is no JSON number")
 
 
+class Tensors(Protocol):
+    """What reads tensors by name: a file, or several."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
+        ...
+
+
 @dataclass(frozen=True)
 class Described:
     """A quantized array of a file, as its header describes it and its tensors confirm.
@@ -226,7 +234,7 @@ class Described:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.parts.values())
 
-    def read(self, reader: SafetensorsReader, name: str) -> QuantArray | PackedWeight:
+    def read(self, reader: Tensors, name: str) -> QuantArray | PackedWeight:
         """The array itself."""
         stored = stored_shape(self.shape, self.axes)
         wanted = _components(self.format, stored, self.layout)

@@ -18,6 +18,8 @@ from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
     Layer,
     Parts,
+    Unread,
+    attempt,
     integer,
     model_dtype,
     refuse,
@@ -40,11 +42,11 @@ def recognises(c: Checkpoint) -> bool:
     return bool(found) and not any(stem + "g_idx" in c for stem in found)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules with qweight, qzeros and scales."""
     for stem in stems(c, "qweight"):
         if stem + "qzeros" in c and stem + "scales" in c:
-            yield _layer(c, stem)
+            yield attempt(stem + "weight", _layer, c, stem)
 
 
 def _layer(c: Checkpoint, stem: str) -> Layer:

@@ -21,7 +21,16 @@ from cuquant.formats.codecs import Codebook
 from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.schema.layer import Layer, Parts, integer, model_dtype, refuse, stems
+from cuquant.io.schema.layer import (
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    integer,
+    model_dtype,
+    refuse,
+    stems,
+)
 
 KIND = "bitsandbytes"
 STATE = ".quant_state.bitsandbytes__"
@@ -36,14 +45,14 @@ def recognises(c: Checkpoint) -> bool:
     return any(STATE in name for name in c) or any(_eights(c))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Weights with a state, and int8 weights beside SCB."""
     for name in c:
         weight, mark, kind = name.partition(STATE)
         if mark and kind in TYPES:
-            yield _four(c, weight, name, kind)
+            yield attempt(weight, _four, c, weight, name, kind)
     for stem in _eights(c):
-        yield _eight(c, stem)
+        yield attempt(stem + "weight", _eight, c, stem)
 
 
 def _eights(c: Checkpoint) -> Iterator[str]:
@@ -58,7 +67,8 @@ def _eight(c: Checkpoint, stem: str) -> Layer:
         raise refuse(codes.name, f"SCB is {scales.dtype}{list(scales.shape)}")
 
     def parts() -> Parts:
-        scale = c.read(scales.name) * np.float32(1 / 127)
+        with np.errstate(all="ignore"):
+            scale = c.read(scales.name) * np.float32(1 / 127)
         return {"packed": c.read(codes.name), "scale": scale}
 
     names = [codes.name, scales.name]
@@ -99,7 +109,9 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
         if nested:
             if integer(said, "nested_blocksize", 1, 1 << 20) != 256:
                 raise refuse(name, "blocks of its scales are not 256")
-            if not np.array_equal(c.read(f"{name}.nested_quant_map"), np.float32(MAPS["dynamic"])):
+            if not np.array_equal(
+                c.read(f"{name}.nested_quant_map"), np.asarray(MAPS["dynamic"], np.float32)
+            ):
                 raise refuse(name, "the levels of its scales are not bitsandbytes' own")
             found["nested_scale"] = c.read(f"{name}.nested_absmax")
             found["nested_offset"] = np.asarray(said.get("nested_offset"), np.float32)

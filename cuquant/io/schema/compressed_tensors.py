@@ -14,12 +14,14 @@ import numpy as np
 
 from cuquant.formats import Format, get_format
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import Block
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
+    Extent,
     Layer,
     Parts,
+    Unread,
+    attempt,
     integer,
     model_dtype,
     refuse,
@@ -42,22 +44,29 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight_scale" in c for stem in stems(c, "weight_packed"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules that have scales, in the format of their group."""
     for stem in stems(c, "compressed"):
         if stem + "bitmask" in c:
-            raise refuse(stem + "weight", "weights with a bitmask (2 of 4) are not read yet")
+            why = "weights with a bitmask (2 of 4) are not read yet"
+            yield Unread(stem + "weight", refuse(stem + "weight", why))
     for stem in stems(c, "scale_packed"):
-        raise refuse(stem + "weight", "marlin-24 is in the order of a kernel; keep the original")
+        why = "marlin-24 is in the order of a kernel; take the original"
+        yield Unread(stem + "weight", refuse(stem + "weight", why))
     for stem in stems(c, "weight_scale"):
         codes = next((stem + end for end in CODES if stem + end in c), None)
         if codes is None:
             continue
-        group = group_of(c, stem)
-        kind = group.get("format") or c.quantization.get("format")
-        if kind not in READERS:
-            kind = _kind(c, stem, codes)
-        yield READERS[kind](c, stem, group.get("weights") or {})
+        yield attempt(stem + "weight", _layer, c, stem, codes)
+
+
+def _layer(c: Checkpoint, stem: str, codes: str) -> Layer:
+    group = group_of(c, stem)
+    kind = group.get("format") or c.quantization.get("format")
+    if not isinstance(kind, str) or kind not in READERS:
+        kind = _kind(c, stem, codes)
+    weights = group.get("weights")
+    return READERS[kind](c, stem, weights if isinstance(weights, dict) else {})
 
 
 def group_of(c: Checkpoint, stem: str) -> Group:
@@ -95,7 +104,7 @@ def _kind(c: Checkpoint, stem: str, codes: str) -> str:
     raise refuse(codes, f"codes of {dtype} with scales of {scale} are unknown")
 
 
-def _extent(codes: tuple[int, ...], scales: tuple[int, ...], weights: Group, name: str) -> Block:
+def _extent(codes: tuple[int, ...], scales: tuple[int, ...], weights: Group, name: str) -> Extent:
     """What shares a scale."""
     if int(np.prod(scales, dtype=np.int64)) == 1:
         return "tensor"
@@ -133,6 +142,8 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
     ways = _packings(c, bits, words, depth, name)
     zeros = stem + "weight_zero_point"
     has_zeros = zeros in c
+    if has_zeros and len(c.info(zeros).shape) != 2:
+        raise refuse(name, f"zero points {list(c.info(zeros).shape)} are none of a matrix")
     extent = _extent(shape, scales.shape, weights, name)
     kept = scale_dtype(scales, "scales")
     if bits == 8 and not has_zeros:

@@ -11,10 +11,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuquant.formats import get_format
-from cuquant.formats.scales import Block
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
-from cuquant.io.schema.layer import Layer, Parts, model_dtype, refuse, stems
+from cuquant.io.schema.layer import (
+    Extent,
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    model_dtype,
+    refuse,
+    stems,
+)
 
 KIND = "fp8"
 METHODS = ("fp8", "fbgemm_fp8")
@@ -29,17 +37,20 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight" in c for stem in stems(c, SCALES[0]))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules whose weight is of 8-bit floats and has a scale."""
     block = c.quantization.get("weight_block_size")
     for end in SCALES:
         for stem in stems(c, end):
             if stem + "weight" in c and c.info(stem + "weight").dtype in FORMATS:
-                yield layer(c, c.info(stem + "weight"), c.info(stem + end), block)
+                codes, scales = c.info(stem + "weight"), c.info(stem + end)
+                yield attempt(codes.name, layer, c, codes, scales, block)
 
 
 def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -> Layer:
     """Codes with scales of a tensor, of rows or of blocks [bm, bn]."""
+    if codes.dtype not in FORMATS or not codes.shape:
+        raise refuse(codes.name, f"codes of {codes.dtype}{list(codes.shape)} are no 8-bit floats")
     extent = _extent(codes, scales, block)
     fmt = get_format(FORMATS[codes.dtype], block_size=extent)
 
@@ -63,7 +74,7 @@ def as_float32(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
     return scales.astype(np.float32)
 
 
-def _extent(codes: TensorInfo, scales: TensorInfo, block: object) -> Block:
+def _extent(codes: TensorInfo, scales: TensorInfo, block: object) -> Extent:
     """What shares a scale; FormatError where the scales are not as many."""
     count = int(np.prod(scales.shape, dtype=np.int64))
     if count == 1:

@@ -20,6 +20,8 @@ from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import (
     Layer,
     Parts,
+    Unread,
+    attempt,
     integer,
     model_dtype,
     refuse,
@@ -47,12 +49,12 @@ def settings(c: Checkpoint) -> Mapping[str, Any]:
     return c.quantization or next(filter(None, map(c.json, CONFIGS)), {})
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules with qweight, qzeros and scales."""
     config = settings(c)
     for stem in stems(c, "qweight"):
         if stem + "qzeros" in c and stem + "scales" in c:
-            yield _layer(c, config, stem)
+            yield attempt(stem + "weight", _layer, c, config, stem)
 
 
 def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
@@ -65,7 +67,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
         raise refuse(name, f"codes {codes.dtype}{list(codes.shape)} are none of GPTQ's")
     groups, columns = scales.shape
     bits = _bits(own, zeros.shape[1], columns, name)
-    if codes.shape[1] != columns or codes.shape[0] * 32 % bits:
+    if not groups or not columns or codes.shape[1] != columns or codes.shape[0] * 32 % bits:
         raise refuse(name, f"codes {list(codes.shape)} do not fit scales {list(scales.shape)}")
     depth = codes.shape[0] * 32 // bits
     g_idx = c.read(stem + "g_idx") if stem + "g_idx" in c else None
@@ -124,7 +126,7 @@ def _group_size(config: Mapping[str, Any], depth: int, groups: int, name: str) -
     if groups == 1:
         return depth
     size = integer(config, "group_size", 8, 1 << 30) if "group_size" in config else depth // groups
-    if -(-depth // size) != groups:
+    if not size or -(-depth // size) != groups:
         raise refuse(name, f"{groups} groups of {size} columns do not make {depth} columns")
     return size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import TensorInfo
 
 Parts = dict[str, np.ndarray]
-SCALE_DTYPES = {"F16": "float16", "BF16": "float32", "F32": "float32"}
+Extent = int | Literal["row", "tensor"] | tuple[int, int]  # what shares a scale
+ScaleDtype = Literal["float32", "float16"]
+SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "float32", "F32": "float32"}
 """How scales of a checkpoint are kept: float32 holds every bfloat16."""
 
 
@@ -50,7 +52,10 @@ class Layer:
     def read(self) -> QuantArray:
         """The array; FormatError where its tensors do not fit together."""
         wanted = self.format.components(self.shape)
-        found = self.parts()
+        try:
+            found = self.parts()
+        except (ValueError, OverflowError) as error:  # bytes that do not have these shapes
+            raise refuse(self.name, str(error)) from error
         parts = {}
         for part in wanted:
             array = np.ascontiguousarray(found[part.name])
@@ -64,16 +69,45 @@ class Layer:
         return QuantArray(self.format, self.shape, self.dtype, parts, axes)
 
 
+@dataclass(frozen=True)
+class Unread:
+    """An array of a checkpoint that cannot be read; its tensors are listed as they lie.
+
+    Attributes
+    ----------
+    name
+        The weight's own.
+    error
+        Which says why.
+    """
+
+    name: str
+    error: FormatError
+
+
+def attempt(name: str, make: Callable[..., Layer], *args: Any) -> Layer | Unread:
+    """The layer that a reader makes, or why there is none: others of the file can be read."""
+    try:
+        return make(*args)
+    except FormatError as error:
+        return Unread(name, error)
+    except (ValueError, OverflowError) as error:  # of formats and shapes that there are not
+        return Unread(name, refuse(name, str(error)))
+
+
 class Schema(Protocol):
     """One kind of checkpoint: a module of this folder, which is also its table of facts."""
 
-    KIND: str
+    @property
+    def KIND(self) -> str:
+        """Its name."""
+        ...
 
     def recognises(self, c: Checkpoint) -> bool:
         """Whether a checkpoint is of this kind."""
         ...
 
-    def layers(self, c: Checkpoint) -> Iterator[Layer]:
+    def layers(self, c: Checkpoint) -> Iterator[Layer | Unread]:
         """Its quantized arrays; other tensors are plain."""
         ...
 
@@ -96,7 +130,7 @@ def model_dtype(c: Checkpoint, like: TensorInfo | None = None) -> np.dtype:
     return np.dtype(np.float32)
 
 
-def scale_dtype(info: TensorInfo, what: str) -> str:
+def scale_dtype(info: TensorInfo, what: str) -> ScaleDtype:
     """The `scale_dtype` of a format that holds these scales."""
     if info.dtype not in SCALE_DTYPES:
         raise FormatError(f"{quote(info.name)}: {what} of dtype {info.dtype} are unknown")

@@ -15,7 +15,7 @@ import numpy as np
 from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.schema.layer import Layer, Parts, model_dtype, refuse, stems
+from cuquant.io.schema.layer import Layer, Parts, Unread, attempt, model_dtype, refuse, stems
 
 KIND = "mlx"
 MODES = {"mxfp4": ("mxfp4", 4, 32), "mxfp8": ("mxfp8", 8, 32), "nvfp4": ("nvfp4", 4, 16)}
@@ -35,16 +35,19 @@ def _modules(c: Checkpoint) -> Iterator[str]:
             yield stem
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules whose weight is of words."""
     for stem in _modules(c):
-        own = _own(c.quantization, stem.removesuffix("."))
-        mode = own.get("mode", "affine")
-        if mode == "affine":
-            raise refuse(stem + "weight", "MLX's affine codes, which have a bias, are not read yet")
-        if mode not in MODES:
-            raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
-        yield _floats(c, stem, *MODES[mode])
+        yield attempt(stem + "weight", _layer, c, stem)
+
+
+def _layer(c: Checkpoint, stem: str) -> Layer:
+    mode = _own(c.quantization, stem.removesuffix(".")).get("mode", "affine")
+    if mode == "affine":
+        raise refuse(stem + "weight", "MLX's affine codes, which have a bias, are not read yet")
+    if mode not in MODES:
+        raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
+    return _floats(c, stem, *MODES[mode])
 
 
 def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:

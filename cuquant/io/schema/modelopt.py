@@ -17,7 +17,17 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
-from cuquant.io.schema.layer import Layer, Parts, model_dtype, refuse, scale_dtype, scales_of, stems
+from cuquant.io.schema.layer import (
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    model_dtype,
+    refuse,
+    scale_dtype,
+    scales_of,
+    stems,
+)
 
 KIND = "modelopt"
 
@@ -31,27 +41,31 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight_scale" in c for stem in stems(c, "weight_scale_2"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Modules whose weight has a scale."""
     for stem in stems(c, "weight_scale"):
-        if stem + "weight" not in c:
-            continue
-        codes, scales = c.info(stem + "weight"), c.info(stem + "weight_scale")
-        if codes.dtype in fp8.FORMATS:
-            yield _floats(c, codes, scales)
-        elif codes.dtype == "U8" and stem + "weight_scale_2" in c and scales.dtype == "F8_E4M3":
-            yield _nvfp4(c, codes, scales, stem + "weight_scale_2")
-        elif codes.dtype == "U8" and scales.dtype in ("U8", "F8_E8M0"):
-            yield _mxfp4(c, codes, scales)
-        elif codes.dtype == "U8" and len(scales.shape) == 2:
-            yield _int4(c, stem, codes, scales)
-        else:
-            raise refuse(codes.name, f"codes of {codes.dtype} with scales of {scales.dtype}")
+        if stem + "weight" in c:
+            yield attempt(stem + "weight", _layer, c, stem)
+
+
+def _layer(c: Checkpoint, stem: str) -> Layer:
+    codes, scales = c.info(stem + "weight"), c.info(stem + "weight_scale")
+    if codes.dtype in fp8.FORMATS:
+        return _floats(c, codes, scales)
+    if codes.dtype == "U8" and stem + "weight_scale_2" in c and scales.dtype == "F8_E4M3":
+        return _nvfp4(c, codes, scales, stem + "weight_scale_2")
+    if codes.dtype == "U8" and scales.dtype in ("U8", "F8_E8M0"):
+        return _mxfp4(c, codes, scales)
+    if codes.dtype == "U8" and len(scales.shape) == 2:
+        return _int4(c, stem, codes, scales)
+    raise refuse(codes.name, f"codes of {codes.dtype} with scales of {scales.dtype} are unknown")
 
 
 def _floats(c: Checkpoint, codes: TensorInfo, scales: TensorInfo) -> Layer:
     if len(scales.shape) != 4:
         return fp8.layer(c, codes, scales, None)
+    if len(codes.shape) != 2:
+        raise refuse(codes.name, f"weights {list(codes.shape)} have blocks of a matrix")
     rows, columns = codes.shape
     tall, wide = rows // max(scales.shape[0], 1), columns // max(scales.shape[2], 1)
     flat = TensorInfo(scales.name, scales.dtype, scales.shape[::2], scales.offset, scales.nbytes)
@@ -82,6 +96,8 @@ def _mxfp4(c: Checkpoint, codes: TensorInfo, scales: TensorInfo) -> Layer:
 
 
 def _int4(c: Checkpoint, stem: str, codes: TensorInfo, scales: TensorInfo) -> Layer:
+    if len(codes.shape) != 2:
+        raise refuse(codes.name, f"codes {list(codes.shape)} are none of a matrix")
     pairs, depth = codes.shape
     groups = scales.shape[1]
     if scales.shape[0] != 2 * pairs or depth % max(groups, 1):

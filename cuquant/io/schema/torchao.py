@@ -15,13 +15,22 @@ import numpy as np
 
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
-from cuquant.formats.scales import Block
 from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
-from cuquant.io.schema.layer import Layer, Parts, model_dtype, refuse, scale_dtype, scales_of
+from cuquant.io.schema.layer import (
+    Extent,
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    model_dtype,
+    refuse,
+    scale_dtype,
+    scales_of,
+)
 
 KIND = "torchao"
 NAMES = "tensor_names"
@@ -33,22 +42,24 @@ def recognises(c: Checkpoint) -> bool:
     return NAMES in c.metadata and any("_weight_qdata" in name for name in c)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer]:
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
     """Names of the list that are subclasses."""
     for name in _json(c, NAMES, list):
         if not isinstance(name, str) or name not in c.metadata:
             continue
         said = _json(c, name, dict)
-        kind = said.get("_type")
-        if kind == "Tensor":
-            continue
-        if kind not in READERS:
-            raise refuse(name, f"torchao's {quote(kind)} is not read; export it in another class")
-        data = said.get("_data")
-        own = data if isinstance(data, dict) else {}
-        if own.get("is_swizzled_scales"):
-            raise refuse(name, "its scales are in the order of a kernel")
-        yield READERS[kind](c, name, own)
+        if said.get("_type") != "Tensor":
+            yield attempt(name, _layer, c, name, said)
+
+
+def _layer(c: Checkpoint, name: str, said: Data) -> Layer:
+    kind, data = said.get("_type"), said.get("_data")
+    if kind not in READERS:
+        raise refuse(name, f"torchao's {quote(kind)} is not read; export it in another class")
+    own = data if isinstance(data, dict) else {}
+    if own.get("is_swizzled_scales"):
+        raise refuse(name, "its scales are in the order of a kernel")
+    return READERS[kind](c, name, own)
 
 
 def _json(c: Checkpoint, key: str, kind: type) -> Any:
@@ -80,7 +91,7 @@ def _dtype(c: Checkpoint, data: Data) -> np.dtype:
     return model_dtype(c)
 
 
-def _extent(codes: tuple[int, ...], scales: TensorInfo, name: str) -> Block:
+def _extent(codes: tuple[int, ...], scales: TensorInfo, name: str) -> Extent:
     if int(np.prod(scales.shape, dtype=np.int64)) == 1:
         return "tensor"
     if scales.shape == (*codes[:-1], 1):
