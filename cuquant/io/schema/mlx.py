@@ -45,7 +45,7 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     mode = _own(c.quantization, stem.removesuffix(".")).get("mode", "affine")
     if mode == "affine":
         raise refuse(stem + "weight", "MLX's affine codes, which have a bias, are not read yet")
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
     return _floats(c, stem, *MODES[mode])
 

@@ -54,7 +54,7 @@ def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
 
 def _layer(c: Checkpoint, name: str, said: Data) -> Layer:
     kind, data = said.get("_type"), said.get("_data")
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         raise refuse(name, f"torchao's {quote(kind)} is not read; export it in another class")
     own = data if isinstance(data, dict) else {}
     if own.get("is_swizzled_scales"):
