@@ -22,6 +22,7 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.io.conversion.door import convert
 from cuquant.io.files import load, open
 from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
@@ -42,6 +43,7 @@ __all__ = [
     "RawBlocks",
     "array_equal",
     "concatenate",
+    "convert",
     "dequantize",
     "doctor",
     "error",

@@ -276,6 +276,7 @@ def test_every_public_name_can_be_called(tmp_path):
     calls = {
         "array_equal": lambda: cq.array_equal(q, q),
         "concatenate": lambda: cq.concatenate([q, q]),
+        "convert": lambda: cq.convert(tmp_path / "f", tmp_path / "c", to="cuquant"),
         "dequantize": lambda: cq.dequantize(q),
         "doctor": cq.doctor,
         "error": lambda: cq.error(x, q),

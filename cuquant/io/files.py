@@ -50,6 +50,12 @@ class Entry:
         What a reader should know, in words.
     read
         Reads it.
+    axes
+        Of a QuantArray whose last axis is not the quantized one; else None.
+    layout
+        Of a PackedWeight; None for other arrays.
+    error
+        Why it cannot be read; None where it can.
     """
 
     name: str
@@ -60,6 +66,9 @@ class Entry:
     tensors: tuple[str, ...]
     notes: tuple[str, ...]
     read: Callable[[], Any]
+    axes: tuple[int, ...] | None = None
+    layout: str | None = None
+    error: FormatError | None = None
 
 
 class Opened(Closing, Mapping[str, Entry]):
@@ -264,6 +273,7 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
     return Entry(
         name, array.format, array.shape, array.dtype, array.nbytes, tensors, (),
         lambda: array.read(c, name),
+        None if array.axes == tuple(range(len(array.shape))) else array.axes, array.layout,
     )  # fmt: skip
 
 
@@ -282,7 +292,8 @@ def _unread(c: Checkpoint, layer: Unread) -> Entry:
         raise FormatError(f"{c.path}: {layer.error}")
 
     notes = (str(layer.error),)
-    return Entry(layer.name, None, (), np.dtype(np.float32), 0, (), notes, read)
+    dtype = np.dtype(np.float32)
+    return Entry(layer.name, None, (), dtype, 0, (), notes, read, error=layer.error)
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------
