@@ -14,6 +14,7 @@ from cuquant.io.conversion import door
 from cuquant.io.conversion.plan import WRITERS
 
 ROOT = Path("tests/data/checkpoints")
+pytestmark = pytest.mark.filterwarnings("ignore:the architecture is not known")
 FOLDERS = [kind for kind in WRITERS if kind not in ("cuquant", "gguf")]
 RNG = np.random.default_rng(7)
 

@@ -99,3 +99,32 @@ def test_transformers_reads_the_same_numbers_of_fp8(tmp_path, name):
     torch = pytest.importorskip("torch")
     weight = operation._dequantize_one(found[key], found[f"{key}_scale_inv"], torch.float32)
     np.testing.assert_array_equal(weight.numpy(), q.dequantize(np.float32))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2"])
+def test_transformers_reads_a_model_of_gguf(tmp_path, model_type):
+    """The same logits, also of what the GGUF file becomes: rows, norms and settings are right."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch = pytest.importorskip("torch")
+    config = transformers.AutoConfig.for_model(
+        model_type, num_hidden_layers=2, hidden_size=128, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, intermediate_size=256, max_position_embeddings=64, vocab_size=96,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for part in model.parameters():
+            if part.ndim == 1:  # norms of multiples of 1/64, of which 1 more are float32 too
+                part.copy_(torch.randint(1, 99, part.shape) / 64)
+    model.save_pretrained(tmp_path / "in")
+    with pytest.warns(UserWarning, match="tokenizer"):
+        cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    with pytest.warns(UserWarning, match="tokens stay behind"):
+        cq.convert(tmp_path / "m.gguf", tmp_path / "out", "fp8")
+    ids = torch.arange(10)[None] + 3
+    want = model(ids).logits
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert torch.equal(load(tmp_path, gguf_file="m.gguf").eval()(ids).logits, want)
+    assert torch.equal(load(tmp_path / "out").eval()(ids).logits, want)

@@ -6,17 +6,22 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from cuquant.disk import replace_file
+from cuquant.errors import FormatError
 from cuquant.formats import Format, get_format
 from cuquant.io.checkpoint import INDEX
 from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import GgufWriter
 from cuquant.io.container.safetensors import SafetensorsWriter
+from cuquant.io.conversion.models import model_for
 from cuquant.io.conversion.plan import (
     Step,
     configuration,
@@ -93,18 +98,25 @@ def convert(
     OSError
         As the system gives it.
 
+    Warns
+    -----
+    UserWarning
+        Where a GGUF file will not say what a model is, or config.json not all of it.
+
     Examples
     --------
     >>> import numpy as np, cuquant as cq, tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
     >>> w = cq.quantize(np.ones((32, 64), np.float32), "int4", block_size=32)
     >>> cq.save(folder / "w.safetensors", {"up.weight": w})
-    >>> cq.convert(folder / "w.safetensors", folder / "w.gguf", to="gguf")[0].becomes
-    'q4_0'
-    >>> cq.load(folder / "w.gguf")["up.weight"]
-    QuantArray(q4_0, shape=(32, 64), dtype=float32, 4.5 bits/element, device=cpu)
+    >>> cq.convert(folder / "w.safetensors", folder / "gptq", to="gptq")[0].becomes
+    '4 bits, groups of 32'
+    >>> cq.load(folder / "gptq")["up.weight"]
+    QuantArray(uint4:32, shape=(32, 64), dtype=float32, 4.75 bits/element, device=cpu)
     """
     with Conversion(src, dst, to, format, requantize) as work:
+        for text in work.warnings:
+            warnings.warn(text, stacklevel=2)
         for _ in work.run():
             pass
         return work.steps
@@ -121,6 +133,8 @@ class Conversion(Closing):
         What is read.
     target
         What is written.
+    warnings
+        What the target will not say, in words.
     """
 
     def __init__(
@@ -137,12 +151,20 @@ class Conversion(Closing):
         fmt = None if format is None else get_format(format)
         self.file: Opened = open(src)
         try:
-            self.steps = plan(self.file, self.writer, fmt, requantize)
+            self._model = model_for(self.file, to)
+            self.warnings = self._model.warnings
+            self.steps = self._planned(fmt, requantize)
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
         except BaseException:
             self.close()
             raise
+
+    def _planned(self, fmt: Format | None, requantize: bool) -> list[Step]:
+        try:
+            return plan(self._model.entries, self.writer, fmt, requantize)
+        except FormatError as error:
+            raise FormatError(f"{self.file.path}: {error}") from error
 
     def close(self) -> None:
         """Close what is read."""
@@ -167,9 +189,11 @@ class Conversion(Closing):
                 yield step
 
     def _gguf_metadata(self) -> Mapping[str, Any]:
-        found = dict(self.file.metadata) if self.file.kind == GGUF else {}
+        found = dict(self._model.metadata)
         if any(step.rounds for step in self.steps):
             found.pop("general.file_type", None)  # of what it was
+        if self.file.kind != GGUF and any(step.recipe for step in self.steps):
+            found["general.quantization_version"] = np.uint32(2)  # of ggml's blocks since 2023
         return found
 
     def _write_file(self, path: Path, steps: list[Step]) -> Iterator[Step]:
@@ -205,7 +229,7 @@ class Conversion(Closing):
 
     def _config(self) -> dict[str, Any]:
         """config.json of the source, with what it says of the quantization replaced."""
-        found = {} if self.file.kind == GGUF else _unquantized(self.file.metadata)
+        found = _unquantized(self._model.metadata)
         if self._said and not found.keys() & {"torch_dtype", "dtype"}:
             dtypes = [step.dtype.name for step in self.steps if step.recipe]
             found["torch_dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)

@@ -12,12 +12,12 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import FormatError, did_you_mean, shortened
+from cuquant.errors import did_you_mean, shortened
 from cuquant.formats import Format, get_format
 from cuquant.io.container.gguf.types import GgufType, gguf_type
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
-from cuquant.io.files import Entry, Opened
+from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
 from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer
 from cuquant.io.streaming import why_kept
@@ -85,14 +85,17 @@ def writer_of(kind: object) -> Writer:
 
 
 def plan(
-    file: Opened, writer: Writer, fmt: Format | None = None, requantize: bool = False
+    entries: Mapping[str, Entry],
+    writer: Writer,
+    fmt: Format | None = None,
+    requantize: bool = False,
 ) -> list[Step]:
     """What every array becomes.
 
     Parameters
     ----------
-    file
-        Whose arrays are read where their numbers decide.
+    entries
+        Of a file, by the names to write; arrays are read where their numbers decide.
     writer
         Of the kind that is written.
     fmt
@@ -107,10 +110,10 @@ def plan(
     ValueError
         For arrays that cannot be written, or lose something.
     """
-    if broken := next((entry.error for entry in file.values() if entry.error), None):
-        raise FormatError(f"{file.path}: {broken}")
+    if broken := next((entry.error for entry in entries.values() if entry.error), None):
+        raise broken
     steps, lost = [], []
-    for entry in file.values():
+    for entry in entries.values():
         try:
             steps.append(_step(entry, writer, fmt, requantize))
         except (ValueError, TypeError) as why:
