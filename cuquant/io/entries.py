@@ -67,6 +67,10 @@ class Opened(Closing, Mapping[str, Entry]):
         "cuquant", "safetensors" (plain arrays), "gguf", or a kind of checkpoint: "gptq", "awq", ...
     metadata
         Of a GGUF file its keys and values; of other files config.json.
+    header
+        Texts in the headers of safetensors files.
+    unread
+        Why a kind is listed and not read; "" of those that `open` gives.
     """
 
     def __init__(
@@ -76,8 +80,11 @@ class Opened(Closing, Mapping[str, Entry]):
         entries: Mapping[str, Entry],
         metadata: Mapping[str, Any],
         close: Callable[[], None],
+        header: Mapping[str, str] | None = None,
+        unread: str = "",
     ) -> None:
         self.path, self.kind, self.metadata = path, kind, metadata
+        self.header, self.unread = header or {}, unread
         self._entries, self._close = entries, close
 
     def __getitem__(self, name: str) -> Entry:
@@ -91,6 +98,17 @@ class Opened(Closing, Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def architecture(self) -> str:
+        """Of the model, in the file's own words; "" where it does not say."""
+        classes = self.metadata.get("architectures")
+        told = (
+            self.metadata.get("general.architecture"),
+            *(classes if isinstance(classes, list) else ()),
+            self.metadata.get("model_type"),
+        )
+        return next((text for text in told if isinstance(text, str)), "")
 
     def close(self) -> None:
         """Close the files; what was read stays."""

@@ -57,13 +57,22 @@ def open(  # as gzip.open and h5py's File: cuquant.open(path)
     ...     print(file.kind, file["w"].format, file["w"].shape, file["w"].nbytes)
     cuquant nf4 (4, 64) 144
     """
+    file = listed(path, max_header_bytes=max_header_bytes)
+    if file.unread:
+        file.close()
+        raise FormatError(f"{file.path}: {file.unread}")
+    return file
+
+
+def listed(path: str | os.PathLike[str], *, max_header_bytes: int = MAX_HEADER_BYTES) -> Opened:
+    """As `open`; files of libraries that are not read are listed too, with a note."""
     path = Path(path)
     if _is_gguf(path):
         return _open_gguf(path, max_header_bytes)
     c = Checkpoint(path, max_header_bytes=max_header_bytes)
     try:
-        kind, entries = _entries(c)
-        return Opened(path, kind, entries, c.config, c.close)
+        kind, entries, unread = _entries(c)
+        return Opened(path, kind, entries, c.config, c.close, c.metadata, unread)
     except BaseException:
         c.close()
         raise
@@ -150,8 +159,8 @@ def _placed(value: Any, library: str, device: str) -> Any:
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
-    """The kind of a checkpoint, and its arrays."""
+def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
+    """The kind of a checkpoint, its arrays, and why they are not read, or ""."""
     own: dict[str, Entry] = {}
     plain = []
     for reader in c.readers():
@@ -162,15 +171,14 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
                 raise FormatError(f"{c.path}: {quote(name)} is described twice")
             own[name] = _own(c, name, array)
     if own:
-        return OWN, own | {name: _plain(c, name) for name in plain}
+        return OWN, own | {name: _plain(c, name) for name in plain}, ""
     schema = schema_of(c)
     if schema is None:
         if (sign := find_sign(c.tensors)) is not None:
-            raise FormatError(
-                f"{c.path}: is quantized by {sign[0]} (tensor {quote(sign[1].name)}), whose files "
-                "cuquant does not read"
-            )
-        return PLAIN, {name: _plain(c, name) for name in c}
+            shown = f"is quantized by {sign[0]} (tensor {quote(sign[1].name)})"
+            why = f"{shown}, whose files cuquant does not read"
+            return sign[0], {name: _plain(c, name) for name in c}, why
+        return PLAIN, {name: _plain(c, name) for name in c}, ""
     layers: dict[str, Layer | Unread] = {}
     for layer in schema.layers(c):
         if layer.name in layers:
@@ -181,7 +189,7 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
     rest = {name: _plain(c, name) for name in c if name not in used}
     if clash := rest.keys() & {layer.name for layer in read}:
         raise FormatError(f"{c.path}: {quote(min(clash))} is both quantized and a tensor")
-    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}
+    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}, ""
 
 
 def _plain(c: Checkpoint, name: str) -> Entry:
