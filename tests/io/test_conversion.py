@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import cuquant as cq
 from cuquant.io.container.gguf import GgufReader
 from cuquant.io.conversion import door
 from cuquant.io.conversion.plan import WRITERS
+from cuquant.io.schema import recipe
 
 ROOT = Path("tests/data/checkpoints")
 pytestmark = pytest.mark.filterwarnings("ignore:the architecture is not known")
@@ -108,6 +110,43 @@ def test_a_kind_holds_the_numbers_of_a_format(tmp_path, name, kind, found):
     assert back["up.weight"].shape == q.shape
     cq.convert(target(tmp_path, kind), tmp_path / "again.safetensors", "cuquant")
     same_numbers(back, cq.load(tmp_path / "again.safetensors"))
+
+
+CHUNKED = [case[:2] for case in HELD if case[1] != "bitsandbytes"]
+
+
+@pytest.mark.parametrize(("name", "kind"), CHUNKED)
+def test_rows_may_be_unpacked_some_at_a_time(tmp_path, monkeypatch, name, kind):
+    source = saved(tmp_path, up__weight=weights(name, (160, 512)))
+    cq.convert(source, target(tmp_path, kind), kind)
+    whole = cq.load(target(tmp_path, kind))["up.weight"]
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(recipe, "CHUNK", 64 * 512)  # 64, 64 and 32 rows
+    cq.convert(source, target(tmp_path / "b", kind), kind)
+    assert cq.array_equal(whole, cq.load(target(tmp_path / "b", kind))["up.weight"])
+
+
+MEMORY = (
+    ("q8_0", "gguf", 1.1), ("float16", "gguf", 1.1), ("q4_0", "cuquant", 1.1),
+    ("int4", "gptq", 2.7), ("int4", "compressed-tensors", 2.7), ("uint4:32", "gguf", 2.9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "most"), MEMORY)
+def test_memory_holds_one_array_and_what_it_becomes(tmp_path, name, kind, most):
+    """What stays as it is is there once; what changes is there twice, with some rows unpacked."""
+    x = np.full((2048, 4096), 0.5, np.float16)
+    array = x if name == "float16" else cq.quantize(x, name)
+    source = saved(tmp_path, **{f"l{i}__weight": array for i in range(3)})
+    cq.convert(source, target(tmp_path, kind), kind)  # nothing is imported or remembered later
+    (tmp_path / "b").mkdir()
+    tracemalloc.start()
+    try:
+        cq.convert(source, target(tmp_path / "b", kind), kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most * array.nbytes
 
 
 @pytest.mark.parametrize("name", cq.list_formats())

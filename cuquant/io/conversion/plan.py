@@ -175,7 +175,7 @@ def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True
     made = writer.recipe(source)
 
     def make() -> Tensors:
-        return dict(made.encode(source.read()))
+        return made.tensors(source.read())
 
     was = str(entry.format or entry.dtype)
     nbytes = sum(_nbytes(*spec) for spec in made.specs.values())
