@@ -20,7 +20,7 @@ struct Factor {
     // The unit of a warp's strip, of its groups first .. last, which the four lanes of a row share out.
     __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int t) {
         if constexpr (in_range) return 1.0f;
-        constexpr int kBatch = 8;  // loads on their way: nothing else hides their latency
+        constexpr int kBatch = Own::blocks || Own::stored == Stored::Double ? 8 : 32;  // on their way, one latency for all
         float largest = 0.0f;
 #pragma unroll 1
         for (int begin = first + t; begin <= last; begin += 4 * kBatch) {

@@ -39,7 +39,7 @@ def test_every_kind_of_decoding_is_measured():
 
 def test_costs_are_found_from_times():
     """Of a GPU whose L2 is faster and whose blocks hand sums over more slowly."""
-    true = H100_TILES._replace(fed_apart=110.0, handing=3000.0, looked_up=(130.0, 60.0))
+    true = H100_TILES._replace(arriving=1500.0, handing=3000.0, looked_up=(130.0, 60.0))
     measured = list(timed(true))
     assert tiles.loss(measured, true) == 0
     before = tiles.loss(measured, H100_TILES)
