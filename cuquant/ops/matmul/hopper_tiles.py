@@ -26,11 +26,13 @@ BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
 # Bytes of codes that a block has on their way: where they are two or three times as many, all
 # blocks together read memory up to a fifth more slowly.
 ON_THEIR_WAY = 48 << 10
-STAGES, EACH = 4, 3  # but so many stages, of a block and of each depth group: fewer are slower
+# But so many stages at least, of a block and of each depth group, and units of each: fewer are
+# slower.
+STAGES, EACH, UNITS = 4, 3, 8
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 MANY = (160, 192, 256)  # rows of x, of which a multiprocessor has two warpgroups
 # Units of a stage, by rows of x.
-SPANS = {16: (4,), 32: (4,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
+SPANS = {16: (4,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
 TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 LARGE = 128  # rows of x of a tile; smaller ones are slower where there are many of them
@@ -158,7 +160,8 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
     """
     each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
-        most = max(-(-STAGES // each), EACH, ON_THEIR_WAY // (span * codes * each)) * each
+        least = max(-(-STAGES // each), EACH, -(-UNITS // span))
+        most = max(least, ON_THEIR_WAY // (span * codes * each)) * each
         for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:
