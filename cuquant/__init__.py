@@ -18,10 +18,12 @@ from cuquant.array.components import array_equal
 from cuquant.array.metrics import Error, error
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray, concatenate
+from cuquant.array.raw_blocks import RawBlocks
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
-from cuquant.io.quantized import load, save
+from cuquant.io.files import load, open
+from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.matmul.door import grouped_linear, linear, matmul, swiglu
@@ -37,6 +39,7 @@ __all__ = [
     "FormatError",
     "PackedWeight",
     "QuantArray",
+    "RawBlocks",
     "array_equal",
     "concatenate",
     "dequantize",
@@ -49,6 +52,7 @@ __all__ = [
     "list_formats",
     "load",
     "matmul",
+    "open",
     "precompile",
     "prepack",
     "quantize",

@@ -18,8 +18,8 @@ from cuquant.formats.names import FormatName
 from cuquant.gpu import cubins, jit
 from cuquant.gpu.arrays import Gpu
 from cuquant.interop import INPUT_DTYPES, name_of
+from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.io.quantized import described, stored_shape
-from cuquant.io.safetensors import SafetensorsReader
 from cuquant.ops import programs
 
 OPERATIONS = ("quantize", "dequantize")  # of formats, where none is named

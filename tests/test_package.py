@@ -285,6 +285,7 @@ def test_every_public_name_can_be_called(tmp_path):
         "list_formats": cq.list_formats,
         "load": lambda: cq.load(tmp_path / "f"),
         "matmul": lambda: cq.matmul(x, q.T),
+        "open": lambda: cq.open(tmp_path / "f").close(),
         "prepack": lambda: cq.prepack(q),
         "quantize": lambda: cq.quantize(x),
         "save": lambda: cq.save(tmp_path / "g", {"w": q}),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from cuquant.io.quantized import load
+from cuquant.io.files import load
 from cuquant.ops.quantize.door import quantize
 
 # Parameters of the library that its messages name, those of `get_format` at the end.

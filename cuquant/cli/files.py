@@ -33,8 +33,8 @@ from cuquant.cli.show import (
 )
 from cuquant.formats import Format, get_format
 from cuquant.gpu.device import describe, resolve
+from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.io.quantized import described
-from cuquant.io.safetensors import SafetensorsReader
 from cuquant.io.streaming import Plan, Report, quantize_file
 
 if TYPE_CHECKING:

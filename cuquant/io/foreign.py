@@ -13,8 +13,8 @@ from typing import Any
 
 from cuquant.disk import read_bounded
 from cuquant.errors import FormatError
-from cuquant.io.safetensors import SafetensorsReader, TensorInfo
-from cuquant.io.safetensors.tensors import quote
+from cuquant.io.container.messages import quote
+from cuquant.io.container.safetensors import SafetensorsReader, TensorInfo
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 PACKED = ("U8", "I8", "I16", "U16", "I32", "U32", "F4", "F6_E2M3", "F6_E3M2")

@@ -9,9 +9,9 @@ state_dict of a `cuquant.torch` model (cuquant/io/state.py), which describes its
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from cuquant import interop, reference
 from cuquant.array.components import OPERATIONS
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_components, unpack
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import FormatError, did_you_mean, shortened
+from cuquant.errors import FormatError, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
-from cuquant.io.safetensors.tensors import quote
+from cuquant.io.container.messages import quote
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.io.state import (
     EXTRA,
     MAX_BYTES,
@@ -94,78 +94,6 @@ def save(
     with SafetensorsWriter(path, specs, metadata(entries)) as writer:
         for name, part in parts.items():
             writer.write(name, part)
-
-
-def load(
-    path: str | os.PathLike[str],
-    *,
-    device: object = None,
-    library: Literal["numpy", "cupy", "torch"] | None = None,
-    names: Iterable[str] | None = None,
-    max_header_bytes: int = 100_000_000,
-) -> dict[str, QuantArray[Any] | PackedWeight[Any] | Any]:
-    """Read a safetensors file: QuantArrays as `save` wrote them, everything else as arrays.
-
-    The state_dict of a model that `cuquant.torch.quantize_` made, saved by safetensors, gives the
-    same: the components of its layer "q_proj" are one array, "q_proj.weight".
-
-    Parameters
-    ----------
-    path
-        Any safetensors file; nothing in it is executed or trusted.
-    device
-        "cpu", "cuda" or "cuda:N". None: the CPU, or the current GPU for CuPy.
-    library
-        "numpy", "cupy" or "torch", which gets bfloat16 and 8-bit floats as its own. None: NumPy, or
-        CuPy where `device` is a GPU.
-    names
-        Of the arrays to read. None: all.
-    max_header_bytes
-        A larger header is refused.
-
-    Returns
-    -------
-    dict of QuantArray, PackedWeight or array by name.
-
-    Raises
-    ------
-    FormatError
-        For a malformed file.
-    ValueError
-        For a library that has no arrays on that device, or a name that the file does not have.
-    BackendUnavailable
-        Where library or device is not there.
-
-    Examples
-    --------
-    >>> import numpy as np, cuquant as cq, tempfile, pathlib
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "w.safetensors")
-    >>> cq.save(path, {"bias": np.arange(3)})
-    >>> cq.load(path)
-    {'bias': array([0, 1, 2])}
-    """
-    which, place = interop.destination(library, device)
-    if isinstance(names, str):
-        raise TypeError(f"names must be several, such as [{quote(names)}]")
-    with SafetensorsReader(path, max_header_bytes=max_header_bytes) as reader:
-        arrays, plain = described(reader)
-        known = [*arrays, *plain]
-        wanted = known if names is None else list(names)
-        if unknown := [name for name in wanted if name not in set(known)]:
-            hint = did_you_mean(str(unknown[0]), known)
-            raise ValueError(f"{path} has no array {quote(unknown[0])}{hint}")
-        found: dict[str, Any] = {}
-        for name in wanted:
-            if name in arrays:
-                found[name] = _placed(arrays[name].read(reader, name), which, place)
-            else:
-                found[name] = interop.placed(reader.read(name), which, place)
-        return found
-
-
-def _placed(q: QuantArray | PackedWeight, library: str, device: str) -> QuantArray | PackedWeight:
-    parts = {n: interop.placed(part, library, device, True) for n, part in q.components.items()}
-    return q._with(components=parts)
 
 
 def metadata(entries: Mapping[str, Any]) -> dict[str, str]:
@@ -273,6 +201,14 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{shortened(text)} is no JSON number")
 
 
+class Tensors(Protocol):
+    """What reads tensors by name: a file, or several."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
+        ...
+
+
 @dataclass(frozen=True)
 class Described:
     """A quantized array of a file, as its header describes it and its tensors confirm.
@@ -298,7 +234,7 @@ class Described:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.parts.values())
 
-    def read(self, reader: SafetensorsReader, name: str) -> QuantArray | PackedWeight:
+    def read(self, reader: Tensors, name: str) -> QuantArray | PackedWeight:
         """The array itself."""
         stored = stored_shape(self.shape, self.axes)
         wanted = _components(self.format, stored, self.layout)

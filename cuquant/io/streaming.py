@@ -18,12 +18,12 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
+from cuquant.io.container.messages import quote
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
 from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter, TensorInfo
-from cuquant.io.safetensors.tensors import quote
 from cuquant.ops.quantize.door import quantize
 
 SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is written

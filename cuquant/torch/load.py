@@ -9,7 +9,7 @@ from torch import nn
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import clipped_text
-from cuquant.io.quantized import load
+from cuquant.io.files import load
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
 

@@ -17,7 +17,7 @@ from cuquant.cli.show import in_bytes, printable
 from cuquant.diagnosis import Check, Diagnosis
 from cuquant.formats.table import format_table
 from cuquant.gpu import cubins
-from cuquant.io.safetensors import SafetensorsReader
+from cuquant.io.container.safetensors import SafetensorsReader
 
 ROOT = Path(cq.__file__).parent.parent
 HOSTILE = "[red]x\n\x1b[2J\u202e"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import bits_equal
 
 import cuquant as cq
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.io.streaming import quantize_file
 
 NAMES = cq.list_formats()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import cuquant as cq
 from cuquant.cli import app
 from cuquant.io import foreign
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.io.streaming import quantize_file
 
 NF4 = cq.get_format("nf4")

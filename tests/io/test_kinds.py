@@ -17,7 +17,7 @@ import pytest
 from samples import sampled
 
 import cuquant as cq
-from cuquant.io.safetensors import SafetensorsReader
+from cuquant.io.container.safetensors import SafetensorsReader
 
 # The one line of an advice ends without closing files.
 UNCLOSED = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -42,12 +42,23 @@ def test_an_index_names_its_shards(tmp_path):
             indent=indent,
         ))  # fmt: skip
         message = refused(path)
-        assert "index of a sharded checkpoint" in message
-        assert ", ".join(names[:5]) + " and 2 more" in message
-    path.write_text("{}")
-    assert "is a JSON file" in refused(path)
-    path.write_text('{"weight_map": [1]}')
-    assert "is a JSON file" in refused(path)
+        assert "7 of 7 shards are missing: " + ", ".join(names[:5]) in message
+        with pytest.raises(cq.FormatError, match="index of a sharded checkpoint") as caught:
+            SafetensorsReader(path)  # as commands do that take one file
+        assert ", ".join(names[:5]) + " and 2 more" in str(caught.value)
+    for text in ("{}", '{"weight_map": [1]}', "[", '{"weight_map": {"a": 1}}'):
+        path.write_text(text)
+        assert "index" in refused(path) and "shards" in refused(path)
+    path.write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    assert "no name of a file" in refused(path)
+
+
+def test_a_gguf_file_is_read_where_weights_are_loaded(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
+    assert cq.load(path) == {}
+    with pytest.raises(cq.FormatError, match="is a GGUF file"):
+        SafetensorsReader(path)
 
 
 def run_advice(message, folder, trusted=False, monkeypatch=None):
@@ -167,7 +178,6 @@ def zipped(path):
 
 
 OTHERS = {
-    "gguf": (lambda _: b"GGUF\3\0\0\0" + bytes(16), "is a GGUF file"),
     "a pickle": (lambda _: pickle.dumps({"a": [1.5] * 10}), "is a pickle"),
     "hdf5": (lambda _: b"\x89HDF\r\n\x1a\n" + bytes(99), "is an HDF5 file"),
     "git lfs": (
@@ -207,9 +217,21 @@ def test_a_directory_lists_its_files(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(IsADirectoryError, match=r"a file in it: a\.safetensors, b\.safetensors$"):
         try:
-            cq.load(tmp_path)
+            SafetensorsReader(tmp_path)
         except IsADirectoryError as error:
             raise IsADirectoryError(error.strerror) from None
+
+
+def test_a_folder_is_loaded_as_one(tmp_path):
+    with pytest.raises(cq.FormatError, match=r"without \.safetensors files"):
+        cq.load(tmp_path)
+    cq.save(tmp_path / "a.safetensors", {"w": cq.quantize(np.ones((2, 64), np.float32))})
+    cq.save(tmp_path / "b.safetensors", {"bias": np.zeros(2)})
+    found = cq.load(tmp_path)
+    assert list(found) == ["w", "bias"] and found["w"].shape == (2, 64)
+    cq.save(tmp_path / "c.safetensors", {"bias": np.zeros(2)})
+    with pytest.raises(cq.FormatError, match=r"'bias' lies in b\.safetensors and in c\."):
+        cq.load(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="devices of POSIX")

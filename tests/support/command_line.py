@@ -5,7 +5,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from cuquant.cli import app
-from cuquant.io.safetensors import SafetensorsWriter, tag_of
+from cuquant.io.container.safetensors import SafetensorsWriter, tag_of
 
 WEIGHTS = {
     "layer.0.weight": "float32", "layer.1.weight": "float16", "head.weight": "bfloat16"

@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from cuquant.io.safetensors import SafetensorsWriter, numpy_dtype
+from cuquant.io.container.safetensors import SafetensorsWriter, numpy_dtype
 
 NUMPY_TAGS = [
     "BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "F32", "F64", "C64"

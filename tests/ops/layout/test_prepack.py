@@ -18,7 +18,7 @@ from cuquant import interop
 from cuquant.array import fragments
 from cuquant.array.fragments import Fragments
 from cuquant.formats import Codebook, Minifloat
-from cuquant.io.safetensors import SafetensorsReader, SafetensorsWriter
+from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter
 
 F32 = np.float32
 BITS = range(1, 9)

@@ -1,0 +1,331 @@
+"""Opening and loading: any file or folder that holds weights, as arrays by name."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight
+from cuquant.array.quant_array import QuantArray
+from cuquant.array.raw_blocks import RawBlocks
+from cuquant.errors import FormatError, did_you_mean
+from cuquant.formats import Format, get_format
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.gguf import GgufReader, GgufTensor
+from cuquant.io.container.messages import quote
+from cuquant.io.foreign import find_sign
+from cuquant.io.quantized import Described, described
+from cuquant.io.schema import schema_of
+from cuquant.io.schema.layer import Layer, Unread
+
+OWN, PLAIN, GGUF = "cuquant", "safetensors", "gguf"
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a file: what it is, before it is read.
+
+    Attributes
+    ----------
+    name
+        The weight's own name.
+    format
+        Of a QuantArray, or the name of a type of ggml's without codec; None for plain arrays.
+    shape, dtype
+        Of the array.
+    nbytes
+        That it takes in the file, scales and all.
+    tensors
+        Of the file, that hold it.
+    notes
+        What a reader should know, in words.
+    read
+        Reads it.
+    """
+
+    name: str
+    format: Format | str | None
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+    tensors: tuple[str, ...]
+    notes: tuple[str, ...]
+    read: Callable[[], Any]
+
+
+class Opened(Mapping[str, Entry]):
+    """The arrays of a file or a folder, listed and not read; close it, or use it in `with`.
+
+    Attributes
+    ----------
+    path
+        What was opened.
+    kind
+        "cuquant", "safetensors" (plain arrays), "gguf", or a kind of checkpoint: "gptq", "awq", ...
+    metadata
+        Of a GGUF file its keys and values; of other files config.json.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        entries: Mapping[str, Entry],
+        metadata: Mapping[str, Any],
+        close: Callable[[], None],
+    ) -> None:
+        self.path, self.kind, self.metadata = path, kind, metadata
+        self._entries, self._close = entries, close
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            hint = did_you_mean(name, self._entries)
+            raise KeyError(f"{self.path} has no array {quote(name)}{hint}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; what was read stays."""
+        self._close()
+
+
+def open(  # as gzip.open and h5py's File: cuquant.open(path)
+    path: str | os.PathLike[str], *, max_header_bytes: int = MAX_HEADER_BYTES
+) -> Opened:
+    """List the arrays of a file or a folder of weights; each is read when it is asked for.
+
+    Parameters
+    ----------
+    path
+        A safetensors or GGUF file, a folder of shards, or the index of one. The kind is recognised
+        by config.json and by the tensors; nothing in it is executed or trusted.
+    max_header_bytes
+        A larger header is refused.
+
+    Raises
+    ------
+    FormatError
+        For damaged files, and kinds that are not read; the message names them.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "w.safetensors")
+    >>> cq.save(path, {"w": cq.quantize(np.ones((4, 64), np.float32), "nf4")})
+    >>> with cq.open(path) as file:
+    ...     print(file.kind, file["w"].format, file["w"].shape, file["w"].nbytes)
+    cuquant nf4 (4, 64) 144
+    """
+    path = Path(path)
+    if _is_gguf(path):
+        return _open_gguf(path, max_header_bytes)
+    c = Checkpoint(path, max_header_bytes=max_header_bytes)
+    try:
+        kind, entries = _entries(c)
+        return Opened(path, kind, entries, c.config, c.close)
+    except BaseException:
+        c.close()
+        raise
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: object = None,
+    library: Literal["numpy", "cupy", "torch"] | None = None,
+    names: Iterable[str] | None = None,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+) -> dict[str, Any]:
+    """Read a file or a folder of weights: QuantArrays where they are quantized, else arrays.
+
+    Files of `save`, state_dicts of `cuquant.torch`, GGUF files and the checkpoints of other
+    libraries give their weights by name ("model.layers.0.mlp.up_proj.weight"), with the codes and
+    scales that lie in the file.
+
+    Parameters
+    ----------
+    path
+        A safetensors or GGUF file, a folder of shards, or the index of one; nothing in it is
+        executed or trusted.
+    device
+        "cpu", "cuda" or "cuda:N". None: the CPU, or the current GPU for CuPy.
+    library
+        "numpy", "cupy" or "torch", which gets bfloat16 and 8-bit floats as its own. None: NumPy, or
+        CuPy where `device` is a GPU.
+    names
+        Of the arrays to read. None: all.
+    max_header_bytes
+        A larger header is refused.
+
+    Returns
+    -------
+    dict of QuantArray, PackedWeight, RawBlocks or array by name.
+
+    Raises
+    ------
+    FormatError
+        For a damaged file, or a kind that is not read; the message names it.
+    ValueError
+        For a library that has no arrays on that device, or a name that the file does not have.
+    BackendUnavailable
+        Where library or device is not there.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "w.safetensors")
+    >>> cq.save(path, {"w": cq.quantize(np.ones((4, 64), np.float32), "int4")})
+    >>> cq.load(path)
+    {'w': QuantArray(int4, shape=(4, 64), dtype=float32, 4.25 bits/element, device=cpu)}
+    """
+    which, place = interop.destination(library, device)
+    if isinstance(names, str):
+        raise TypeError(f"names must be several, such as [{quote(names)}]")
+    with open(path, max_header_bytes=max_header_bytes) as file:
+        wanted = list(file) if names is None else list(names)
+        if unknown := [name for name in wanted if name not in file]:
+            hint = did_you_mean(str(unknown[0]), file)
+            raise ValueError(f"{path} has no array {quote(unknown[0])}{hint}")
+        return {name: _placed(file[name].read(), which, place) for name in wanted}
+
+
+def _placed(value: Any, library: str, device: str) -> Any:
+    if isinstance(value, (QuantArray, PackedWeight)):
+        parts = {
+            name: interop.placed(part, library, device, True)
+            for name, part in value.components.items()
+        }
+        return value._with(components=parts)
+    if isinstance(value, RawBlocks):
+        return RawBlocks(value.type, value.shape, interop.placed(value.blocks, library, device))
+    return interop.placed(value, library, device)
+
+
+# ---- safetensors --------------------------------------------------------------------------------
+
+
+def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
+    """The kind of a checkpoint, and its arrays."""
+    own: dict[str, Entry] = {}
+    plain = []
+    for reader in c.readers():
+        arrays, others = described(reader)
+        plain += others
+        for name, array in arrays.items():
+            if name in own:
+                raise FormatError(f"{c.path}: {quote(name)} is described twice")
+            own[name] = _own(c, name, array)
+    if own:
+        return OWN, own | {name: _plain(c, name) for name in plain}
+    schema = schema_of(c)
+    if schema is None:
+        if (sign := find_sign(c.tensors)) is not None:
+            raise FormatError(
+                f"{c.path}: is quantized by {sign[0]} (tensor {quote(sign[1].name)}), whose files "
+                "cuquant does not read"
+            )
+        return PLAIN, {name: _plain(c, name) for name in c}
+    layers: dict[str, Layer | Unread] = {}
+    for layer in schema.layers(c):
+        if layer.name in layers:
+            raise FormatError(f"{c.path}: {quote(layer.name)} is there twice")
+        layers[layer.name] = layer
+    read = [layer for layer in layers.values() if isinstance(layer, Layer)]
+    used = {name for layer in read for name in layer.tensors}
+    rest = {name: _plain(c, name) for name in c if name not in used}
+    if clash := rest.keys() & {layer.name for layer in read}:
+        raise FormatError(f"{c.path}: {quote(min(clash))} is both quantized and a tensor")
+    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}
+
+
+def _plain(c: Checkpoint, name: str) -> Entry:
+    info = c.info(name)
+    return Entry(
+        name, None, info.shape, info.numpy_dtype, info.nbytes, (name,), (), lambda: c.read(name)
+    )
+
+
+def _own(c: Checkpoint, name: str, array: Described) -> Entry:
+    tensors = tuple(info.name for info in array.parts.values())
+    return Entry(
+        name, array.format, array.shape, array.dtype, array.nbytes, tensors, (),
+        lambda: array.read(c, name),
+    )  # fmt: skip
+
+
+def _foreign(c: Checkpoint, layer: Layer | Unread) -> Entry:
+    if isinstance(layer, Unread):
+        return _unread(c, layer)
+    nbytes = sum(c.info(name).nbytes for name in layer.tensors)
+    return Entry(
+        layer.name, layer.format, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes,
+        layer.read,
+    )  # fmt: skip
+
+
+def _unread(c: Checkpoint, layer: Unread) -> Entry:
+    def read() -> Any:
+        raise FormatError(f"{c.path}: {layer.error}")
+
+    notes = (str(layer.error),)
+    return Entry(layer.name, None, (), np.dtype(np.float32), 0, (), notes, read)
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with builtins.open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _open_gguf(path: Path, max_header_bytes: int) -> Opened:
+    reader = GgufReader(path, max_header_bytes=max_header_bytes)
+    entries = {name: _gguf(reader, info) for name, info in reader.tensors.items()}
+    return Opened(path, GGUF, entries, reader.metadata, reader.close)
+
+
+def _gguf(reader: GgufReader, info: GgufTensor) -> Entry:
+    kind, name = info.type, info.name
+    fmt = None if kind.format is None else get_format(kind.format)
+
+    def read() -> Any:
+        if fmt is not None:
+            return QuantArray.from_blocks(reader.read(name), fmt, info.shape)
+        return (
+            reader.read(name)
+            if kind.is_plain
+            else RawBlocks(kind.name, info.shape, reader.read(name))
+        )
+
+    shown = fmt if fmt is not None else None if kind.is_plain else kind.name
+    dtype = kind.dtype if kind.is_plain else np.dtype(np.float32)
+    nbytes = kind.stored_nbytes(info.shape)
+    return Entry(name, shown, info.shape, dtype, nbytes, (name,), (), read)

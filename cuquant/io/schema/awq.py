@@ -1,0 +1,126 @@
+"""AWQ: AutoAWQ's and GPTQModel's checkpoints of 4 bits.
+
+w = (code - zero) * scale. "gemm": qweight I32 [K, N / 8], qzeros I32 [G, N / 8], scales [G, N],
+whose words hold eight columns in the order ORDER; "gemv": qweight I32 [N, K / 8], qzeros I32
+[N, Z], scales [N, 8 Z], in order. Source: AutoAWQ 0.2.9, modules/linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuquant.formats import get_format
+from cuquant.formats.packing import Packing
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.safetensors import TensorInfo
+from cuquant.io.schema.layer import (
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    integer,
+    model_dtype,
+    refuse,
+    scale_dtype,
+    scales_of,
+    stems,
+)
+
+KIND = "awq"
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is field ORDER[j] of a word
+NIBBLES = Packing(4, "low")
+SIZES = (128, 64, 32)
+
+
+def recognises(c: Checkpoint) -> bool:
+    """By its configuration, or codes without g_idx."""
+    if c.method:
+        return c.method == "awq"
+    found = [stem for stem in stems(c, "qweight") if stem + "qzeros" in c]
+    return bool(found) and not any(stem + "g_idx" in c for stem in found)
+
+
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+    """Modules with qweight, qzeros and scales."""
+    for stem in stems(c, "qweight"):
+        if stem + "qzeros" in c and stem + "scales" in c:
+            yield attempt(stem + "weight", _layer, c, stem)
+
+
+def _layer(c: Checkpoint, stem: str) -> Layer:
+    codes, zeros, scales = (c.info(stem + end) for end in ("qweight", "qzeros", "scales"))
+    name = stem + "weight"
+    if codes.dtype == "I16":
+        raise refuse(name, "AWQ's gemv_fast, whose zero points are real numbers, is not read yet")
+    whole = all(len(info.shape) == 2 for info in (codes, zeros, scales))
+    if (codes.dtype, zeros.dtype) != ("I32", "I32") or not whole:
+        raise refuse(name, f"codes {codes.dtype}{list(codes.shape)} are none of AWQ's")
+    by_columns = scales.shape[1] == 8 * codes.shape[1] == 8 * zeros.shape[1]
+    if by_columns and scales.shape[0] == zeros.shape[0]:
+        return _gemm(c, name, codes, zeros, scales)
+    return _gemv(c, name, codes, zeros, scales)
+
+
+def _gemm(
+    c: Checkpoint, name: str, codes: TensorInfo, zeros: TensorInfo, scales: TensorInfo
+) -> Layer:
+    depth, (groups, columns) = codes.shape[0], scales.shape
+    if not groups or depth % groups:
+        raise refuse(name, f"{groups} groups do not make {depth} columns")
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format("uint4", block_size=depth // groups, scale_dtype=kept)
+
+    def parts() -> Parts:
+        transposed = np.ascontiguousarray(in_order(c.read(codes.name)).T)
+        return {
+            "packed": NIBBLES.pack(transposed, fmt.zero_code),
+            "scale": scales_of(c.read(scales.name).T, kept),
+            "zero_point": in_order(c.read(zeros.name)).T,
+        }
+
+    names = (codes.name, zeros.name, scales.name)
+    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), names, parts)
+
+
+def _gemv(
+    c: Checkpoint, name: str, codes: TensorInfo, zeros: TensorInfo, scales: TensorInfo
+) -> Layer:
+    columns, depth = codes.shape[0], 8 * codes.shape[1]
+    if scales.shape != (columns, 8 * zeros.shape[1]) or zeros.shape[0] != columns:
+        raise refuse(name, f"scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
+    size = _group_size(c, depth, zeros.shape[1], name)
+    groups = -(-depth // size)
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format("uint4", block_size=size, scale_dtype=kept)
+
+    def parts() -> Parts:
+        words = c.read(zeros.name).view(np.uint32)
+        return {
+            "packed": c.read(codes.name).view(np.uint8),
+            "scale": scales_of(c.read(scales.name)[:, :groups], kept),
+            "zero_point": Packing(4, "dense").unpack(words, groups),
+        }
+
+    names = (codes.name, zeros.name, scales.name)
+    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), names, parts)
+
+
+def _group_size(c: Checkpoint, depth: int, words: int, name: str) -> int:
+    """Columns of a group, of which the zero points take so many words: the configuration's, or that
+    of SIZES which fits."""
+    said = integer(c.quantization, "group_size", 8, 1 << 30)
+    for size in (said, *SIZES):
+        needed = -(-(depth // size) // 8)
+        multiple = {64: 2, 32: 4}.get(size, 1)
+        if -(-needed // multiple) * multiple == words:
+            return size
+    raise refuse(name, f"{words} words of zero points do not fit {depth} columns")
+
+
+def in_order(words: np.ndarray) -> np.ndarray:
+    """uint8 codes [rows, 8 words] of words I32 [rows, words] in ORDER."""
+    rows, count = words.shape
+    fields = Packing(4, "dense").unpack(np.ascontiguousarray(words).view(np.uint32), 8 * count)
+    return fields.reshape(rows, count, 8)[..., ORDER].reshape(rows, 8 * count)

@@ -1,0 +1,140 @@
+"""bitsandbytes: NF4 and FP4, whose state is JSON in a tensor, and LLM.int8().
+
+4 bits: weight U8 [ceil(N K / 2), 1], or the same bytes as another dtype; absmax F32, or U8 codes
+with nested_absmax; quant_state.bitsandbytes__nf4 or __fp4, JSON as U8. 8 bits: weight I8 [N, K] and
+SCB F32 [N]: w = code * SCB / 127. Source: bitsandbytes 0.50.2, functional.QuantState.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cuquant.errors import FormatError
+from cuquant.formats import get_format
+from cuquant.formats.catalogue import MAPS
+from cuquant.formats.codecs import Codebook
+from cuquant.interop import float_dtype
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.messages import quote
+from cuquant.io.schema.layer import (
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    integer,
+    model_dtype,
+    refuse,
+    stems,
+)
+
+KIND = "bitsandbytes"
+STATE = ".quant_state.bitsandbytes__"
+TYPES = ("nf4", "fp4")
+MAX_STATE = 1 << 16  # bytes of the JSON
+
+
+def recognises(c: Checkpoint) -> bool:
+    """By its configuration, or the tensors that only it writes."""
+    if c.method:
+        return c.method == "bitsandbytes"
+    return any(STATE in name for name in c) or any(_eights(c))
+
+
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+    """Weights with a state, and int8 weights beside SCB."""
+    for name in c:
+        weight, mark, kind = name.partition(STATE)
+        if mark and kind in TYPES:
+            yield attempt(weight, _four, c, weight, name, kind)
+    for stem in _eights(c):
+        yield attempt(stem + "weight", _eight, c, stem)
+
+
+def _eights(c: Checkpoint) -> Iterator[str]:
+    for stem in stems(c, "SCB"):
+        if stem + "weight" in c and c.info(stem + "weight").dtype == "I8":
+            yield stem
+
+
+def _eight(c: Checkpoint, stem: str) -> Layer:
+    codes, scales = c.info(stem + "weight"), c.info(stem + "SCB")
+    if len(codes.shape) != 2 or (scales.dtype, scales.shape) != ("F32", codes.shape[:1]):
+        raise refuse(codes.name, f"SCB is {scales.dtype}{list(scales.shape)}")
+
+    def parts() -> Parts:
+        with np.errstate(all="ignore"):
+            scale = c.read(scales.name) * np.float32(1 / 127)
+        return {"packed": c.read(codes.name), "scale": scale}
+
+    names = [codes.name, scales.name]
+    names += [name for name in (stem + "weight_format",) if name in c]
+    notes = (
+        "scales are SCB / 127: values may differ from the owner's by one unit in the last place",
+    )
+    dtype = model_dtype(c)
+    return Layer(codes.name, get_format("int8"), codes.shape, dtype, tuple(names), parts, notes)
+
+
+def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
+    said = _state(c, state)
+    codes = c.info(name)
+    shape = said.get("shape")
+    if not isinstance(shape, list) or not shape or not all(type(n) is int and n > 0 for n in shape):
+        raise refuse(name, f"its state has shape {quote(shape)}")
+    if said.get("quant_type") != kind:
+        raise refuse(name, f"its state has quant_type {quote(said.get('quant_type'))}")
+    size = integer(said, "blocksize", 8, 1 << 20)
+    if codes.nbytes != -(-math.prod(shape) // 2):
+        raise refuse(name, f"{codes.nbytes} bytes do not hold {shape} codes of 4 bits")
+    if shape[-1] % size:
+        raise refuse(
+            name, f"blocks of {size} run across rows of {shape[-1]}, which is not read yet"
+        )
+    nested = name + ".nested_absmax" in c
+    fmt = get_format(kind, block_size=size, double_quant=nested)
+    ends = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if nested else [])]
+    names = [f"{name}.{end}" for end in ends]
+    for part in names:
+        c.info(part)
+
+    def parts() -> Parts:
+        if not _is_map(c.read(f"{name}.quant_map"), fmt.codec):
+            raise refuse(name, f"its levels are not {kind}'s")
+        found = {"packed": c.read(name).reshape(-1).view(np.uint8), "scale": c.read(names[0])}
+        if nested:
+            if integer(said, "nested_blocksize", 1, 1 << 20) != 256:
+                raise refuse(name, "blocks of its scales are not 256")
+            if not np.array_equal(
+                c.read(f"{name}.nested_quant_map"), np.asarray(MAPS["dynamic"], np.float32)
+            ):
+                raise refuse(name, "the levels of its scales are not bitsandbytes' own")
+            found["nested_scale"] = c.read(f"{name}.nested_absmax")
+            found["nested_offset"] = np.asarray(said.get("nested_offset"), np.float32)
+        return found
+
+    dtype = float_dtype(said["dtype"]) if isinstance(said.get("dtype"), str) else model_dtype(c)
+    return Layer(name, fmt, tuple(shape), dtype, (name, *names, state), parts)
+
+
+def _state(c: Checkpoint, name: str) -> dict[str, Any]:
+    info = c.info(name)
+    if info.dtype != "U8" or info.nbytes > MAX_STATE:
+        raise refuse(name, f"a state of {info.nbytes} bytes of {info.dtype}")
+    try:
+        said = json.loads(c.read(name).tobytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{quote(name)}: is no JSON") from error
+    if not isinstance(said, dict):
+        raise refuse(name, "holds no JSON object")
+    return said
+
+
+def _is_map(levels: np.ndarray, codec: object) -> bool:
+    """Whether 16 levels are those that a codec's codes stand for."""
+    assert isinstance(codec, Codebook)
+    return levels.shape == (16,) and np.array_equal(levels, codec.values[:16])

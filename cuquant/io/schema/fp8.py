@@ -1,0 +1,96 @@
+"""Weights of 8-bit floats with scales that multiply: transformers' "fp8" and FBGEMM's.
+
+weight F8_E4M3 [N, K]; weight_scale_inv [ceil(N / bm), ceil(K / bn)], which multiplies despite its
+name, or weight_scale [N, 1]. Source: transformers 5, integrations/finegrained_fp8 and fbgemm_fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuquant.formats import get_format
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.safetensors import TensorInfo
+from cuquant.io.schema.layer import (
+    Extent,
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    model_dtype,
+    refuse,
+    stems,
+)
+
+KIND = "fp8"
+METHODS = ("fp8", "fbgemm_fp8")
+SCALES = ("weight_scale_inv", "weight_scale")
+FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+
+
+def recognises(c: Checkpoint) -> bool:
+    """By its configuration, or weights beside weight_scale_inv."""
+    if c.method:
+        return c.method in METHODS
+    return any(stem + "weight" in c for stem in stems(c, SCALES[0]))
+
+
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+    """Modules whose weight is of 8-bit floats and has a scale."""
+    block = c.quantization.get("weight_block_size")
+    for end in SCALES:
+        for stem in stems(c, end):
+            if stem + "weight" in c and c.info(stem + "weight").dtype in FORMATS:
+                codes, scales = c.info(stem + "weight"), c.info(stem + end)
+                yield attempt(codes.name, layer, c, codes, scales, block)
+
+
+def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -> Layer:
+    """Codes with scales of a tensor, of rows or of blocks [bm, bn]."""
+    if codes.dtype not in FORMATS or not codes.shape:
+        raise refuse(codes.name, f"codes of {codes.dtype}{list(codes.shape)} are no 8-bit floats")
+    extent = _extent(codes, scales, block)
+    fmt = get_format(FORMATS[codes.dtype], block_size=extent)
+
+    def parts() -> Parts:
+        return {
+            "packed": c.read(codes.name).view(np.uint8),
+            "scale": as_float32(c.read(scales.name), scales),
+        }
+
+    names = (codes.name, scales.name)
+    return Layer(codes.name, fmt, codes.shape, model_dtype(c, scales), names, parts)
+
+
+def as_float32(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """Scales as float32: floats, or the exponents of powers of two."""
+    if info.dtype in ("F8_E8M0", "U8"):
+        exponents = scales.view(np.uint8).astype(np.int32) << 23
+        return np.where(exponents == 255 << 23, np.float32(np.nan), exponents.view(np.float32))
+    if info.dtype not in ("F32", "BF16", "F16"):
+        raise refuse(info.name, f"scales of dtype {info.dtype} are unknown")
+    return scales.astype(np.float32)
+
+
+def _extent(codes: TensorInfo, scales: TensorInfo, block: object) -> Extent:
+    """What shares a scale; FormatError where the scales are not as many."""
+    count = int(np.prod(scales.shape, dtype=np.int64))
+    if count == 1:
+        return "tensor"
+    rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (0, 0)
+    if scales.shape in (codes.shape[:-1], (*codes.shape[:-1], 1)):
+        return "row"
+    tile = tile_of(block)
+    if tile and scales.shape[-2:] == (-(-rows // tile[0]), -(-columns // tile[1])):
+        return tile
+    raise refuse(codes.name, f"scales {list(scales.shape)} do not fit weights {list(codes.shape)}")
+
+
+def tile_of(block: object) -> tuple[int, int] | None:
+    """Rows and columns of a block, as a configuration gives them."""
+    if not isinstance(block, (list, tuple)) or len(block) != 2:
+        return None
+    tall, wide = block
+    return (tall, wide) if type(tall) is type(wide) is int and min(tall, wide) > 0 else None

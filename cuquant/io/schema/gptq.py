@@ -1,0 +1,157 @@
+"""GPTQ: AutoGPTQ's and GPTQModel's checkpoints.
+
+qweight I32 [K bits / 32, N], codes densely along K; qzeros I32 [G, N bits / 32], densely along N;
+scales [G, N]; g_idx I32 [K]. w = (code - zero) * scale, of group g_idx[k]. Format "gptq" stores
+zeros less one ("v1"), "gptq_v2" as they are. Source: GPTQModel 7.7, qlinear and convert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuquant.errors import FormatError
+from cuquant.formats import get_format
+from cuquant.formats.packing import Packing
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.messages import quote
+from cuquant.io.schema.layer import (
+    Layer,
+    Parts,
+    Unread,
+    attempt,
+    integer,
+    model_dtype,
+    refuse,
+    scale_dtype,
+    scales_of,
+    stems,
+)
+from cuquant.io.schema.patterns import matches
+
+KIND = "gptq"
+BITS = (2, 3, 4, 8)
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # one in each field of a word
+CONFIGS = ("quantize_config.json", "quant_config.json")
+
+
+def recognises(c: Checkpoint) -> bool:
+    """By its configuration, or codes beside g_idx."""
+    if c.method:
+        return c.method == "gptq"
+    return any(stem + "g_idx" in c for stem in stems(c, "qweight"))
+
+
+def settings(c: Checkpoint) -> Mapping[str, Any]:
+    """The quantization's configuration, wherever it lies."""
+    return c.quantization or next(filter(None, map(c.json, CONFIGS)), {})
+
+
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+    """Modules with qweight, qzeros and scales."""
+    config = settings(c)
+    for stem in stems(c, "qweight"):
+        if stem + "qzeros" in c and stem + "scales" in c:
+            yield attempt(stem + "weight", _layer, c, config, stem)
+
+
+def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
+    name = stem + "weight"
+    own = {**config, **_override(config, stem)}
+    codes, zeros, scales = (c.info(stem + end) for end in ("qweight", "qzeros", "scales"))
+    if (codes.dtype, zeros.dtype) != ("I32", "I32") or not (
+        len(codes.shape) == len(zeros.shape) == len(scales.shape) == 2
+    ):
+        raise refuse(name, f"codes {codes.dtype}{list(codes.shape)} are none of GPTQ's")
+    groups, columns = scales.shape
+    bits = _bits(own, zeros.shape[1], columns, name)
+    if not groups or not columns or codes.shape[1] != columns or codes.shape[0] * 32 % bits:
+        raise refuse(name, f"codes {list(codes.shape)} do not fit scales {list(scales.shape)}")
+    depth = codes.shape[0] * 32 // bits
+    g_idx = c.read(stem + "g_idx") if stem + "g_idx" in c else None
+    size = _group_size(own, depth, groups, name)
+    if g_idx is not None and not _in_order(g_idx, depth, size):
+        raise refuse(
+            name,
+            "its columns are in the order of desc_act, which cuquant does not keep yet",
+        )
+    first = _is_first(own)
+    packing = Packing(bits, "low" if bits in (4, 8) else "dense")
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format(f"uint{bits}", block_size=size if groups > 1 else "row", scale_dtype=kept)
+
+    def parts() -> Parts:
+        words = np.ascontiguousarray(c.read(codes.name).T).view(np.uint32)
+        stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
+        return {
+            "packed": words if packing.dtype == np.uint32 else words.view(np.uint8),
+            "scale": scales_of(c.read(scales.name).T, kept),
+            "zero_point": stored.T,
+        }
+
+    tensors = [codes.name, zeros.name, scales.name]
+    if g_idx is not None:
+        tensors.append(stem + "g_idx")
+    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts)
+
+
+def unpacked_zeros(words: np.ndarray, bits: int, columns: int, first: bool) -> np.ndarray:
+    """Zero points uint8 [G, N] of words [G, N bits / 32]; `first`: of the first version.
+
+    Its writers subtract one from each field of a whole word, so that a zero point of 0 borrows
+    from its neighbour: one is added to whole words as well, with carry.
+    """
+    if first and bits in ONES:
+        words = words + np.uint32(ONES[bits])
+    codes = Packing(bits, "dense").unpack(np.ascontiguousarray(words), columns)
+    if first and bits not in ONES:
+        codes = codes + 1 & (1 << bits) - 1
+    return codes.astype(np.uint8)
+
+
+def _bits(config: Mapping[str, Any], words: int, columns: int, name: str) -> int:
+    """Of a code: as configured, and as the zero points' words have it."""
+    fitting = [bits for bits in BITS if words * 32 == columns * bits]
+    said = config.get("bits")
+    if type(said) is int and said in fitting:
+        return said
+    if said is None and len(fitting) == 1:
+        return fitting[0]
+    raise refuse(name, f"{quote(said)} bits, in {words} words for {columns} zero points")
+
+
+def _group_size(config: Mapping[str, Any], depth: int, groups: int, name: str) -> int:
+    if groups == 1:
+        return depth
+    size = integer(config, "group_size", 8, 1 << 30) if "group_size" in config else depth // groups
+    if not size or -(-depth // size) != groups:
+        raise refuse(name, f"{groups} groups of {size} columns do not make {depth} columns")
+    return size
+
+
+def _in_order(g_idx: np.ndarray, depth: int, size: int) -> bool:
+    return g_idx.shape == (depth,) and np.array_equal(g_idx, np.arange(depth) // size)
+
+
+def _is_first(config: Mapping[str, Any]) -> bool:
+    """Whether zero points are stored less one."""
+    said = config.get("checkpoint_format", config.get("format", "gptq"))
+    if said not in ("gptq", "gptq_v2"):
+        raise FormatError(f"GPTQ's checkpoint format {quote(said)} is unknown")
+    return said == "gptq"
+
+
+def _override(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
+    """What `dynamic` says of a module: the first pattern that fits its name's beginning."""
+    dynamic = config.get("dynamic")
+    if not isinstance(dynamic, dict):
+        return {}
+    for pattern, found in dynamic.items():
+        text = pattern.removeprefix("+:")
+        if text.startswith("-:") or not isinstance(found, dict):
+            continue
+        if matches(text, stem.removesuffix(".")):
+            return found
+    return {}

@@ -1,0 +1,74 @@
+"""MLX: mlx-lm's checkpoints.
+
+weight U32 [N, K bits / 32], codes densely; scales [N, K / g]; affine ones have biases too. Modes
+"mxfp4" and "mxfp8" have scales U8 (exponents) of 32, "nvfp4" U8 (e4m3) of 16. The configuration
+has "quantization": group_size, bits, mode, and entries of single modules. Source: mlx 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuquant.formats import get_format
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.messages import quote
+from cuquant.io.schema.layer import Layer, Parts, Unread, attempt, model_dtype, refuse, stems
+
+KIND = "mlx"
+MODES = {"mxfp4": ("mxfp4", 4, 32), "mxfp8": ("mxfp8", 8, 32), "nvfp4": ("nvfp4", 4, 16)}
+LARGEST = 2688.0  # what nvfp4's global_scale, a largest number, is divided by: 6 x 448
+
+
+def recognises(c: Checkpoint) -> bool:
+    """By words beside scales."""
+    if c.method:
+        return False
+    return any(True for _ in _modules(c))
+
+
+def _modules(c: Checkpoint) -> Iterator[str]:
+    for stem in stems(c, "scales"):
+        if stem + "weight" in c and c.info(stem + "weight").dtype == "U32":
+            yield stem
+
+
+def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+    """Modules whose weight is of words."""
+    for stem in _modules(c):
+        yield attempt(stem + "weight", _layer, c, stem)
+
+
+def _layer(c: Checkpoint, stem: str) -> Layer:
+    mode = _own(c.quantization, stem.removesuffix(".")).get("mode", "affine")
+    if mode == "affine":
+        raise refuse(stem + "weight", "MLX's affine codes, which have a bias, are not read yet")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
+    return _floats(c, stem, *MODES[mode])
+
+
+def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    found = config.get(module)
+    return {**config, **found} if isinstance(found, dict) else config
+
+
+def _floats(c: Checkpoint, stem: str, name: str, bits: int, block: int) -> Layer:
+    codes, scales = c.info(stem + "weight"), c.info(stem + "scales")
+    fmt = get_format(name)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
+    if scales.shape != (*shape[:-1], -(-shape[-1] // block)) or scales.dtype != "U8":
+        raise refuse(codes.name, f"scales {scales.dtype}{list(scales.shape)} do not fit {shape}")
+    whole = stem + "global_scale"
+
+    def parts() -> Parts:
+        found = {"packed": c.read(codes.name).view(np.uint8), "scale": c.read(scales.name)}
+        if name == "nvfp4":
+            largest = c.read(whole).astype(np.float32) / LARGEST if whole in c else np.float32(1)
+            found["global_scale"] = np.asarray(largest, np.float32)
+        return found
+
+    names = (codes.name, scales.name, *((whole,) if whole in c else ()))
+    return Layer(codes.name, fmt, shape, model_dtype(c), names, parts)

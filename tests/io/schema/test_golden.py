@@ -1,0 +1,154 @@
+"""Checkpoints that the formats' owners wrote, and the numbers that they read from them.
+
+tests/data/checkpoints: files as written by the owner, of random weights; dequantized.npz holds the
+owner's numbers.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+
+ROOT = Path("tests/data/checkpoints")
+OWN = None  # the dtype of the array: that of its scales
+
+# Each set, its kind, the dtype that the owner's product is rounded to, and formats that are in it.
+SETS = {
+    "awq-autoawq-gemm": ("awq", "float32", {"uint4", "uint4:32", "uint4:64"}),
+    "awq-autoawq-gemv": ("awq", "float32", {"uint4", "uint4:32", "uint4:64"}),
+    "awq-gemm-gptqmodel": ("awq", "float16", {"uint4+float32"}),
+    "bitsandbytes-fp4": ("bitsandbytes", "float32", {"fp4"}),
+    "bitsandbytes-nf4": ("bitsandbytes", "float32", {"nf4"}),
+    "bitsandbytes-nf4-double": ("bitsandbytes", "float32", {"nf4+dq"}),
+    "ct-fp8-block": ("compressed-tensors", OWN, {"fp8_e4m3:128x128", "fp8_e4m3:tensor"}),
+    "ct-fp8-channel": ("compressed-tensors", OWN, {"fp8_e4m3"}),
+    "ct-fp8-tensor": ("compressed-tensors", OWN, {"fp8_e4m3:tensor"}),
+    "ct-layers": ("compressed-tensors", OWN, {"int2:32", "uint3:32+float32", "int7:row", "nvfp4"}),
+    "ct-mxfp4": ("compressed-tensors", OWN, {"mxfp4"}),
+    "ct-mxfp8": ("compressed-tensors", OWN, {"mxfp8"}),
+    "ct-nvfp4": ("compressed-tensors", OWN, {"nvfp4"}),
+    "ct-old-padded": ("compressed-tensors", OWN, {"int3:32", "int6:row", "int5:row+float32"}),
+    "ct-old-w3a16": ("compressed-tensors", OWN, {"uint8:32+float32"}),
+    "ct-w3a16": ("compressed-tensors", OWN, {"int3:32+float32"}),
+    "ct-w4a16": ("compressed-tensors", OWN, {"int4", "int4:row"}),
+    "ct-w4a16-asym": ("compressed-tensors", OWN, {"uint4:32+float32"}),
+    "ct-w4a16-gptq": ("compressed-tensors", OWN, {"int4:32+float32"}),
+    "ct-w8a8-channel": ("compressed-tensors", OWN, {"int8"}),
+    "ct-w8a8-static": ("compressed-tensors", OWN, {"int8:tensor"}),
+    "fbgemm-fp8": ("fp8", "float32", {"fp8_e4m3"}),
+    "gptq-2bit-v2": ("gptq", "float16", {"uint2:32"}),
+    "gptq-3bit": ("gptq", "float16", {"uint3:32"}),
+    "gptq-4bit": ("gptq", "float16", {"uint4", "uint4:row"}),
+    "gptq-4bit-asym-v1": ("gptq", "float16", {"uint4:32"}),
+    "gptq-4bit-asym-v2": ("gptq", "float16", {"uint4:32"}),
+    "gptq-4bit-zero-v1": ("gptq", "float16", {"uint4:32"}),
+    "gptq-8bit": ("gptq", "float16", {"uint8:row"}),
+    "gptq-autogptq-layers": ("gptq", "float32", {"uint3:64"}),
+    "hf-fp8-block128": ("fp8", "float32", {"fp8_e4m3:128x128"}),
+    "hf-fp8-block32": ("fp8", "float32", {"fp8_e4m3:32x32"}),
+    "hf-fp8-ragged": ("fp8", "float32", {"fp8_e4m3:64x64"}),
+    "hf-mxfp4-gpt-oss": ("mxfp4", "float32", {"mxfp4"}),
+    "mlx-mxfp4": ("mlx", "float32", {"mxfp4"}),
+    "mlx-nvfp4": ("mlx", "float32", {"nvfp4"}),
+    "modelopt-fp8": ("modelopt", "float32", {"fp8_e4m3:tensor"}),
+    "modelopt-int4": ("modelopt", "float16", {"int4+float32"}),
+    "modelopt-nvfp4": ("modelopt", "float32", {"nvfp4"}),
+    "torchao-int8": ("torchao", "bfloat16", {"int8"}),
+    "torchao-layers": ("torchao", "bfloat16", {"mxfp6", "nvfp4"}),
+}
+# Whose dtype neither the configuration nor its scales tell.
+UNTOLD = {("ct-layers", "nvfp4.weight"): "bfloat16"}
+# Arrays that are refused by name, and why.
+UNREAD = {
+    "awq-autoawq-gemv_fast": "zero points are real numbers",
+    "bitsandbytes-fp4": "run across rows",
+    "bitsandbytes-nf4": "run across rows",
+    "ct-old-actorder": "order of actorder",
+    "ct-old-marlin24": "order of a kernel",
+    "ct-old-sparse24": "bitmask",
+    "gptq-4bit-actorder": "desc_act",
+    "gptq-autogptq-layers": "desc_act",
+    "mlx-affine": "have a bias",
+    "torchao-layers": "Int4Tensor",
+}
+WHOLE = {"hqq-layers": "HQQ", "quanto-layers": "optimum-quanto", "quanto-qint4": "optimum-quanto"}
+
+
+def unread(file):
+    """Names of arrays that cannot be read, which their notes say."""
+    return [name for name, entry in file.items() if entry.notes and not entry.tensors]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_numbers_are_the_owners(name):
+    kind, dtype, formats = SETS[name]
+    want = np.load(ROOT / name / "dequantized.npz")
+    with cq.open(ROOT / name) as file:
+        assert file.kind == kind
+        assert formats <= {str(entry.format) for entry in file.values()}
+        refused, seen = unread(file), 0
+        for key in want.files:
+            found = key if key in file else f"{key}.weight"
+            if found in refused:
+                continue
+            entry = file[found]
+            q, numbers = entry.read(), want[key]
+            assert (q.format, q.shape, q.dtype) == (entry.format, entry.shape, entry.dtype)
+            q.check()
+            values = q.dequantize(UNTOLD.get((name, found), dtype))
+            np.testing.assert_array_equal(values.astype(np.float32), numbers)
+            seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_not_read_is_refused_by_name_and_listed(name):
+    reason = UNREAD[name]
+    with cq.open(ROOT / name) as file:
+        refused = unread(file)
+        assert refused and all(reason in file[n].notes[0] for n in refused)
+        with pytest.raises(cq.FormatError, match=refused[0].replace(".", r"\.")) as raised:
+            file[refused[0]].read()
+        assert reason in str(raised.value)
+        for entry in file.values():  # and its tensors can be looked at
+            if entry.format is None and entry.tensors:
+                assert entry.read().shape == entry.shape
+    with pytest.raises(cq.FormatError, match=reason):
+        cq.load(ROOT / name)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_kind_that_is_not_read_is_named(name):
+    with pytest.raises(cq.FormatError, match=WHOLE[name]):
+        cq.open(ROOT / name)
+
+
+def test_every_set_is_tested():
+    there = {path.name for path in ROOT.iterdir()}
+    assert there == SETS.keys() | UNREAD.keys() | WHOLE.keys() | {
+        "bitsandbytes-int8", "bitsandbytes-layers", "gptq-autogptq-zero", "mlx-affine-mixed",
+        "mlx-layers",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16", "gptq-4bit", "awq-gemm-gptqmodel"])
+def test_all_other_tensors_are_there_as_they_lie(name):
+    with cq.open(ROOT / name) as file:
+        plain = {n: e for n, e in file.items() if e.format is None}
+        used = [t for e in file.values() for t in e.tensors]
+        assert len(used) == len(set(used)) and "model.norm.weight" in plain
+    loaded = cq.load(ROOT / name, names=["model.norm.weight"])
+    assert loaded["model.norm.weight"].shape == plain["model.norm.weight"].shape
+
+
+def test_llm_int8_is_the_owners_within_a_rounding():
+    """Its product is divided by 127 last, which changes one in five numbers by one unit."""
+    want = np.load(ROOT / "bitsandbytes-int8" / "dequantized.npz")
+    with cq.open(ROOT / "bitsandbytes-int8") as file:
+        for key in want.files:
+            q = file[key if key in file else f"{key}.weight"].read()
+            numbers = want[key].astype(np.float32)
+            gap = np.abs(q.dequantize("float32").view(np.int32) - numbers.view(np.int32))
+            assert gap.max() <= 1
