@@ -25,7 +25,7 @@ SAME_SIZE = (
     ("I32", "F32", "U32"), ("I64", "F64"),
 )  # fmt: skip
 JUNK = (None, True, -1, 0, 3, 2**70, 1.5, "", "gptq", "x" * 3000, [], [-1, 0], {}, {"a": None})
-MUTATIONS, MANY = 40, 5_000  # of each set; of most kinds there are two
+MUTATIONS, MANY = 20, 5_000  # of each set; of most kinds there are two
 
 
 def stored(folder):
