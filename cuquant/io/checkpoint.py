@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from cuquant.disk import read_bounded
 from cuquant.errors import FormatError
+from cuquant.io.container.closing import Closing
 from cuquant.io.container.messages import known, quote
 from cuquant.io.container.safetensors import SafetensorsReader, TensorInfo
 
@@ -22,7 +22,7 @@ MOST_OPEN = 64  # shards at a time
 INDEX = ".safetensors.index.json"
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """The tensors of a safetensors file, or of all shards in a folder; headers are read at once.
 
     Parameters
@@ -85,17 +85,6 @@ class Checkpoint:
                 self._open.pop(next(iter(self._open))).close()
             self._open[file] = SafetensorsReader(file, max_header_bytes=self._limit)
         return self._open[file]
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; what was read stays."""

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError, did_you_mean
 from cuquant.formats import Format, get_format
 from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import GgufReader, GgufTensor
 from cuquant.io.container.messages import quote
 from cuquant.io.foreign import find_sign
@@ -62,7 +62,7 @@ class Entry:
     read: Callable[[], Any]
 
 
-class Opened(Mapping[str, Entry]):
+class Opened(Closing, Mapping[str, Entry]):
     """The arrays of a file or a folder, listed and not read; close it, or use it in `with`.
 
     Attributes
@@ -97,17 +97,6 @@ class Opened(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; what was read stays."""

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from cuquant.formats import Format, get_format
+from cuquant.formats.names import FormatName
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
     Extent,
@@ -30,6 +32,7 @@ from cuquant.io.schema.layer import (
     stems,
 )
 from cuquant.io.schema.patterns import matches
+from cuquant.io.schema.pieces import block_floats, extent_of, integers
 
 KIND = "compressed-tensors"
 CODES = ("weight_packed", "weight")
@@ -104,21 +107,9 @@ def _kind(c: Checkpoint, stem: str, codes: str) -> str:
     raise refuse(codes, f"codes of {dtype} with scales of {scale} are unknown")
 
 
-def _extent(codes: tuple[int, ...], scales: tuple[int, ...], weights: Group, name: str) -> Extent:
-    """What shares a scale."""
-    if int(np.prod(scales, dtype=np.int64)) == 1:
-        return "tensor"
-    if scales in (codes[:-1], (*codes[:-1], 1)):
-        return "row"
-    if scales[:-1] == codes[:-1]:
-        said = weights.get("group_size")
-        size = integer(weights, "group_size", 8, 1 << 30) if said else codes[-1] // scales[-1]
-        if -(-codes[-1] // size) == scales[-1]:
-            return size
-    tile = fp8.tile_of(weights.get("block_structure"))
-    if tile and scales[-2:] == (-(-codes[-2] // tile[0]), -(-codes[-1] // tile[1])):
-        return tile
-    raise refuse(name, f"scales {list(scales)} do not fit a weight of {list(codes)}")
+def _extent(shape: tuple[int, ...], scales: TensorInfo, weights: Group, name: str) -> Extent:
+    said = weights.get("group_size"), weights.get("block_structure")
+    return extent_of(shape, scales.shape, name, *said)
 
 
 def _names(c: Checkpoint, stem: str, *ends: str) -> tuple[str, ...]:
@@ -144,7 +135,7 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
     has_zeros = zeros in c
     if has_zeros and len(c.info(zeros).shape) != 2:
         raise refuse(name, f"zero points {list(c.info(zeros).shape)} are none of a matrix")
-    extent = _extent(shape, scales.shape, weights, name)
+    extent = _extent(shape, scales, weights, name)
     kept = scale_dtype(scales, "scales")
     if bits == 8 and not has_zeros:
         fmt = get_format("int8", block_size=extent, scale_dtype=kept)
@@ -220,23 +211,10 @@ def _zeros(words: np.ndarray, bits: int, stored: Packing, shape: tuple[int, ...]
 def _integers(c: Checkpoint, stem: str, weights: Group) -> Layer:
     """One integer a byte."""
     name, codes, scales = stem + "weight", c.info(stem + "weight"), c.info(stem + "weight_scale")
-    if codes.dtype != "I8":
-        raise refuse(name, f"integers of {codes.dtype}")
     zeros = stem + "weight_zero_point"
-    has_zeros = zeros in c
-    extent, kept = _extent(codes.shape, scales.shape, weights, name), scale_dtype(scales, "scales")
-    fmt = get_format("uint8" if has_zeros else "int8", block_size=extent, scale_dtype=kept)
-
-    def parts() -> Parts:
-        stored = c.read(codes.name)
-        found = {"packed": stored, "scale": scales_of(c.read(scales.name), kept)}
-        if has_zeros:
-            found["packed"] = stored.view(np.uint8) ^ np.uint8(128)
-            found["zero_point"] = c.read(zeros).view(np.uint8) ^ np.uint8(128)
-        return found
-
-    names = _names(c, stem, "weight", "weight_scale", "weight_zero_point")
-    return Layer(name, fmt, codes.shape, model_dtype(c, scales), names, parts)
+    extent = _extent(codes.shape, scales, weights, name)
+    dtype = model_dtype(c, scales)
+    return integers(c, name, codes, scales, extent, dtype, zeros if zeros in c else None)
 
 
 def _floats(c: Checkpoint, stem: str, weights: Group) -> Layer:
@@ -248,35 +226,17 @@ def _floats(c: Checkpoint, stem: str, weights: Group) -> Layer:
 def _nvfp4(c: Checkpoint, stem: str, weights: Group) -> Layer:
     """Block scales that are divided by a global one."""
     codes, scales = c.info(stem + "weight_packed"), c.info(stem + "weight_scale")
-    whole = c.info(stem + "weight_global_scale")
-
-    def parts() -> Parts:
-        return {
-            "packed": c.read(codes.name),
-            "scale": c.read(scales.name).view(np.uint8),
-            "global_scale": np.float32(1) / c.read(whole.name).astype(np.float32),
-        }
-
-    names = (codes.name, scales.name, whole.name)
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    whole = (stem + "weight_global_scale", np.reciprocal)
+    c.info(whole[0])
     notes = ("the global scale is 1 / weight_global_scale, rounded to float32",)
-    fmt = get_format("nvfp4")
-    return Layer(stem + "weight", fmt, shape, model_dtype(c), names, parts, notes)
+    name = stem + "weight"
+    return block_floats(c, name, "nvfp4", codes, scales, model_dtype(c), whole, notes)
 
 
-def _mx(name: str, codes_end: str, bits: int) -> Callable[[Checkpoint, str, Group], Layer]:
+def _mx(kind: FormatName, end: str) -> Callable[[Checkpoint, str, Group], Layer]:
     def reader(c: Checkpoint, stem: str, weights: Group) -> Layer:
-        codes, scales = c.info(stem + codes_end), c.info(stem + "weight_scale")
-        fmt = get_format(name)
-        shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
-
-        def parts() -> Parts:
-            packed = c.read(codes.name).view(np.uint8)
-            dtype = fmt.row_packing.dtype
-            return {"packed": packed.view(dtype), "scale": c.read(scales.name).view(np.uint8)}
-
-        names = (codes.name, scales.name)
-        return Layer(stem + "weight", fmt, shape, model_dtype(c), names, parts)
+        codes, scales = c.info(stem + end), c.info(stem + "weight_scale")
+        return block_floats(c, stem + "weight", kind, codes, scales, model_dtype(c))
 
     return reader
 
@@ -286,7 +246,7 @@ READERS: dict[str, Callable[[Checkpoint, str, Group], Layer]] = {
     "int-quantized": _integers,
     "float-quantized": _floats,
     "nvfp4-pack-quantized": _nvfp4,
-    "mxfp4-pack-quantized": _mx("mxfp4", "weight_packed", 4),
-    "mxfp6-pack-quantized": _mx("mxfp6", "weight_packed", 6),
-    "mxfp8-quantized": _mx("mxfp8", "weight", 8),
+    "mxfp4-pack-quantized": _mx("mxfp4", "weight_packed"),
+    "mxfp6-pack-quantized": _mx("mxfp6", "weight_packed"),
+    "mxfp8-quantized": _mx("mxfp8", "weight"),
 }

@@ -14,7 +14,6 @@ from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
-    Extent,
     Layer,
     Parts,
     Unread,
@@ -23,6 +22,7 @@ from cuquant.io.schema.layer import (
     refuse,
     stems,
 )
+from cuquant.io.schema.pieces import extent_of
 
 KIND = "fp8"
 METHODS = ("fp8", "fbgemm_fp8")
@@ -51,7 +51,7 @@ def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -
     """Codes with scales of a tensor, of rows or of blocks [bm, bn]."""
     if codes.dtype not in FORMATS or not codes.shape:
         raise refuse(codes.name, f"codes of {codes.dtype}{list(codes.shape)} are no 8-bit floats")
-    extent = _extent(codes, scales, block)
+    extent = extent_of(codes.shape, scales.shape, codes.name, tile=block)
     fmt = get_format(FORMATS[codes.dtype], block_size=extent)
 
     def parts() -> Parts:
@@ -67,30 +67,8 @@ def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -
 def as_float32(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
     """Scales as float32: floats, or the exponents of powers of two."""
     if info.dtype in ("F8_E8M0", "U8"):
-        exponents = scales.view(np.uint8).astype(np.int32) << 23
-        return np.where(exponents == 255 << 23, np.float32(np.nan), exponents.view(np.float32))
+        bits = np.maximum(scales.view(np.uint8).astype(np.int32) << 23, 1 << 22)  # 0 is 2^-127
+        return np.where(bits == 255 << 23, np.float32(np.nan), bits.view(np.float32))
     if info.dtype not in ("F32", "BF16", "F16"):
         raise refuse(info.name, f"scales of dtype {info.dtype} are unknown")
     return scales.astype(np.float32)
-
-
-def _extent(codes: TensorInfo, scales: TensorInfo, block: object) -> Extent:
-    """What shares a scale; FormatError where the scales are not as many."""
-    count = int(np.prod(scales.shape, dtype=np.int64))
-    if count == 1:
-        return "tensor"
-    rows, columns = codes.shape[-2:] if len(codes.shape) > 1 else (0, 0)
-    if scales.shape in (codes.shape[:-1], (*codes.shape[:-1], 1)):
-        return "row"
-    tile = tile_of(block)
-    if tile and scales.shape[-2:] == (-(-rows // tile[0]), -(-columns // tile[1])):
-        return tile
-    raise refuse(codes.name, f"scales {list(scales.shape)} do not fit weights {list(codes.shape)}")
-
-
-def tile_of(block: object) -> tuple[int, int] | None:
-    """Rows and columns of a block, as a configuration gives them."""
-    if not isinstance(block, (list, tuple)) or len(block) != 2:
-        return None
-    tall, wide = block
-    return (tall, wide) if type(tall) is type(wide) is int and min(tall, wide) > 0 else None

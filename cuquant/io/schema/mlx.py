@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from cuquant.formats import get_format
+from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.schema.layer import Layer, Parts, Unread, attempt, model_dtype, refuse, stems
+from cuquant.io.schema.layer import Layer, Unread, attempt, model_dtype, refuse, stems
+from cuquant.io.schema.pieces import block_floats
 
 KIND = "mlx"
-MODES = {"mxfp4": ("mxfp4", 4, 32), "mxfp8": ("mxfp8", 8, 32), "nvfp4": ("nvfp4", 4, 16)}
+MODES: dict[str, tuple[FormatName, int, int]] = {
+    "mxfp4": ("mxfp4", 4, 32),
+    "mxfp8": ("mxfp8", 8, 32),
+    "nvfp4": ("nvfp4", 4, 16),
+}
 LARGEST = 2688.0  # what nvfp4's global_scale, a largest number, is divided by: 6 x 448
 
 
@@ -55,20 +58,11 @@ def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     return {**config, **found} if isinstance(found, dict) else config
 
 
-def _floats(c: Checkpoint, stem: str, name: str, bits: int, block: int) -> Layer:
+def _floats(c: Checkpoint, stem: str, name: FormatName, bits: int, block: int) -> Layer:
     codes, scales = c.info(stem + "weight"), c.info(stem + "scales")
-    fmt = get_format(name)
     shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
     if scales.shape != (*shape[:-1], -(-shape[-1] // block)) or scales.dtype != "U8":
         raise refuse(codes.name, f"scales {scales.dtype}{list(scales.shape)} do not fit {shape}")
-    whole = stem + "global_scale"
-
-    def parts() -> Parts:
-        found = {"packed": c.read(codes.name).view(np.uint8), "scale": c.read(scales.name)}
-        if name == "nvfp4":
-            largest = c.read(whole).astype(np.float32) / LARGEST if whole in c else np.float32(1)
-            found["global_scale"] = np.asarray(largest, np.float32)
-        return found
-
-    names = (codes.name, scales.name, *((whole,) if whole in c else ()))
-    return Layer(codes.name, fmt, shape, model_dtype(c), names, parts)
+    whole = (stem + "global_scale", lambda largest: largest / LARGEST)
+    given = whole if whole[0] in c and name == "nvfp4" else None
+    return block_floats(c, codes.name, name, codes, scales, model_dtype(c), given)

@@ -28,6 +28,7 @@ from cuquant.io.schema.layer import (
     scales_of,
     stems,
 )
+from cuquant.io.schema.pieces import block_floats
 
 KIND = "modelopt"
 
@@ -53,9 +54,10 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     if codes.dtype in fp8.FORMATS:
         return _floats(c, codes, scales)
     if codes.dtype == "U8" and stem + "weight_scale_2" in c and scales.dtype == "F8_E4M3":
-        return _nvfp4(c, codes, scales, stem + "weight_scale_2")
+        whole = (stem + "weight_scale_2", np.positive)
+        return block_floats(c, codes.name, "nvfp4", codes, scales, model_dtype(c), whole)
     if codes.dtype == "U8" and scales.dtype in ("U8", "F8_E8M0"):
-        return _mxfp4(c, codes, scales)
+        return block_floats(c, codes.name, "mxfp4", codes, scales, model_dtype(c))
     if codes.dtype == "U8" and len(scales.shape) == 2:
         return _int4(c, stem, codes, scales)
     raise refuse(codes.name, f"codes of {codes.dtype} with scales of {scales.dtype} are unknown")
@@ -70,29 +72,6 @@ def _floats(c: Checkpoint, codes: TensorInfo, scales: TensorInfo) -> Layer:
     tall, wide = rows // max(scales.shape[0], 1), columns // max(scales.shape[2], 1)
     flat = TensorInfo(scales.name, scales.dtype, scales.shape[::2], scales.offset, scales.nbytes)
     return fp8.layer(c, codes, flat, (tall, wide))
-
-
-def _nvfp4(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, whole: str) -> Layer:
-    def parts() -> Parts:
-        return {
-            "packed": c.read(codes.name),
-            "scale": c.read(scales.name).view(np.uint8),
-            "global_scale": c.read(whole).astype(np.float32),
-        }
-
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-    names = (codes.name, scales.name, whole)
-    return Layer(codes.name, get_format("nvfp4"), shape, model_dtype(c), names, parts)
-
-
-def _mxfp4(c: Checkpoint, codes: TensorInfo, scales: TensorInfo) -> Layer:
-    def parts() -> Parts:
-        return {"packed": c.read(codes.name), "scale": c.read(scales.name).view(np.uint8)}
-
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-    return Layer(
-        codes.name, get_format("mxfp4"), shape, model_dtype(c), (codes.name, scales.name), parts
-    )
 
 
 def _int4(c: Checkpoint, stem: str, codes: TensorInfo, scales: TensorInfo) -> Layer:

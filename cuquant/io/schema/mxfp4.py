@@ -8,10 +8,11 @@ integrations/mxfp4.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
-from cuquant.io.schema.layer import Layer, Parts, model_dtype, refuse
+from cuquant.io.schema.layer import Layer, model_dtype, refuse
+from cuquant.io.schema.pieces import block_floats
 
 KIND = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -35,10 +36,5 @@ def layers(c: Checkpoint) -> Iterator[Layer]:
         blocks, scales = c.info(name + BLOCKS), c.info(name + SCALES)
         if len(blocks.shape) < 3 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
             raise refuse(name, f"blocks {list(blocks.shape)} and scales {list(scales.shape)}")
-
-        def parts(blocks: str = blocks.name, scales: str = scales.name) -> Parts:
-            return {"packed": c.read(blocks), "scale": c.read(scales)}
-
-        shape = (*blocks.shape[:-2], blocks.shape[-2] * 32)
-        names = (blocks.name, scales.name)
-        yield Layer(name, get_format("mxfp4"), shape, model_dtype(c), names, parts)
+        flat = replace(blocks, shape=(*blocks.shape[:-2], blocks.shape[-2] * 16))
+        yield block_floats(c, name, "mxfp4", flat, scales, model_dtype(c))

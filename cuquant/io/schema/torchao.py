@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,16 @@ from cuquant.formats import get_format
 from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
-    Extent,
     Layer,
     Parts,
     Unread,
     attempt,
     model_dtype,
     refuse,
-    scale_dtype,
-    scales_of,
 )
+from cuquant.io.schema.pieces import block_floats, extent_of, integers
 
 KIND = "torchao"
 NAMES = "tensor_names"
@@ -91,36 +89,13 @@ def _dtype(c: Checkpoint, data: Data) -> np.dtype:
     return model_dtype(c)
 
 
-def _extent(codes: tuple[int, ...], scales: TensorInfo, name: str) -> Extent:
-    if int(np.prod(scales.shape, dtype=np.int64)) == 1:
-        return "tensor"
-    if scales.shape == (*codes[:-1], 1):
-        return "row"
-    if scales.shape[:-1] == codes[:-1] and scales.shape[-1] and codes[-1] % scales.shape[-1] == 0:
-        return codes[-1] // scales.shape[-1]
-    raise refuse(name, f"scales {list(scales.shape)} do not fit {list(codes)}")
-
-
 def _integers(c: Checkpoint, name: str, data: Data) -> Layer:
     codes, scales = c.info(_part(c, name, "qdata")), c.info(_part(c, name, "scale"))
     zeros = _part(c, name, "zero_point")
-    if codes.dtype != "I8":
-        raise refuse(name, f"codes of {codes.dtype}")
     has_zeros = zeros in c and bool(np.any(c.read(zeros)))
-    kept = scale_dtype(scales, "scales")
-    extent = _extent(codes.shape, scales, name)
-    fmt = get_format("uint8" if has_zeros else "int8", block_size=extent, scale_dtype=kept)
-
-    def parts() -> Parts:
-        stored = c.read(codes.name)
-        found = {"packed": stored, "scale": scales_of(c.read(scales.name), kept)}
-        if has_zeros:
-            found["packed"] = stored.view(np.uint8) ^ np.uint8(128)
-            found["zero_point"] = c.read(zeros).astype(np.int8).view(np.uint8) ^ np.uint8(128)
-        return found
-
-    names = (codes.name, scales.name, *((zeros,) if zeros in c else ()))
-    return Layer(name, fmt, codes.shape, _dtype(c, data), names, parts)
+    extent = extent_of(codes.shape, scales.shape, name)
+    made = integers(c, name, codes, scales, extent, _dtype(c, data), zeros if has_zeros else None)
+    return made if has_zeros or zeros not in c else replace(made, tensors=(*made.tensors, zeros))
 
 
 def _floats(c: Checkpoint, name: str, data: Data) -> Layer:
@@ -152,19 +127,9 @@ def _mx(c: Checkpoint, name: str, data: Data) -> Layer:
 
 def _nvfp4(c: Checkpoint, name: str, data: Data) -> Layer:
     codes, scales = c.info(_part(c, name, "qdata")), c.info(_part(c, name, "scale"))
-    whole = _part(c, name, "per_tensor_scale")
-
-    def parts() -> Parts:
-        one = c.read(whole).astype(np.float32) if whole in c else np.ones((), np.float32)
-        return {
-            "packed": c.read(codes.name).view(np.uint8),
-            "scale": c.read(scales.name).view(np.uint8),
-            "global_scale": one,
-        }
-
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-    names = (codes.name, scales.name, *((whole,) if whole in c else ()))
-    return Layer(name, get_format("nvfp4"), shape, _dtype(c, data), names, parts)
+    whole = (_part(c, name, "per_tensor_scale"), np.positive)
+    given = whole if whole[0] in c else None
+    return block_floats(c, name, "nvfp4", codes, scales, _dtype(c, data), given)
 
 
 READERS: dict[str, Callable[[Checkpoint, str, Data], Layer]] = {

@@ -6,6 +6,7 @@ owner's numbers.
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -152,3 +153,12 @@ def test_llm_int8_is_the_owners_within_a_rounding():
             numbers = want[key].astype(np.float32)
             gap = np.abs(q.dequantize("float32").view(np.int32) - numbers.view(np.int32))
             assert gap.max() <= 1
+
+
+def test_exponents_of_scales_are_powers_of_two(tmp_path):
+    """All of E8M0: 0 is 2^-127, and 255 is NaN."""
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).reshape(256, 1)
+    one = np.full((256, 8), 0x38, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    cq.save(tmp_path / "m.safetensors", {"a.weight": one, "a.weight_scale_inv": scales})
+    found = cq.load(tmp_path)["a.weight"].dequantize("float32")[:, 0]
+    np.testing.assert_array_equal(found, scales[:, 0].astype(np.float32))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from cuquant.errors import FormatError
+from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import endian, splits
 from cuquant.io.container.gguf.header import (
     MAX_HEADER_BYTES,
@@ -37,7 +37,7 @@ class _Part:
     header: Header
 
 
-class GgufReader:
+class GgufReader(Closing):
     """Read a GGUF file that nobody vouches for, of version 2 or 3 and of either byte order.
 
     The headers of all parts are checked completely before any data is touched. Memory is bounded by
@@ -109,17 +109,6 @@ class GgufReader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> GgufReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; what was read stays."""

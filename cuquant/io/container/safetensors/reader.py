@@ -6,11 +6,11 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from cuquant.errors import FormatError
+from cuquant.io.container.closing import Closing
 from cuquant.io.container.messages import known, quote
 from cuquant.io.container.positions import PositionedFile
 from cuquant.io.container.safetensors.header import (
@@ -31,7 +31,7 @@ from cuquant.reference.memory import empty
 CHUNK_BYTES = 1 << 23  # that `chunks` holds at once
 
 
-class SafetensorsReader:
+class SafetensorsReader(Closing):
     """Read a safetensors file that nobody vouches for.
 
     The header is checked completely before any data is touched: every byte of the data section
@@ -103,17 +103,6 @@ class SafetensorsReader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -1,0 +1,100 @@
+"""What several kinds of checkpoints have in common: what shares a scale, and arrays of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cuquant.formats import get_format
+from cuquant.formats.names import FormatName
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.container.safetensors import TensorInfo
+from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype, scales_of
+
+
+def extent_of(
+    codes: tuple[int, ...],
+    scales: tuple[int, ...],
+    name: str,
+    group: object = None,
+    tile: object = None,
+) -> Extent:
+    """What shares a scale of a weight of the shape `codes`, by the scales' shape.
+
+    `group` and `tile` are a configuration's: columns of a group, and [rows, columns] of a block;
+    groups that it does not tell are equal parts of the columns.
+    """
+    if int(np.prod(scales, dtype=np.int64)) == 1:
+        return "tensor"
+    if scales in (codes[:-1], (*codes[:-1], 1)):
+        return "row"
+    if scales[:-1] == codes[:-1] and scales[-1]:
+        size = group if isinstance(group, int) and group > 0 else codes[-1] // scales[-1]
+        if size and -(-codes[-1] // size) == scales[-1]:
+            return size
+    if isinstance(tile, (list, tuple)) and len(tile) == 2 and len(codes) > 1:
+        tall, wide = tile
+        whole = type(tall) is type(wide) is int and min(tall, wide) > 0
+        if whole and scales[-2:] == (-(-codes[-2] // tall), -(-codes[-1] // wide)):
+            return tall, wide
+    raise refuse(name, f"scales {list(scales)} do not fit a weight of {list(codes)}")
+
+
+def integers(
+    c: Checkpoint,
+    name: str,
+    codes: TensorInfo,
+    scales: TensorInfo,
+    extent: Extent,
+    dtype: np.dtype,
+    zeros: str | None = None,
+) -> Layer:
+    """Two's complement bytes I8, with scales and perhaps zero points I8 of the same shape."""
+    if codes.dtype != "I8":
+        raise refuse(name, f"integers of {codes.dtype}")
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format("uint8" if zeros else "int8", block_size=extent, scale_dtype=kept)
+
+    def parts() -> Parts:
+        stored = c.read(codes.name)
+        found = {"packed": stored, "scale": scales_of(c.read(scales.name), kept)}
+        if zeros:
+            found["packed"] = stored.view(np.uint8) ^ np.uint8(128)
+            found["zero_point"] = c.read(zeros).astype(np.int8).view(np.uint8) ^ np.uint8(128)
+        return found
+
+    names = (codes.name, scales.name, *((zeros,) if zeros else ()))
+    return Layer(name, fmt, codes.shape, dtype, names, parts)
+
+
+def block_floats(
+    c: Checkpoint,
+    name: str,
+    kind: FormatName,
+    codes: TensorInfo,
+    scales: TensorInfo,
+    dtype: np.dtype,
+    whole: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Layer:
+    """An MX format's or NVFP4's codes, densely in bytes or words, and the bytes of their scales.
+
+    `whole`: the tensor of NVFP4's global scale, and what that is of its number; 1 without it.
+    """
+    fmt = get_format(kind)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 8 * codes.numpy_dtype.itemsize // fmt.bits)
+
+    def parts() -> Parts:
+        packed = c.read(codes.name).view(fmt.row_packing.dtype)
+        found = {"packed": packed, "scale": c.read(scales.name).view(np.uint8)}
+        if fmt.rule.nested == "global":
+            found["global_scale"] = np.ones((), np.float32)
+            if whole is not None:
+                number = c.read(whole[0]).astype(np.float32)
+                with np.errstate(all="ignore"):
+                    found["global_scale"] = np.asarray(whole[1](number), np.float32)
+        return found
+
+    names = (codes.name, scales.name, *((whole[0],) if whole else ()))
+    return Layer(name, fmt, shape, dtype, names, parts, notes)
