@@ -311,7 +311,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         // Scales may have been overwritten since the last product: what brings them into range is found each time.
         if constexpr (!kLate) {
             const int last = min(static_cast<int>(group_of(stop - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
-            const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, t);
+            const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, lane);
             if (lane == 0) strip_units[warp] = found;
             __syncwarp();
         }
