@@ -48,9 +48,9 @@ class TileCosts(NamedTuple):
 
 H100_TILES = TileCosts(
     arriving=2180, memory=2660, multiplied=3790,
-    computed=(110, 54), looked_up=(85.6, 82.5), heavy=(90.8, 85.5), blocks=(261, 168),
-    row_of_four=0.543, row_of_two=0.504,
-    given=20.4, sent=12.7, handed=22.6, handing=3520, start=1530,
+    computed=(73, 68), looked_up=(69, 75), heavy=(92, 90), blocks=(249, 168),
+    row_of_four=0.548, row_of_two=0.504,
+    given=23, sent=12.7, handed=22.6, handing=3520, start=1790,
 )  # fmt: skip
 
 
