@@ -126,18 +126,20 @@ def test_a_picture_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch):
 
 CHILD = """
 import sys, time
+from contextlib import ExitStack
 from cuquant.disk import Replacement
-with Replacement(sys.argv[1]) as new:
-    new.write(b"half")
+with ExitStack() as stack:
+    for path in sys.argv[1:]:
+        stack.enter_context(Replacement(path)).write(b"half")
     print("written", flush=True)
     time.sleep(60)
 """
 
 
-def writing(path):
-    """A process that has written half of a file."""
+def writing(*paths):
+    """A process that has written half of each file."""
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", CHILD, *map(str, paths)], stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(disk.__file__).parents[1])},
     )  # fmt: skip
     assert child.stdout.readline() == "written\n"
@@ -145,18 +147,24 @@ def writing(path):
 
 
 @posix
-@pytest.mark.parametrize("name", ["a", "n" * 255, "[a]*?", "层" * 60, "new\nline"])
-def test_the_next_writer_removes_what_a_killed_one_left(tmp_path, name):
-    path = tmp_path / name
-    with writing(path) as live, writing(path) as killed:
-        assert len(list(tmp_path.iterdir())) == 2
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
+    paths = []
+    for i, name in enumerate(["a", "n" * 255, "[a]*?", "层" * 60, "new\nline"]):
+        (tmp_path / str(i)).mkdir()
+        paths.append(tmp_path / str(i) / name)
+    with writing(*paths) as live, writing(*paths) as killed:
+        for path in paths:
+            assert len(list(path.parent.iterdir())) == 2, path.name
         killed.kill()
         killed.wait()
-        replace_file(path, b"new")
-        assert len(list(tmp_path.iterdir())) == 2, "the one that is being written stays"
+        for path in paths:
+            replace_file(path, b"new")
+            left = len(list(path.parent.iterdir()))
+            assert left == 2, f"{path.name}: the one that is being written stays"
         live.send_signal(signal.SIGKILL)
-    replace_file(path, b"newer")
-    assert [p.name for p in tmp_path.iterdir()] == [name]
+    for path in paths:
+        replace_file(path, b"newer")
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 @posix

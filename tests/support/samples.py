@@ -1,7 +1,10 @@
 """Samples of matrices: what every run of the tests has of them. `pytest -m full` has the rest."""
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,8 +71,14 @@ def each_number(count: int) -> list[Axis]:
 def selected(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
     """The parameters with which this run has a test of a module, for fixtures that compile kernels
     ahead. The same for all of xdist's workers, which then find each other's."""
-    return [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and getattr(item, "originalname", None) == test
-    ]
+    return _by_test(request.session)[request.path, test]
+
+
+@functools.lru_cache(maxsize=1)
+def _by_test(session: pytest.Session) -> dict[tuple[Path, str], list[dict[str, Any]]]:
+    """The parameters of all tests, by file and function: one walk for all fixtures."""
+    found = defaultdict(list)
+    for item in session.items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            found[item.path, item.originalname].append(item.callspec.params)
+    return found
