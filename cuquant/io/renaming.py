@@ -91,7 +91,9 @@ def _refuse_shared_rows(entry: Entry) -> None:
     fmt = entry.format
     if not isinstance(fmt, Format) or fmt.scale is None:
         return
-    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or entry.axes:
+    stored = fmt.components(entry.shape)[0].shape
+    is_in_rows = stored[: len(entry.shape) - 1] == entry.shape[:-1] and not entry.axes
+    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or not is_in_rows:
         raise ValueError(
             f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another order"
         )

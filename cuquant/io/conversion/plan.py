@@ -19,7 +19,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
 from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
-from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer, refuse_odd_parts
 from cuquant.io.streaming import why_kept
 from cuquant.ops.quantize.door import quantize
 
@@ -172,6 +172,8 @@ def _rounded(source: Source, fmt: Format) -> Callable[[], QuantArray]:
 def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
+    if writer is not own:
+        refuse_odd_parts(source)
     made = writer.recipe(source)
 
     def make() -> Tensors:

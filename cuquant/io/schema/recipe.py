@@ -18,8 +18,13 @@ from cuquant.io.container.gguf.types import GgufType
 Specs = dict[str, tuple[Any, tuple[int, ...]]]  # dtype, tag or type, and shape, by tensor
 Tensors = dict[str, np.ndarray]
 WEIGHT = "weight"
+PARTS = {
+    "packed", "scale", "zero_point", "minimum", "blocks", "global_scale", "nested_scale",
+    "nested_offset",
+}  # fmt: skip
 CHUNK = 1 << 19  # elements whose codes are unpacked at a time
 SCALE_TAGS = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # dtypes of plain scales
 GGML_INTEGERS = ("q4_0", "q5_0", "q8_0")  # of which a block is codes and one float16
 
 
@@ -62,6 +67,15 @@ class Source:
         if len(self.shape) != 2:
             raise ValueError(f"{kind} holds matrices, not shapes such as {self.shape}")
         return self.shape[0], self.shape[1]
+
+
+def refuse_odd_parts(source: Source) -> None:
+    """ValueError where an array has components that no kind of others knows, or not in rows."""
+    parts = source.format.components(source.shape)
+    if odd := [part.name for part in parts if part.name not in PARTS]:
+        raise ValueError(f"it has a component {odd[0]!r}, which only files of cuquant keep")
+    if parts[0].shape[: len(source.shape) - 1] != source.shape[:-1]:
+        raise ValueError("its blocks run across rows")
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,7 @@ def integers_of(fmt: Format, shape: tuple[int, ...]) -> Integers | None:
         return None
     if fmt.is_blocks and fmt.name not in GGML_INTEGERS:
         return None
-    if fmt.offset not in (None, "zero_point") or scale.dtype not in ("float16", "float32"):
+    if fmt.offset not in (None, "zero_point") or scale.dtype not in FLOATS:
         return None
     if isinstance(scale.block, tuple):
         return None
@@ -239,7 +253,7 @@ def common_zero(q: QuantArray) -> int | None:
 def holds(dtype: np.dtype, values: np.ndarray) -> bool:
     """Whether a dtype has all these numbers; NaN is none of them."""
     with np.errstate(over="ignore"):
-        return bool((values.astype(dtype).astype(np.float32) == values).all())
+        return bool((values.astype(dtype).astype(np.float32) == values.astype(np.float32)).all())
 
 
 def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> str:
@@ -251,8 +265,8 @@ def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> s
         Where none does.
     """
     tags = tuple(tags)
-    if source.format.rule.dtype == "float16" and "F16" in tags:
-        return "F16"
+    if (stored := FLOATS.get(source.format.rule.dtype)) in tags and stored in SCALE_TAGS:
+        return stored
     narrow = [tag for tag in tags if tag in SCALE_TAGS]
     if narrow and source.shape and 0 not in source.shape:
         scales = np.asarray(source.read().scale)
@@ -261,7 +275,7 @@ def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> s
                 return tag
     if "F32" in tags:
         return "F32"
-    raise ValueError(f"its float32 scales are not those of {' or '.join(tags)}")
+    raise ValueError(f"its {source.format.rule.dtype} scales are not those of {' or '.join(tags)}")
 
 
 def as_tag(scales: np.ndarray, tag: str) -> np.ndarray:
