@@ -28,7 +28,7 @@ def in_hf(file: Opened) -> dict[str, Entry]:
     ValueError
         For an architecture that is not known.
     FormatError
-        For metadata that does not say how many heads there are.
+        For metadata that does not say how many heads there are, or not those of the tensors.
     """
     told = file.metadata.get("general.architecture")
     found = of_gguf(told)
@@ -46,7 +46,10 @@ def in_hf(file: Opened) -> dict[str, Entry]:
         new = found.in_hf(name) or name
         if new in made:
             raise FormatError(f"{file.path}: two tensors are transformers' {quote(new)}")
-        made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+        try:
+            made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+        except ValueError as error:
+            raise FormatError(f"{file.path}: {quote(name)}: {error}") from error
     return made
 
 

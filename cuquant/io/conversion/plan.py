@@ -31,7 +31,7 @@ WRITERS = {module.KIND: module for module in _MODULES}
 
 # Weights that loaders of these kinds take for no linear layer.
 FOR_LINEAR = {gptq.KIND, awq.KIND, compressed_tensors.KIND, bitsandbytes.KIND, fp8.KIND}
-NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "*.gate.weight", "*router*")
 
 
 @dataclass(frozen=True)
