@@ -113,7 +113,7 @@ def test_quantized_rows_are_moved_whole(tmp_path):
 def test_rows_that_share_scales_are_refused(tmp_path):
     model(tmp_path / "in")
     cq.convert(tmp_path / "in", tmp_path / "fp8", "fp8", format="fp8_e4m3:32x32")
-    with pytest.raises(ValueError, match="rows of fp8_e4m3:32x32 share scales"):
+    with pytest.raises(ValueError, match=r"share scales.* another format first"):
         cq.convert(tmp_path / "fp8", tmp_path / "m.gguf", "gguf")
 
 

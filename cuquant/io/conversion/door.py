@@ -81,7 +81,8 @@ def convert(
         That plain weights are quantized to first: matrices of floats, in kinds of linear layers
         without embeddings and lm_head. Needs `requantize` for arrays that are quantized already.
     requantize
-        Accept that arrays are rounded to `format`, or to the nearest one that the kind holds.
+        Accept that arrays are rounded to `format`, or to the nearest one that the kind holds; one
+        whose shape fits none is decoded, to float16 or what it was quantized from.
 
     Returns
     -------

@@ -136,14 +136,25 @@ def _step(entry: Entry, writer: Writer, fmt: Format | None, requantize: bool) ->
         return _quantized(entry, source, writer, rounds=False)
     except (ValueError, TypeError) as why:
         if requantize:
-            near = fmt or nearest(writer, source)
-            return _quantized(
-                entry, replace(source, format=near, read=_rounded(source, near)), writer
-            )
+            return _nearest(entry, source, writer, fmt)
         raise ValueError(
             f"{entry.format} cannot be {writer.KIND} without loss: {why}; "
             "pass requantize=True to round it to a format that can"
         ) from why
+
+
+def _nearest(entry: Entry, source: Source, writer: Writer, fmt: Format | None) -> Step:
+    """An array in the nearest format of a kind; decoded where its shape or name fits none."""
+    near = fmt or nearest(writer, source)
+    try:
+        rounded = replace(source, format=near, read=_rounded(source, near), axes=None)
+        return _quantized(entry, rounded, writer)
+    except (ValueError, TypeError):
+        decoded = replace(
+            entry, format=None, axes=None, read=lambda: source.read().dequantize(source.dtype)
+        )
+        step = _plain_or_quantized(decoded, writer, None)
+        return replace(step, was=str(entry.format), bytes_out=_sum(step.specs), rounds=True)
 
 
 def nearest(writer: Writer, source: Source) -> Format:
@@ -180,11 +191,15 @@ def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True
         return made.tensors(source.read())
 
     was = str(entry.format or entry.dtype)
-    nbytes = sum(_nbytes(*spec) for spec in made.specs.values())
     return Step(
-        source.name, source.shape, source.dtype, was, made.words, entry.nbytes, nbytes, rounds,
-        made.specs, make, made,
+        source.name, source.shape, source.dtype, was, made.words, entry.nbytes,
+        _sum(made.specs), rounds, made.specs, make, made,
     )  # fmt: skip
+
+
+def _sum(specs: Specs) -> int:
+    """Bytes of tensors."""
+    return sum(_nbytes(*spec) for spec in specs.values())
 
 
 def _nbytes(kind: Any, shape: tuple[int, ...]) -> int:
