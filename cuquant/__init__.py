@@ -22,6 +22,8 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.io.comparison import compare
+from cuquant.io.conversion.door import convert
 from cuquant.io.files import load, open
 from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
@@ -41,7 +43,9 @@ __all__ = [
     "QuantArray",
     "RawBlocks",
     "array_equal",
+    "compare",
     "concatenate",
+    "convert",
     "dequantize",
     "doctor",
     "error",

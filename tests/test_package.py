@@ -281,7 +281,9 @@ def test_every_public_name_can_be_called(tmp_path):
     cq.save(tmp_path / "f", {"w": q})
     calls = {
         "array_equal": lambda: cq.array_equal(q, q),
+        "compare": lambda: cq.compare({"w": x}, tmp_path / "f"),
         "concatenate": lambda: cq.concatenate([q, q]),
+        "convert": lambda: cq.convert(tmp_path / "f", tmp_path / "c", to="cuquant"),
         "dequantize": lambda: cq.dequantize(q),
         "doctor": cq.doctor,
         "error": lambda: cq.error(x, q),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import cuquant
-from cuquant.cli import files, system
+from cuquant.cli import comparison, conversion, files, inspection, system
 from cuquant.cli.advice import for_shell, options_of
 from cuquant.cli.bench import bench
 from cuquant.cli.demo import demo
@@ -100,7 +100,9 @@ def options(
 
 for command in (
     files.quantize,
-    files.inspect,
+    conversion.convert,
+    comparison.compare,
+    inspection.inspect,
     system.formats,
     system.doctor,
     system.cache,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from cuquant.io.conversion.door import convert
 from cuquant.io.files import load
 from cuquant.ops.quantize.door import quantize
 
@@ -12,6 +13,7 @@ from cuquant.ops.quantize.door import quantize
 PARAMETERS = {
     *inspect.signature(quantize).parameters,
     *inspect.signature(load).parameters,
+    *inspect.signature(convert).parameters,
     "packing",
     "scale_dtype",
 }
@@ -66,7 +68,7 @@ def _respelled(text: str, options: Collection[str]) -> str:
         name, value = found[1], (found[2] or "").strip("'")
         if name not in PARAMETERS or _option(name) not in options:
             return found[0]
-        return f"{_option(name)} {value}".rstrip()
+        return _option(name) if value in ("True", "") else f"{_option(name)} {value}"
 
     made = _PARAMETER.sub(spell, text)
     return made if made == text else re.sub(r" or '([^']*)'", r" or \1", made)

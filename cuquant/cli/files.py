@@ -1,16 +1,13 @@
-"""Commands on model files: `quantize` and `inspect`."""
+"""The command `quantize`."""
 
-import math
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cuquant.cli.options import (
     DeviceOption,
@@ -20,12 +17,14 @@ from cuquant.cli.options import (
     parse_block_size,
     parse_device,
 )
+from cuquant.cli.progress import Bar
 from cuquant.cli.show import (
-    MAX_ROWS,
     console,
+    first_rows,
     in_bytes,
     in_seconds,
     natural_key,
+    print_hidden,
     print_json,
     printable,
     shape_text,
@@ -33,15 +32,11 @@ from cuquant.cli.show import (
 )
 from cuquant.formats import Format, get_format
 from cuquant.gpu.device import describe, resolve
-from cuquant.io.container.safetensors import SafetensorsReader
-from cuquant.io.quantized import described
 from cuquant.io.streaming import Plan, Report, quantize_file
 
 if TYPE_CHECKING:
     from cuquant.formats.names import Levels
     from cuquant.formats.names import Nonfinite as NonfiniteName
-
-PROGRESS_NAME = 32  # columns for the name of the tensor beside the bar
 
 
 class Nonfinite(str, Enum):
@@ -132,22 +127,11 @@ def _run(
     nonfinite: "NonfiniteName",
     device: str,
 ) -> list[Report]:
-    """Quantize with a progress bar on stderr, if that is a terminal: tensor, bytes, time left."""
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn())
-    bar = Progress(*columns, TimeRemainingColumn(compact=True), console=screen, transient=True)
-    task = bar.add_task(f"quantizing to {fmt}", total=None)
-    names: list[str] = []  # of the tensors, in the order of the work
+    """Quantize with a progress bar."""
+    bar = Bar(f"quantizing to {fmt}")
 
     def begin(plans: list[Plan]) -> None:
-        names.extend(plan.info.name for plan in plans)
-        bar.update(task, total=sum(plan.info.nbytes for plan in plans))
-        describe_next(0)
-
-    def describe_next(done: int) -> None:
-        if done < len(names):
-            name = printable(names[done])
-            bar.update(task, description=escape(name[-PROGRESS_NAME:]))
+        bar.begin((plan.info.name, plan.info.nbytes) for plan in plans)
 
     steps = quantize_file(
         source, output, fmt, include=include, exclude=exclude, nonfinite=nonfinite, device=device,
@@ -155,11 +139,10 @@ def _run(
     )  # fmt: skip
     reports = []
     # Closed at once after an exception, so that no half-written file stays.
-    with bar if screen.is_terminal else nullcontext(), closing(steps):
+    with bar.shown(), closing(steps):
         for report in steps:
             reports.append(report)
-            bar.advance(task, report.bytes_in)
-            describe_next(len(reports))
+            bar.advance(report.bytes_in)
     return reports
 
 
@@ -189,7 +172,7 @@ def _print_reports(
     made = table(
         ("tensor", "shape", *numbers), right=numbers, drop=("time", "shape", "bits/weight")
     )
-    for report in reports[:MAX_ROWS]:
+    for report in first_rows(reports):
         shape, spent = shape_text(report.shape), in_seconds(report.seconds)
         if report.reason is not None:
             made.add(report.name, shape, sentence=f"kept: {report.reason}", style="dim")
@@ -198,7 +181,7 @@ def _print_reports(
             made.add(report.name, shape, bits, f"{report.sqnr_db:.2f}", spent)
     screen = console()
     made.print(screen)
-    _print_hidden(screen, len(reports))
+    print_hidden(screen, len(reports))
     kept = sum(report.reason is not None for report in reports)
     changed = len(reports) - kept
     before = sum(report.bytes_in for report in reports)
@@ -212,82 +195,3 @@ def _print_reports(
     )
     for line in lines:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_hidden(screen, rows: int) -> None:
-    if rows > MAX_ROWS:
-        screen.print(f"... and {rows - MAX_ROWS} more")
-
-
-def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Any safetensors file.")],
-    json: JsonFlag = False,
-) -> None:
-    """List what a safetensors file holds; reads its header only."""
-    with SafetensorsReader(file) as reader:
-        rows = _rows(reader)
-        metadata = reader.metadata
-    rows.sort(key=lambda row: natural_key(row.name))
-    stored = sum(row.nbytes for row in rows)
-    elements = sum(math.prod(row.shape) for row in rows)
-    total = stored * 8 / max(elements, 1)
-    if json:
-        arrays = [{**row._asdict(), "bits_per_element": row.bits_per_element} for row in rows]
-        print_json(
-            {
-                "file": str(file),
-                "elements": elements,
-                "nbytes": stored,
-                "bits_per_element": total,
-                "arrays": arrays,
-                "metadata": metadata,
-            }
-        )
-        return
-    numbers = ("bits/element", "bytes")
-    made = table(
-        ("name", "format", "shape", "dtype", *numbers), right=numbers,
-        drop=("bits/element", "bytes", "dtype", "shape"),
-    )  # fmt: skip
-    for row in rows[:MAX_ROWS]:
-        kind = ", ".join(filter(None, (row.format, row.layout)))
-        bits, nbytes = f"{row.bits_per_element:.4g}", f"{row.nbytes:,}"
-        made.add(row.name, kind, shape_text(row.shape), row.dtype, bits, nbytes)
-    screen = console()
-    made.print(screen)
-    _print_hidden(screen, len(rows))
-    lines = [
-        f"{len(rows)} arrays, {elements:,} elements, {in_bytes(stored)}, {total:.4g} bits/element"
-    ]
-    lines += [
-        f"metadata {printable(key)}: {printable(value, limit=60)}"
-        for key, value in list(metadata.items())[:MAX_ROWS]
-    ]
-    for line in lines:
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class Row(NamedTuple):
-    """An array of a file; `format` is None where it is a plain one."""
-
-    name: str
-    format: str | None
-    layout: str | None  # of a PackedWeight
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-    @property
-    def bits_per_element(self) -> float:
-        return self.nbytes * 8 / max(math.prod(self.shape), 1)
-
-
-def _rows(reader: SafetensorsReader) -> list[Row]:
-    """All arrays of a file that `cuquant.load` would read; FormatError where it would refuse."""
-    arrays, plain = described(reader)
-    rows = []
-    for name, array in arrays.items():
-        kind, dtype = str(array.format), str(array.dtype)
-        rows.append(Row(name, kind, array.layout, array.shape, dtype, array.nbytes))
-    infos = (reader.tensors[name] for name in plain)
-    return rows + [Row(i.name, None, None, i.shape, str(i.numpy_dtype), i.nbytes) for i in infos]

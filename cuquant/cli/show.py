@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -183,6 +184,23 @@ def _beside(line: str, sentence: str, width: int) -> list[str]:
         indent = " " * (cell_len(line) + len(GAP))
         return [f"{line}{GAP}{first}", *(indent + other for other in others)]
     return [line.rstrip(), *textwrap.wrap(sentence, max(width, 20), initial_indent="    ")]
+
+
+def first_rows(rows: Sequence[Any]) -> Sequence[Any]:
+    """What a table shows of many rows."""
+    return rows[:MAX_ROWS]
+
+
+def print_hidden(screen: Console, rows: int) -> None:
+    """How many rows `first_rows` left out."""
+    if rows > MAX_ROWS:
+        screen.print(f"... and {rows - MAX_ROWS} more")
+
+
+def print_lines(screen: Console, lines: Iterable[str], style: str = "") -> None:
+    """Lines as they are, whatever rich would read in them."""
+    for line in lines:
+        screen.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def natural_key(name: str) -> list[str | tuple[int, str]]:

@@ -11,9 +11,8 @@ class TileCosts(NamedTuple):
 
     Attributes
     ----------
-    fed, fed_apart
-        Bytes that come in from L2, where all blocks are at the same columns of x at a time, so that
-        many requests are one, and where they are not.
+    arriving
+        How long a unit of x and of the weights is on its way, while others are too.
     memory
         Bytes of the weights from memory, for all multiprocessors together.
     multiplied
@@ -23,8 +22,6 @@ class TileCosts(NamedTuple):
         long its instructions wait for each other, and how long a warpgroup's take to be issued.
     row_of_four, row_of_two
         How much longer they wait for each row of x, where an operand has four slices or fewer.
-    exposed
-        The part of that waiting which nothing hides.
     given, sent, handed
         Floats of sums that warpgroups, blocks of a cluster and other blocks give each other.
     handing
@@ -33,8 +30,7 @@ class TileCosts(NamedTuple):
         Of a kernel, whatever it does.
     """
 
-    fed: float
-    fed_apart: float
+    arriving: float
     memory: float
     multiplied: float
     computed: tuple[float, float]
@@ -43,7 +39,6 @@ class TileCosts(NamedTuple):
     blocks: tuple[float, float]
     row_of_four: float
     row_of_two: float
-    exposed: float
     given: float
     sent: float
     handed: float
@@ -52,10 +47,10 @@ class TileCosts(NamedTuple):
 
 
 H100_TILES = TileCosts(
-    fed=90.9, fed_apart=73.4, memory=2420, multiplied=4130,
-    computed=(81.7, 53.6), looked_up=(85.6, 75), heavy=(91, 80.8), blocks=(181, 150),
-    row_of_four=0.651, row_of_two=0.382, exposed=0.415,
-    given=10.2, sent=10.6, handed=17.1, handing=2790, start=1320,
+    arriving=2180, memory=2660, multiplied=3790,
+    computed=(73, 68), looked_up=(69, 75), heavy=(92, 90), blocks=(249, 168),
+    row_of_four=0.548, row_of_two=0.504,
+    given=23, sent=12.7, handed=22.6, handing=3520, start=1790,
 )  # fmt: skip
 
 

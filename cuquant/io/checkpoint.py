@@ -127,16 +127,7 @@ class Checkpoint(Closing):
         FormatError
             For a file that is no JSON object.
         """
-        path = self.folder / name
-        try:
-            found = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        except FileNotFoundError:
-            return {}
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{path}: is no JSON") from error
-        if not isinstance(found, dict):
-            raise FormatError(f"{path}: holds no JSON object")
-        return found
+        return read_json(self.folder / name)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -163,6 +154,25 @@ class Checkpoint(Closing):
         """quant_method of the configuration, in lower case; "" where there is none."""
         found = self.quantization.get("quant_method")
         return found.lower() if isinstance(found, str) else ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is none.
+
+    Raises
+    ------
+    FormatError
+        For a file that is no JSON object.
+    """
+    try:
+        found = json.loads(read_bounded(path, MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is no JSON") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: holds no JSON object")
+    return found
 
 
 def _shards(path: Path) -> list[Path]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,91 +15,19 @@ from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError, did_you_mean
-from cuquant.formats import Format, get_format
+from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
-from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import GgufReader, GgufTensor
 from cuquant.io.container.messages import quote
+from cuquant.io.entries import Entry, Opened
 from cuquant.io.foreign import find_sign
 from cuquant.io.quantized import Described, described
+from cuquant.io.renaming import in_hf
 from cuquant.io.schema import schema_of
 from cuquant.io.schema.layer import Layer, Unread
 
 OWN, PLAIN, GGUF = "cuquant", "safetensors", "gguf"
 MAX_HEADER_BYTES = 100_000_000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One array of a file: what it is, before it is read.
-
-    Attributes
-    ----------
-    name
-        The weight's own name.
-    format
-        Of a QuantArray, or the name of a type of ggml's without codec; None for plain arrays.
-    shape, dtype
-        Of the array.
-    nbytes
-        That it takes in the file, scales and all.
-    tensors
-        Of the file, that hold it.
-    notes
-        What a reader should know, in words.
-    read
-        Reads it.
-    """
-
-    name: str
-    format: Format | str | None
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    nbytes: int
-    tensors: tuple[str, ...]
-    notes: tuple[str, ...]
-    read: Callable[[], Any]
-
-
-class Opened(Closing, Mapping[str, Entry]):
-    """The arrays of a file or a folder, listed and not read; close it, or use it in `with`.
-
-    Attributes
-    ----------
-    path
-        What was opened.
-    kind
-        "cuquant", "safetensors" (plain arrays), "gguf", or a kind of checkpoint: "gptq", "awq", ...
-    metadata
-        Of a GGUF file its keys and values; of other files config.json.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        kind: str,
-        entries: Mapping[str, Entry],
-        metadata: Mapping[str, Any],
-        close: Callable[[], None],
-    ) -> None:
-        self.path, self.kind, self.metadata = path, kind, metadata
-        self._entries, self._close = entries, close
-
-    def __getitem__(self, name: str) -> Entry:
-        if name not in self._entries:
-            hint = did_you_mean(name, self._entries)
-            raise KeyError(f"{self.path} has no array {quote(name)}{hint}")
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def close(self) -> None:
-        """Close the files; what was read stays."""
-        self._close()
 
 
 def open(  # as gzip.open and h5py's File: cuquant.open(path)
@@ -130,13 +57,22 @@ def open(  # as gzip.open and h5py's File: cuquant.open(path)
     ...     print(file.kind, file["w"].format, file["w"].shape, file["w"].nbytes)
     cuquant nf4 (4, 64) 144
     """
+    file = listed(path, max_header_bytes=max_header_bytes)
+    if file.unread:
+        file.close()
+        raise FormatError(f"{file.path}: {file.unread}")
+    return file
+
+
+def listed(path: str | os.PathLike[str], *, max_header_bytes: int = MAX_HEADER_BYTES) -> Opened:
+    """As `open`; files of libraries that are not read are listed too, with a note."""
     path = Path(path)
     if _is_gguf(path):
         return _open_gguf(path, max_header_bytes)
     c = Checkpoint(path, max_header_bytes=max_header_bytes)
     try:
-        kind, entries = _entries(c)
-        return Opened(path, kind, entries, c.config, c.close)
+        kind, entries, unread = _entries(c)
+        return Opened(path, kind, entries, c.config, c.close, c.metadata, unread)
     except BaseException:
         c.close()
         raise
@@ -147,7 +83,7 @@ def load(
     *,
     device: object = None,
     library: Literal["numpy", "cupy", "torch"] | None = None,
-    names: Iterable[str] | None = None,
+    names: Iterable[str] | Literal["hf"] | None = None,
     max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> dict[str, Any]:
     """Read a file or a folder of weights: QuantArrays where they are quantized, else arrays.
@@ -167,7 +103,8 @@ def load(
         "numpy", "cupy" or "torch", which gets bfloat16 and 8-bit floats as its own. None: NumPy, or
         CuPy where `device` is a GPU.
     names
-        Of the arrays to read. None: all.
+        Of the arrays to read. None: all. "hf": all of a GGUF file by the names, and with the order
+        of rows, that transformers has for llama, mistral, qwen2, qwen3, gemma, gemma2 and phi3.
     max_header_bytes
         A larger header is refused.
 
@@ -180,7 +117,8 @@ def load(
     FormatError
         For a damaged file, or a kind that is not read; the message names it.
     ValueError
-        For a library that has no arrays on that device, or a name that the file does not have.
+        For a library that has no arrays on that device, a name that the file does not have, or
+        "hf" of an architecture that is not known.
     BackendUnavailable
         Where library or device is not there.
 
@@ -193,9 +131,12 @@ def load(
     {'w': QuantArray(int4, shape=(4, 64), dtype=float32, 4.25 bits/element, device=cpu)}
     """
     which, place = interop.destination(library, device)
-    if isinstance(names, str):
-        raise TypeError(f"names must be several, such as [{quote(names)}]")
+    if isinstance(names, str) and names != "hf":
+        raise TypeError(f"names must be several, such as [{quote(names)}], or 'hf'")
     with open(path, max_header_bytes=max_header_bytes) as file:
+        if names == "hf":
+            renamed = in_hf(file) if file.kind == GGUF else file
+            return {name: _placed(e.read(), which, place) for name, e in renamed.items()}
         wanted = list(file) if names is None else list(names)
         if unknown := [name for name in wanted if name not in file]:
             hint = did_you_mean(str(unknown[0]), file)
@@ -218,8 +159,8 @@ def _placed(value: Any, library: str, device: str) -> Any:
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
-    """The kind of a checkpoint, and its arrays."""
+def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
+    """The kind of a checkpoint, its arrays, and why they are not read, or ""."""
     own: dict[str, Entry] = {}
     plain = []
     for reader in c.readers():
@@ -230,15 +171,14 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
                 raise FormatError(f"{c.path}: {quote(name)} is described twice")
             own[name] = _own(c, name, array)
     if own:
-        return OWN, own | {name: _plain(c, name) for name in plain}
+        return OWN, own | {name: _plain(c, name) for name in plain}, ""
     schema = schema_of(c)
     if schema is None:
         if (sign := find_sign(c.tensors)) is not None:
-            raise FormatError(
-                f"{c.path}: is quantized by {sign[0]} (tensor {quote(sign[1].name)}), whose files "
-                "cuquant does not read"
-            )
-        return PLAIN, {name: _plain(c, name) for name in c}
+            shown = f"is quantized by {sign[0]} (tensor {quote(sign[1].name)})"
+            why = f"{shown}, whose files cuquant does not read"
+            return sign[0], {name: _plain(c, name) for name in c}, why
+        return PLAIN, {name: _plain(c, name) for name in c}, ""
     layers: dict[str, Layer | Unread] = {}
     for layer in schema.layers(c):
         if layer.name in layers:
@@ -249,7 +189,7 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry]]:
     rest = {name: _plain(c, name) for name in c if name not in used}
     if clash := rest.keys() & {layer.name for layer in read}:
         raise FormatError(f"{c.path}: {quote(min(clash))} is both quantized and a tensor")
-    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}
+    return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}, ""
 
 
 def _plain(c: Checkpoint, name: str) -> Entry:
@@ -264,6 +204,7 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
     return Entry(
         name, array.format, array.shape, array.dtype, array.nbytes, tensors, (),
         lambda: array.read(c, name),
+        None if array.axes == tuple(range(len(array.shape))) else array.axes, array.layout,
     )  # fmt: skip
 
 
@@ -282,7 +223,8 @@ def _unread(c: Checkpoint, layer: Unread) -> Entry:
         raise FormatError(f"{c.path}: {layer.error}")
 
     notes = (str(layer.error),)
-    return Entry(layer.name, None, (), np.dtype(np.float32), 0, (), notes, read)
+    dtype = np.dtype(np.float32)
+    return Entry(layer.name, None, (), dtype, 0, (), notes, read, error=layer.error)
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------

@@ -84,25 +84,34 @@ def plan(
                 f"{reader.path}: no tensor is called {quote(pattern)}, which include names; the "
                 f"names are {some or 'none'}{', ...' if len(reader.tensors) > 3 else ''}"
             )
-    return [Plan(info, _reason(info, fmt, include, exclude)) for info in reader.tensors.values()]
+    return [
+        Plan(info, why_kept(info.name, info.numpy_dtype, info.shape, fmt, include, exclude))
+        for info in reader.tensors.values()
+    ]
 
 
-def _reason(
-    info: TensorInfo, fmt: Format, include: Sequence[str], exclude: Sequence[str]
+def why_kept(
+    name: str,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    fmt: Format,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> str | None:
-    if info.numpy_dtype.name not in interop.INPUT_DTYPES:
-        return f"{info.numpy_dtype} values"
-    if len(info.shape) < 2:
+    """Why a tensor of a file is not quantized to `fmt`; None where it is."""
+    if dtype.name not in interop.INPUT_DTYPES:
+        return f"{dtype} values"
+    if len(shape) < 2:
         return "fewer than two axes"
-    if include and not any(fnmatchcase(info.name, pattern) for pattern in include):
+    if include and not any(fnmatchcase(name, pattern) for pattern in include):
         return "not included"
-    if any(fnmatchcase(info.name, pattern) for pattern in exclude):
+    if any(fnmatchcase(name, pattern) for pattern in exclude):
         return "excluded"
     try:
-        fmt.check_shape(info.shape)
+        fmt.check_shape(shape)
     except ValueError:
-        return f"{info.shape[-1]} columns do not divide into blocks"
-    return fmt.why_keep(info.shape, info.nbytes)
+        return f"{shape[-1]} columns do not divide into blocks"
+    return fmt.why_keep(shape, dtype.itemsize * math.prod(shape))
 
 
 def quantize_file(

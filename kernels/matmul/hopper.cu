@@ -292,16 +292,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         typename Own::Strip lies;
         lies.set(own_weights, strip, before, g);
         keep(lies.scale);
-        // Scales may have been overwritten since the last product: what brings them into range is found each time.
-        if constexpr (!kLate) {
-            const int last = min(static_cast<int>(group_of(stop - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
-            const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, t);
-            if (lane == 0) strip_units[warp] = found;
-            __syncwarp();
-        }
-        if constexpr (!kRouted) wait_for_earlier();
-        // In shared memory: with several groups in a unit and minimums there is no register for it.
-        const auto own_unit = [&] { return kLate ? 1.0f : *static_cast<volatile float*>(strip_units + warp); };
         Own groups[2][kFine];
         const auto fetch = [&](int d, int i) {
             const u32 unit = min(i, weights.units - 1);
@@ -318,6 +308,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         int i = first_unit + depth * kSpan;
         fetch(0, i);
         fetch(1, i + behind(1));
+        // Scales may have been overwritten since the last product: what brings them into range is found each time.
+        if constexpr (!kLate) {
+            const int last = min(static_cast<int>(group_of(stop - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
+            const float found = Factor<Format, T, kLie>::unit_of(own_weights, lies, group_of(first_unit), last, lane);
+            if (lane == 0) strip_units[warp] = found;
+            __syncwarp();
+        }
+        if constexpr (!kRouted) wait_for_earlier();
+        // In shared memory: with several groups in a unit and minimums there is no register for it.
+        const auto own_unit = [&] { return kLate ? 1.0f : *static_cast<volatile float*>(strip_units + warp); };
 
         float sum[kTokens / 2];
 #pragma unroll

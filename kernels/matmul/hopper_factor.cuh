@@ -17,20 +17,48 @@ struct Factor {
     u32 high[2], low[2];
     float scale[2], minimum[2];  // of weights with minimums
 
-    // The unit of a warp's strip, of its groups first .. last, which the four lanes of a row share out.
-    __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int t) {
+    // The unit of a warp's strip, of its groups first .. last. Scales that lie one behind the other are read by fours or
+    // eights, by all lanes; those that are made of several numbers as products read them, by the four lanes of a row.
+    static constexpr bool runs = kLie == kInStrips && !Own::blocks && (Own::stored == Stored::Float16 || Own::stored == Stored::Float32);
+    static constexpr int kBatch = runs ? 6 : 8;  // on their way, one latency for all
+    __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int lane) {
         if constexpr (in_range) return 1.0f;
-        constexpr int kBatch = 8;  // loads on their way: nothing else hides their latency
         float largest = 0.0f;
+        const auto meet = [&](float size) { largest = fmaxf(largest, size); };
+        if constexpr (runs) {
+            const u8* const scales = lies.scale - lane / 4 * (2 * Own::bytes);  // of the strip's first row
+            const uint4* const from = reinterpret_cast<const uint4*>(scales) + first * Own::bytes;
+            const int count = (last - first + 1) * Own::bytes;
 #pragma unroll 1
-        for (int begin = first + t; begin <= last; begin += 4 * kBatch) {
-            Own own[kBatch];
+            for (int begin = lane; begin < count; begin += 32 * kBatch) {
+                u32 own[kBatch][4];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) own[i].load(lies, static_cast<u32>(min(begin + 4 * i, last)));
+                for (int i = 0; i < kBatch; ++i) {
+                    if (begin + 32 * i >= count) break;
+                    const uint4 v = from[begin + 32 * i];
+                    own[i][0] = v.x; own[i][1] = v.y; own[i][2] = v.z; own[i][3] = v.w;
+                }
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
+                for (int i = 0; i < kBatch; ++i) {
+                    if (begin + 32 * i >= count) break;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) largest = fmaxf(largest, size_of(own[i].value(h), w.reach) + (minimums ? size_of(own[i].minimum_of(h), 1.0f) : 0.0f));
+                    for (const u32 word : own[i]) {
+                        if constexpr (Own::bytes == 4) meet(size_of(float_of(word), w.reach));
+                        else meet(fmaxf(size_of(Own::half_of(word, 0), w.reach), size_of(Own::half_of(word, 1), w.reach)));
+                    }
+                }
+            }
+        } else {
+#pragma unroll 1
+            for (int begin = first + lane % 4; begin <= last; begin += 4 * kBatch) {
+                Own own[kBatch];
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) own[i].load(lies, static_cast<u32>(min(begin + 4 * i, last)));
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) meet(size_of(own[i].value(h), w.reach) + (minimums ? size_of(own[i].minimum_of(h), 1.0f) : 0.0f));
+            }
         }
         return unit_for(warp_max(largest), w.reach);
     }

@@ -38,8 +38,8 @@ def test_every_kind_of_decoding_is_measured():
 
 
 def test_costs_are_found_from_times():
-    """Of a GPU whose L2 is faster and whose blocks hand sums over more slowly."""
-    true = H100_TILES._replace(fed_apart=110.0, handing=3000.0, looked_up=(130.0, 60.0))
+    """Of a GPU whose memory is faster and whose blocks hand sums over more slowly."""
+    true = H100_TILES._replace(memory=3600.0, handing=4500.0, looked_up=(130.0, 60.0))
     measured = list(timed(true))
     assert tiles.loss(measured, true) == 0
     before = tiles.loss(measured, H100_TILES)
@@ -47,6 +47,7 @@ def test_costs_are_found_from_times():
     assert tiles.loss(measured, found) < before / 20
     assert found.handing == pytest.approx(true.handing, rel=0.1)
     assert found.looked_up == pytest.approx(true.looked_up, rel=0.1)
+    assert found.memory == pytest.approx(true.memory, rel=0.1)
 
 
 def test_numbers_of_costs_are_those_of_their_fields():

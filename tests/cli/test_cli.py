@@ -12,7 +12,7 @@ from command_line import WEIGHTS, model_arrays, run, write
 
 import cuquant as cq
 from cuquant import diagnosis
-from cuquant.cli import files, system
+from cuquant.cli import show, system
 from cuquant.cli.show import in_bytes, printable
 from cuquant.diagnosis import Check, Diagnosis
 from cuquant.formats.table import format_table
@@ -355,7 +355,7 @@ def test_errors_are_printed_and_not_obeyed(tmp_path):
 
 
 def test_long_names_and_tables_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_ROWS", 3)
+    monkeypatch.setattr(show, "MAX_ROWS", 3)
     arrays = {f"{i}{'n' * 300}": np.ones((2, 64), np.float32) for i in range(5)}
     path = write(tmp_path / "in", arrays)
     for arguments in (["inspect", path], ["quantize", path, "-o", tmp_path / "out"]):

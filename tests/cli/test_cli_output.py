@@ -17,7 +17,7 @@ from rich.console import Console
 import cuquant as cq
 from cuquant import diagnosis
 from cuquant.bench import gpu as gpu_module
-from cuquant.cli import files
+from cuquant.cli import files, progress, show
 from cuquant.cli.show import natural_key, table
 from cuquant.diagnosis import Check, Diagnosis
 
@@ -217,7 +217,7 @@ def test_a_quantized_array_stands_among_the_others(tmp_path):
 
 def test_progress_names_the_tensor_and_the_time_left(model, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    monkeypatch.setattr(files, "console", lambda stderr=False: screen)
+    monkeypatch.setattr(progress, "console", lambda stderr=False: screen)
     result, _ = quantized(model)
     assert result.exit_code == 0, result.output
     shown = screen.file.getvalue()
@@ -266,7 +266,7 @@ def test_json_has_null_for_what_is_no_number(tmp_path):
 
 def test_inspect_as_json(model, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(files, "MAX_ROWS", 2)
+    monkeypatch.setattr(show, "MAX_ROWS", 2)
     _, out = quantized(model)
     found = document(run("inspect", out, "--json"))
     assert [a["name"] for a in found["arrays"]] == [*NAMES, FILTER]

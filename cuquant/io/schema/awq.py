@@ -7,10 +7,12 @@ whose words hold eight columns in the order ORDER; "gemv": qweight I32 [N, K / 8
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import get_format
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
@@ -26,6 +28,21 @@ from cuquant.io.schema.layer import (
     scale_dtype,
     scales_of,
     stems,
+)
+from cuquant.io.schema.recipe import (
+    Recipe,
+    Source,
+    Specs,
+    Tensors,
+    as_tag,
+    codes_of,
+    fits_group,
+    group_scales,
+    group_size_of,
+    group_zeros,
+    integers_of,
+    scale_tag,
+    words_of,
 )
 
 KIND = "awq"
@@ -124,3 +141,67 @@ def in_order(words: np.ndarray) -> np.ndarray:
     rows, count = words.shape
     fields = Packing(4, "dense").unpack(np.ascontiguousarray(words).view(np.uint32), 8 * count)
     return fields.reshape(rows, count, 8)[..., ORDER].reshape(rows, 8 * count)
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {4: "uint4"}
+FIELDS = tuple(
+    ORDER.index(i) for i in range(8)
+)  # field i of a word holds column FIELDS[i] of eight
+
+
+def recipe(source: Source) -> Recipe:
+    """Integers of 4 bits with scales of float16 or bfloat16, as "gemm"."""
+    columns, depth = source.matrix("AWQ")
+    found = integers_of(source.format, source.shape)
+    if found is None or found.bits != 4:
+        raise ValueError("AWQ holds integers of 4 bits with a scale for each group")
+    group = found.group
+    if columns % 8 or depth % group or group % 8:
+        raise ValueError(f"AWQ has whole groups, and columns by eight: not {source.shape}:{group}")
+    stem, groups, kept = source.stem, depth // group, scale_tag(source, ("F16", "BF16"))
+
+    def encode(q: QuantArray) -> Tensors:
+        return {
+            stem + "qweight": out_of_order(codes_of(q).T),
+            stem + "qzeros": out_of_order(group_zeros(q, group).T),
+            stem + "scales": as_tag(group_scales(q, group).T, kept),
+        }
+
+    specs: Specs = {
+        stem + "qweight": ("I32", (depth, columns // 8)),
+        stem + "qzeros": ("I32", (groups, columns // 8)),
+        stem + "scales": (kept, (groups, columns)),
+    }
+    said = {"group_size": group, "groups": groups}
+    return Recipe(specs, encode, f"gemm, groups of {group}", said, source.module)
+
+
+def out_of_order(codes: np.ndarray) -> np.ndarray:
+    """Words I32 [rows, words] in ORDER of uint8 codes [rows, 8 words]; `in_order` undoes it."""
+    rows, columns = codes.shape
+    fields = codes.reshape(rows, columns // 8, 8)[..., FIELDS].reshape(rows, columns)
+    return words_of(NIBBLES.pack(fields, 0))
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """One size of groups for all modules."""
+    if not recipes:
+        return {}
+    size = group_size_of(recipes)
+    if odd := next((made for made in recipes if not fits_group(made, size)), None):
+        raise ValueError(
+            f"AWQ has one size of groups for all arrays: most have {size}, and {odd.module} has "
+            f"{odd.said['group_size']}"
+        )
+    return {
+        "quantization_config": {
+            "quant_method": KIND,
+            "bits": 4,
+            "group_size": size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": list(plain) or None,
+        }
+    }

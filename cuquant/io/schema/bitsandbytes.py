@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.catalogue import MAPS
@@ -31,6 +32,7 @@ from cuquant.io.schema.layer import (
     refuse,
     stems,
 )
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, same
 
 KIND = "bitsandbytes"
 STATE = ".quant_state.bitsandbytes__"
@@ -138,3 +140,86 @@ def _is_map(levels: np.ndarray, codec: object) -> bool:
     """Whether 16 levels are those that a codec's codes stand for."""
     assert isinstance(codec, Codebook)
     return levels.shape == (16,) and np.array_equal(levels, codec.values[:16])
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {4: "nf4"}
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def recipe(source: Source) -> Recipe:
+    """nf4 and fp4 whose blocks divide rows, with float32 scales or nested ones."""
+    fmt, shape = source.format, source.shape
+    rows, depth = source.matrix(KIND)
+    if fmt.name not in TYPES:
+        raise ValueError(
+            "bitsandbytes holds nf4 and fp4 (its int8 has SCB = 127 times the scale, which rounds)"
+        )
+    if fmt.rule.dtype != "float32" or isinstance(fmt.rule.block, tuple):
+        raise ValueError("bitsandbytes has float32 scales of blocks in a row")
+    size = min(fmt.rule.tile(rows, depth)[1], depth)
+    if size not in BLOCKS or depth % size or fmt.rule.block == "tensor":
+        raise ValueError(f"bitsandbytes has whole blocks of {BLOCKS}, not {size} of {depth}")
+    name, nested = source.name, fmt.rule.nested == "double"
+    source.stem  # noqa: B018  (a module's weight, or ValueError)
+    blocks = rows * depth // size
+    state = name + STATE + fmt.name
+    offset = float(source.read().components["nested_offset"]) if nested else None
+    text = _written_state(fmt.name, size, source.dtype, shape, offset)
+    specs: Specs = {
+        name: ("U8", (rows * depth // 2, 1)),
+        f"{name}.absmax": ("U8" if nested else "F32", (blocks,)),
+        f"{name}.quant_map": ("F32", (16,)),
+        state: ("U8", (len(text),)),
+    }
+    if nested:
+        specs[f"{name}.nested_absmax"] = ("F32", (-(-blocks // 256),))
+        specs[f"{name}.nested_quant_map"] = ("F32", (256,))
+
+    def encode(q: QuantArray) -> Tensors:
+        parts = q.arrays()
+        assert isinstance(q.format.codec, Codebook)
+        made = {
+            name: parts["packed"].reshape(-1, 1),
+            f"{name}.absmax": parts["scale"].reshape(-1),
+            f"{name}.quant_map": np.asarray(q.format.codec.values[:16], np.float32),
+            state: text,
+        }
+        if nested:
+            made[f"{name}.nested_absmax"] = parts["nested_scale"]
+            made[f"{name}.nested_quant_map"] = np.asarray(MAPS["dynamic"], np.float32)
+        return made
+
+    said = {"quant_type": fmt.name, "double_quant": nested}
+    return Recipe(specs, encode, str(fmt), said, source.module)
+
+
+def _written_state(
+    kind: str, size: int, dtype: np.dtype, shape: tuple[int, ...], offset: float | None
+) -> np.ndarray:
+    """The JSON of a state, as bytes."""
+    said: dict[str, Any] = {
+        "quant_type": kind, "blocksize": size, "dtype": dtype.name, "shape": list(shape),
+    }  # fmt: skip
+    if offset is not None:
+        said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    return np.frombuffer(json.dumps(said).encode(), np.uint8)
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """One type for all modules."""
+    if not recipes:
+        return {}
+    return {
+        "quantization_config": {
+            "quant_method": KIND,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": same(recipes, "quant_type", KIND),
+            "bnb_4bit_use_double_quant": same(recipes, "double_quant", KIND),
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": "float32",
+            "llm_int8_skip_modules": list(plain),
+        }
+    }

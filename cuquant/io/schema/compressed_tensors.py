@@ -7,11 +7,14 @@ before, a word held 32 // bits of them. Source: compressed-tensors 0.9 to 0.20, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName
 from cuquant.formats.packing import Packing
@@ -33,6 +36,20 @@ from cuquant.io.schema.layer import (
 )
 from cuquant.io.schema.patterns import matches
 from cuquant.io.schema.pieces import block_floats, extent_of, integers
+from cuquant.io.schema.recipe import (
+    Integers,
+    Recipe,
+    Source,
+    Specs,
+    Tensors,
+    as_tag,
+    codes_of,
+    common_zero,
+    group_zeros,
+    integers_of,
+    scale_tag,
+    words_of,
+)
 
 KIND = "compressed-tensors"
 CODES = ("weight_packed", "weight")
@@ -250,3 +267,196 @@ READERS: dict[str, Callable[[Checkpoint, str, Group], Layer]] = {
     "mxfp6-pack-quantized": _mx("mxfp6", "weight_packed"),
     "mxfp8-quantized": _mx("mxfp8", "weight"),
 }
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {
+    **{bits: f"int{bits}" for bits in range(2, 8)},
+    8: "int8:128+float16",
+}
+WRITTEN = "0.19.0"  # the version whose words are written
+FLOATS = {  # of which codes and exponents lie as ours: format, tensor of the codes, weights
+    "mxfp4": ("mxfp4-pack-quantized", "weight_packed", "U8", {"num_bits": 4, "group_size": 32}),
+    "mxfp6": ("mxfp6-pack-quantized", "weight_packed", "U8", {"num_bits": 6, "group_size": 32}),
+    "mxfp8": ("mxfp8-quantized", "weight", "F8_E4M3", {"num_bits": 8, "group_size": 32}),
+    "nvfp4": ("nvfp4-pack-quantized", "weight_packed", "U8", {"num_bits": 4, "group_size": 16}),
+}
+
+
+def recipe(source: Source) -> Recipe:
+    """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4."""
+    source.matrix("compressed-tensors")
+    name = source.format.name
+    if name in FLOATS and not source.format.options:
+        return _block_recipe(source)
+    if name == fp8.FORMATS["F8_E4M3"]:
+        return _float_recipe(source)
+    found = integers_of(source.format, source.shape)
+    if found is None or found.bits < 2:
+        raise ValueError(
+            f"compressed-tensors holds integers, fp8_e4m3, {', '.join(FLOATS)}, with their scales"
+        )
+    return _integer_recipe(source, found)
+
+
+def _strategy(source: Source) -> dict[str, Any]:
+    """What the configuration says of blocks, by the format's."""
+    block = source.format.block_size
+    if isinstance(block, tuple):
+        return {"strategy": "block", "block_structure": list(block)}
+    if isinstance(block, int) and block < source.shape[-1]:
+        return {"strategy": "group", "group_size": block}
+    return {"strategy": "tensor" if block == "tensor" else "channel"}
+
+
+def _scale_shape(source: Source) -> tuple[int, ...]:
+    return source.format.rule.shape(source.shape) or (1,)
+
+
+def _said(kind: str, bits: int, type_: str, symmetric: bool, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": type_, "symmetric": symmetric, **more}
+    return {"format": kind, "weights": weights}
+
+
+def _integer_recipe(source: Source, found: Integers) -> Recipe:
+    rows, depth = source.shape
+    stem, bits, kept = source.stem, found.bits, scale_tag(source)
+    packing, shape = Packing(bits, "dense"), _scale_shape(source)
+    middle = 1 << (bits - 1)
+    zero = found.zero if found.zero is not None else common_zero(source.read())
+    groups = -(-depth // found.group)
+    if zero != middle and shape[-1:] != (groups,):
+        raise ValueError("compressed-tensors has zero points of rows and groups alone")
+
+    def encode(q: QuantArray) -> Tensors:
+        scales = np.asarray(q.scale).reshape(shape)
+        made = {
+            stem + "weight_packed": words_of(packing.pack(codes_of(q), middle)),
+            stem + "weight_scale": as_tag(scales, kept),
+            stem + "weight_shape": np.array(q.shape, np.int64),
+        }
+        if zero != middle:
+            zeros = np.ascontiguousarray(group_zeros(q, found.group).T)
+            made[stem + "weight_zero_point"] = np.ascontiguousarray(
+                words_of(packing.pack(zeros, 0)).T
+            )
+        return made
+
+    specs: Specs = {
+        stem + "weight_packed": ("I32", (rows, packing.words(depth))),
+        stem + "weight_scale": (kept, shape),
+        stem + "weight_shape": ("I64", (2,)),
+    }
+    if zero != middle:
+        specs[stem + "weight_zero_point"] = ("I32", (packing.words(rows), groups))
+    said = _said("pack-quantized", bits, "int", zero == middle, **_strategy(source))
+    return Recipe(specs, encode, f"pack-quantized, {bits} bits", said, source.module)
+
+
+def _float_recipe(source: Source) -> Recipe:
+    if source.format.rule.nested:
+        raise ValueError("compressed-tensors has no scales of scales of fp8_e4m3")
+    stem, kept, shape = source.stem, scale_tag(source), _scale_shape(source)
+
+    def encode(q: QuantArray) -> Tensors:
+        scales = np.asarray(q.scale).reshape(shape)
+        return {source.name: q.packed.view(fp8.E4M3), stem + "weight_scale": as_tag(scales, kept)}
+
+    specs: Specs = {
+        source.name: ("F8_E4M3", source.shape),
+        stem + "weight_scale": (kept, shape),
+    }
+    said = _said("float-quantized", 8, "float", True, **_strategy(source))
+    return Recipe(specs, encode, "float-quantized", said, source.module)
+
+
+def _block_recipe(source: Source) -> Recipe:
+    """Formats whose codes and scales lie as ours."""
+    fmt, stem, (rows, depth) = source.format, source.stem, source.shape
+    kind, end, tag, weights = FLOATS[fmt.name]
+    if depth % weights["group_size"]:
+        raise ValueError(f"compressed-tensors has whole groups of {fmt}, not {source.shape}")
+    scale = "F8_E4M3" if fmt.rule.nested else "U8"
+    shape = fmt.rule.shape(source.shape)
+    specs: Specs = {
+        stem + end: (tag, (rows, depth * fmt.bits // 8)),
+        stem + "weight_scale": (scale, shape),
+    }
+    whole = None
+    if fmt.rule.nested:
+        whole = divisor(np.float32(source.read().components["global_scale"]))
+        specs[stem + "weight_global_scale"] = ("F32", (1,))
+
+    def encode(q: QuantArray) -> Tensors:
+        codes = np.ascontiguousarray(q.packed).view(np.uint8)
+        parts = q.arrays()
+        made = {
+            stem + end: codes.view(fp8.E4M3) if tag == "F8_E4M3" else codes,
+            stem + "weight_scale": parts["scale"].view(fp8.E4M3) if whole else parts["scale"],
+        }
+        if whole:
+            made[stem + "weight_global_scale"] = np.array([whole], np.float32)
+        return made
+
+    strategy = "tensor_group" if fmt.rule.nested else "group"
+    said = _said(kind, weights["num_bits"], "float", True, strategy=strategy, **{
+        "group_size": weights["group_size"],
+        "scale_dtype": "torch.float8_e4m3fn" if fmt.rule.nested else "torch.uint8",
+    })  # fmt: skip
+    return Recipe(specs, encode, kind, said, source.module)
+
+
+def divisor(scale: np.float32) -> np.float32:
+    """The float32 whose reciprocal is a global scale, which readers compute; ValueError where there
+    is none.
+
+    >>> float(divisor(np.float32(0.25)))
+    4.0
+    """
+    with np.errstate(all="ignore"):
+        near = np.float32(1) / scale
+        for found in (
+            near,
+            np.nextafter(near, np.float32(0)),
+            np.nextafter(near, np.float32(np.inf)),
+        ):
+            if np.isfinite(found) and np.float32(1) / found == scale:
+                return found
+    raise ValueError(f"its global scale {scale!r} is not 1 / x of any float32, which is stored")
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """A group of modules for each format; the commonest one is that of all linear layers."""
+    if not recipes:
+        return {}
+    groups: dict[str, list[Recipe]] = {}
+    for made in recipes:
+        groups.setdefault(json.dumps(made.said), []).append(made)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    named = {f"group_{i}": _group(made, not i) for i, made in enumerate(ordered)}
+    kinds = {made.said["format"] for made in recipes}
+    return {
+        "quantization_config": {
+            "quant_method": KIND,
+            "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "kv_cache_scheme": None,
+            "version": WRITTEN,
+            "ignore": list(plain),
+            # Groups of single modules come first: the owner takes the first that fits.
+            "config_groups": dict(reversed(named.items())),
+        }
+    }
+
+
+def _group(recipes: Sequence[Recipe], is_commonest: bool) -> dict[str, Any]:
+    return {
+        "targets": ["Linear"]
+        if is_commonest
+        else [f"re:{re.escape(made.module)}$" for made in recipes],
+        **recipes[0].said,
+        "input_activations": None,
+        "output_activations": None,
+    }

@@ -6,10 +6,13 @@ name, or weight_scale [N, 1]. Source: transformers 5, integrations/finegrained_f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
@@ -23,10 +26,12 @@ from cuquant.io.schema.layer import (
     stems,
 )
 from cuquant.io.schema.pieces import extent_of
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, same
 
 KIND = "fp8"
 METHODS = ("fp8", "fbgemm_fp8")
 SCALES = ("weight_scale_inv", "weight_scale")
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 
 
@@ -72,3 +77,49 @@ def as_float32(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
     if info.dtype not in ("F32", "BF16", "F16"):
         raise refuse(info.name, f"scales of dtype {info.dtype} are unknown")
     return scales.astype(np.float32)
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {8: "fp8_e4m3:128x128"}
+
+
+def recipe(source: Source) -> Recipe:
+    """Floats e4m3 with a scale for each block [bm, bn], or for the whole matrix."""
+    source.matrix("fine-grained FP8")
+    fmt, block = source.format, source.format.block_size
+    if fmt.name != FORMATS["F8_E4M3"] or not (isinstance(block, tuple) or block == "tensor"):
+        raise ValueError("fine-grained FP8 holds fp8_e4m3 with a scale for each block or matrix")
+    if fmt.rule.nested or fmt.rule.dtype not in ("float32", "float16"):
+        raise ValueError("its scales are none of float32")
+    stem = source.stem
+    shape = fmt.rule.shape(source.shape) or (1, 1)
+
+    def encode(q: QuantArray) -> Tensors:
+        scales = np.asarray(q.scale, np.float32).reshape(shape)
+        return {source.name: q.packed.view(E4M3), stem + SCALES[0]: scales}
+
+    specs: Specs = {source.name: ("F8_E4M3", source.shape), stem + SCALES[0]: ("F32", shape)}
+    size = block if isinstance(block, tuple) else None
+    return Recipe(specs, encode, str(fmt), {"block": size, "shape": source.shape}, source.module)
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """One block for all modules."""
+    if not recipes:
+        return {}
+    blocked = [made for made in recipes if made.said["block"]]
+    block = same(blocked, "block", "fine-grained FP8")
+    for made in recipes:  # a scale of a whole matrix is one of a block that holds it
+        tall, wide = made.said["shape"]
+        if block and not made.said["block"] and (tall > block[0] or wide > block[1]):
+            raise ValueError(f"fine-grained FP8 has one block, {block}, and {made.module} has none")
+    return {
+        "quantization_config": {
+            "quant_method": KIND,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block and list(block),
+            "modules_to_not_convert": list(plain),
+        }
+    }

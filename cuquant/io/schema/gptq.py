@@ -7,11 +7,13 @@ zeros less one ("v1"), "gptq_v2" as they are. Source: GPTQModel 7.7, qlinear and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.packing import Packing
@@ -30,6 +32,22 @@ from cuquant.io.schema.layer import (
     stems,
 )
 from cuquant.io.schema.patterns import matches
+from cuquant.io.schema.recipe import (
+    Recipe,
+    Source,
+    Specs,
+    Tensors,
+    as_tag,
+    codes_of,
+    common_zero,
+    fits_group,
+    group_scales,
+    group_size_of,
+    group_zeros,
+    integers_of,
+    scale_tag,
+    words_of,
+)
 
 KIND = "gptq"
 BITS = (2, 3, 4, 8)
@@ -155,3 +173,79 @@ def _override(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
         if matches(text, stem.removesuffix(".")):
             return found
     return {}
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {2: "int2", 3: "int3", 4: "int4", 8: "int8:128+float16"}
+
+
+def recipe(source: Source) -> Recipe:
+    """Integers of 2, 3, 4 or 8 bits with scales of float16, as "gptq_v2"."""
+    columns, depth = source.matrix("GPTQ")
+    found = integers_of(source.format, source.shape)
+    if found is None or found.bits not in BITS:
+        raise ValueError("GPTQ holds integers of 2, 3, 4 or 8 bits with a scale for each group")
+    bits, group, _ = found
+    if depth * bits % 32 or columns * bits % 32:
+        raise ValueError(
+            f"GPTQ packs {bits} bits in whole words of 32, which {source.shape} is not"
+        )
+    if group % 8 and group < depth:
+        raise ValueError(f"groups of {group} columns are no multiple of 8")
+    stem, groups, kept = source.stem, -(-depth // group), scale_tag(source, ("F16",))
+    packing = Packing(bits, "dense")
+    is_sym = found.zero if found.zero is not None else common_zero(source.read())
+
+    def encode(q: QuantArray) -> Tensors:
+        words = words_of(packing.pack(codes_of(q), q.format.zero_code))
+        zeros = np.ascontiguousarray(group_zeros(q, group).T)
+        return {
+            stem + "qweight": np.ascontiguousarray(words.T),
+            stem + "qzeros": words_of(packing.pack(zeros, 0)),
+            stem + "scales": as_tag(group_scales(q, group).T, kept),
+            stem + "g_idx": (np.arange(depth) // group).astype(np.int32),
+        }
+
+    specs: Specs = {
+        stem + "qweight": ("I32", (depth * bits // 32, columns)),
+        stem + "qzeros": ("I32", (groups, columns * bits // 32)),
+        stem + "scales": (kept, (groups, columns)),
+        stem + "g_idx": ("I32", (depth,)),
+    }
+    said = {
+        "bits": bits,
+        "group_size": group,
+        "groups": groups,
+        "sym": is_sym == 1 << (bits - 1),
+    }
+    return Recipe(specs, encode, f"{bits} bits, groups of {group}", said, source.module)
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """The commonest setting is the checkpoint's; `dynamic` has those of other modules."""
+    if not recipes:
+        return {}
+    usual = group_size_of(recipes)
+    settings = [
+        (made.said["bits"], usual if fits_group(made, usual) else made.said["group_size"])
+        for made in recipes
+    ]
+    bits, group_size = max(dict.fromkeys(settings), key=settings.count)
+    dynamic: dict[str, Any] = {f"-:{re.escape(name)}$": {} for name in plain}
+    for made, own in zip(recipes, settings, strict=True):
+        if own != (bits, group_size):
+            pattern = f"+:{re.escape(made.module)}$"
+            dynamic[pattern] = {"bits": own[0], "group_size": own[1]}
+    return {
+        "quantization_config": {
+            "quant_method": KIND,
+            "bits": bits,
+            "group_size": group_size,
+            "sym": all(made.said["sym"] for made in recipes),
+            "desc_act": False,
+            "checkpoint_format": "gptq_v2",
+            "lm_head": any(made.module == "lm_head" for made in recipes),
+            "dynamic": dynamic,
+        }
+    }

@@ -7,14 +7,18 @@ has "quantization": group_size, bits, mode, and entries of single modules. Sourc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import Layer, Unread, attempt, model_dtype, refuse, stems
 from cuquant.io.schema.pieces import block_floats
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors
 
 KIND = "mlx"
 MODES: dict[str, tuple[FormatName, int, int]] = {
@@ -66,3 +70,46 @@ def _floats(c: Checkpoint, stem: str, name: FormatName, bits: int, block: int) -
     whole = (stem + "global_scale", lambda largest: largest / LARGEST)
     given = whole if whole[0] in c and name == "nvfp4" else None
     return block_floats(c, codes.name, name, codes, scales, model_dtype(c), given)
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+NEAREST = {4: "mxfp4", 8: "mxfp8"}
+FORMATS = {name: (mode, bits, block) for mode, (name, bits, block) in MODES.items()}
+
+
+def recipe(source: Source) -> Recipe:
+    """mxfp4, mxfp8, and nvfp4 whose global scale is 1."""
+    fmt, (*rows, depth) = source.format, source.shape
+    if fmt.name not in FORMATS or fmt.options:
+        raise ValueError(f"MLX holds {', '.join(FORMATS)}")
+    mode, bits, block = FORMATS[fmt.name]
+    if depth % block or depth * bits % 32:
+        raise ValueError(f"MLX has whole groups of {fmt}, not rows of {depth}")
+    if fmt.rule.nested and float(source.read().components["global_scale"]) != 1:
+        raise ValueError("MLX's nvfp4 has no global scale, and that of the array is not 1")
+    stem = source.stem
+
+    def encode(q: QuantArray) -> Tensors:
+        return {
+            source.name: np.ascontiguousarray(q.packed).view(np.uint32),
+            stem + "scales": q.arrays()["scale"],
+        }
+
+    specs: Specs = {
+        source.name: ("U32", (*rows, depth * bits // 32)),
+        stem + "scales": ("U8", (*rows, depth // block)),
+    }
+    said = {"group_size": block, "bits": bits, "mode": mode}
+    return Recipe(specs, encode, mode, said, source.module)
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """The commonest mode is the checkpoint's; modules of another have entries of their own."""
+    if not recipes:
+        return {}
+    settings = [dict(made.said) for made in recipes]
+    usual = max(settings, key=settings.count)
+    others = {made.module: own for made, own in zip(recipes, settings, strict=True) if own != usual}
+    said = {**usual, **others}
+    return {"quantization": said, "quantization_config": said}

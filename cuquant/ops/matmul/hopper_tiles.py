@@ -23,14 +23,16 @@ BARRIER = 16  # bytes of the one for what another block gives, and to 16 of them
 FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
 BOX_TOKENS, BOX_SMALL = 16, 8  # that it stores, where tiles have no whole DRAIN
-# Bytes of codes that a block has on their way at least, where it has stages for them: with two or
-# three times as many, all blocks together read memory up to a fifth more slowly.
+# Bytes of codes that a block has on their way: where they are two or three times as many, all
+# blocks together read memory up to a fifth more slowly.
 ON_THEIR_WAY = 48 << 10
-STAGES = 4  # of each depth group, at least, for the same reason
+# But so many stages at least, of a block and of each depth group, and units of each: fewer are
+# slower.
+STAGES, EACH, UNITS = 4, 3, 8
 LEAST_STAGES = 4  # beside a large table, of the most rows of x: with 3 it is a fifth slower
 MANY = (160, 192, 256)  # rows of x, of which a multiprocessor has two warpgroups
 # Units of a stage, by rows of x.
-SPANS = {16: (2,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
+SPANS = {16: (4,), 32: (2,), 64: (2,), 96: (2, 1), 128: (2, 1), **dict.fromkeys(MANY, (1,))}
 TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 LARGE = 128  # rows of x of a tile; smaller ones are slower where there are many of them
@@ -158,7 +160,8 @@ def staged(shape: Shape, bits: int, table: int) -> Shape | None:
     """
     each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
-        most = max(STAGES, ON_THEIR_WAY // (span * codes * each)) * each
+        least = max(-(-STAGES // each), EACH, -(-UNITS // span))
+        most = max(least, ON_THEIR_WAY // (span * codes * each)) * each
         for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:
@@ -256,8 +259,8 @@ def cut(shape: Shape, rows: int, work: Work) -> tuple[int, int, int]:
 def time_us(shape: Shape, rows: int, work: Work) -> float:
     """About how many microseconds a product takes that is divided so.
 
-    What comes in from L2, decoding and multiplying overlap in each unit, and the slowest of them
-    counts.
+    Copies, decoding and multiplying of units overlap, so that the slowest of them counts, and the
+    others a little where they take nearly as long.
     """
     tile_rows, _, tiles = cut(shape, rows, work)
     s, width = shape, shape.row_groups * GROUP_ROWS
@@ -265,9 +268,9 @@ def time_us(shape: Shape, rows: int, work: Work) -> float:
     waits, issues = getattr(costs, work.decoding.kind)
     waits += s.tokens * (costs.row_of_four if s.slices == 4 else costs.row_of_two)
     codes = (width if s.kind == GATED else tile_rows) * UNIT * (bits + 0.25) / 8
-    fed = (s.tokens * UNIT * 2 + codes) / (costs.fed_apart if s.streamed else costs.fed)
+    arriving = costs.arriving / (s.stages * s.span)
     multiplied = width * s.tokens * UNIT / costs.multiplied + s.row_groups * issues
-    unit = max(fed, multiplied, waits) + costs.exposed * waits
+    unit = (arriving**4 + multiplied**4 + waits**4) ** 0.25
     sums = width * s.tokens
     end = (s.depth_groups - 1) * sums / costs.given
     if s.split > 1:
@@ -319,6 +322,8 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                         yield replace(shape, once=True)
                 if tokens >= LARGE and row_groups == depth_groups == 2:
                     continue  # no registers are left for what comes after a tile
+                if tokens in MANY and depth_groups == 2:
+                    continue  # two warpgroups of rows were faster in every product that was measured
                 if kind != EXPERTS:
                     yield replace(shape, streamed=True)
                 yield shape

@@ -193,7 +193,7 @@ def test_other_rows_are_checked_no_more(name, given, to, fake, plans, monkeypatc
 
 
 def test_other_rows_look_at_the_weight_once_for_each_kernel(to, plans, monkeypatch):
-    """150 numbers of rows, two of which may need another family's kernel."""
+    """15 numbers of rows, two of which may need another family's kernel."""
     q, x, seen = to(weight("int4", (16, 64))), to(normal((200, 64))), []
 
     def noting(prepare):
@@ -202,7 +202,7 @@ def test_other_rows_look_at_the_weight_once_for_each_kernel(to, plans, monkeypat
     cq.linear(x, q)
     for kind in set(map(type, rule.FAMILIES.values())):
         monkeypatch.setattr(kind, "prepare", noting(kind.prepare))
-    for rows in range(50, 200):
+    for rows in range(50, 200, 10):
         cq.linear(x[:rows], q)
     assert 1 <= len(seen) <= 2
 
@@ -396,13 +396,13 @@ def test_finalizers_do_not_grow_with_calls(to):
     assert held() == before
 
 
-def test_plans_go_with_their_weight_and_are_not_too_many(to, plans):
-    q, x = to(weight("int4", (16, 64))), normal((200, 64))
-    there = to(x)
-    for rows in range(1, 150):
+def test_plans_go_with_their_weight_and_are_not_too_many(to, plans, monkeypatch):
+    q, there = to(weight("int4", (16, 64))), to(normal((12, 64)))
+    monkeypatch.setattr(repeated, "MOST", 4)
+    for rows in range(1, 13):
         cq.linear(there[:rows], q)
     (kept,) = repeated._known._entries.values()
-    assert 0 < len(kept.plans) <= repeated.MOST
+    assert 0 < len(kept.plans) <= 4
     assert len(kept.rows) == 1
     del q, kept
     gc.collect()

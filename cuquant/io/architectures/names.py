@@ -1,0 +1,143 @@
+"""What a tensor is called in GGUF and in transformers, and rows that the two have in another order.
+
+ggml rotates neighbouring pairs of a head's rows in llama's attention, transformers its two halves:
+`row_order` is what llama.cpp's converter makes of q_proj and k_proj. Source: gguf-py's
+tensor_mapping and llama.cpp's convert_hf_to_gguf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ENDINGS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    Attributes
+    ----------
+    name
+        GGUF's general.architecture.
+    model_types
+        transformers' names; the first is written.
+    model_class
+        transformers' class of causal language models.
+    block
+        Names that differ from BLOCK.
+    is_permuted
+        Whether rows of q_proj and k_proj lie in another order.
+    adds_one
+        Whether GGUF's weights of norms are one more than transformers'.
+    pre
+        GGUF's name of how bytes are split into words, for tokens of bytes.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    model_class: str
+    block: Mapping[str, str] = field(default_factory=dict)
+    is_permuted: bool = False
+    adds_one: bool = False
+    pre: str = "default"
+
+    def in_hf(self, name: str) -> str | None:
+        """transformers' name of a tensor of GGUF; None for one that has none."""
+        stem, _, ending = name.rpartition(".")
+        if ending not in ENDINGS:
+            return None
+        if stem in TOP:
+            return f"{TOP[stem]}.{ending}"
+        found = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", stem)
+        inner = self._names.get(found[2]) if found else None
+        return f"model.layers.{found[1]}.{inner}.{ending}" if found and inner else None
+
+    def in_gguf(self, name: str) -> str | None:
+        """GGUF's name of a tensor of transformers; None for one that has none."""
+        stem, _, ending = name.rpartition(".")
+        if ending not in ENDINGS:
+            return None
+        for ours, theirs in TOP.items():
+            if stem == theirs:
+                return f"{ours}.{ending}"
+        found = re.fullmatch(r"model\.layers\.(\d{1,4})\.([\w.]+)", stem)
+        for ours, theirs in self._names.items() if found else ():
+            if found and found[2] == theirs:
+                return f"blk.{found[1]}.{ours}.{ending}"
+        return None
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return {**BLOCK, **self.block}
+
+    def heads_of(self, name: str) -> str | None:
+        """The heads of a tensor of GGUF whose rows lie in another order: "head_count" or
+        "head_count_kv"; None for other tensors."""
+        if not self.is_permuted:
+            return None
+        part = name.split(".")[-2]
+        return {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part)
+
+    def has_one_more(self, name: str) -> bool:
+        """Whether a tensor of GGUF is one more than transformers'."""
+        return self.adds_one and name.endswith("norm.weight")
+
+
+GEMMA_2 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+ARCHITECTURES = (
+    Architecture(
+        "llama", ("llama", "mistral"), "LlamaForCausalLM", is_permuted=True, pre="llama-bpe"
+    ),
+    Architecture("qwen2", ("qwen2",), "Qwen2ForCausalLM", pre="qwen2"),
+    Architecture("qwen3", ("qwen3",), "Qwen3ForCausalLM", pre="qwen2"),
+    Architecture("gemma", ("gemma",), "GemmaForCausalLM", adds_one=True),
+    Architecture("gemma2", ("gemma2",), "Gemma2ForCausalLM", GEMMA_2, adds_one=True),
+    Architecture("phi3", ("phi3",), "Phi3ForCausalLM", PHI),
+)
+
+
+def of_gguf(name: object) -> Architecture | None:
+    """The architecture that GGUF calls so."""
+    return next((a for a in ARCHITECTURES if a.name == name), None)
+
+
+def of_hf(model_type: object) -> Architecture | None:
+    """The architecture that transformers calls so."""
+    return next((a for a in ARCHITECTURES if model_type in a.model_types), None)
+
+
+def row_order(rows: int, heads: int) -> np.ndarray:
+    """Rows of transformers in the order of GGUF: of each head one of the first half, then one of
+    the second.
+
+    >>> row_order(8, 2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    if heads < 1 or rows % (2 * heads):
+        raise ValueError(f"{rows} rows are not those of {heads} heads")
+    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)

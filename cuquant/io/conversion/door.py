@@ -1,0 +1,319 @@
+"""convert: any file or folder that is read, into any kind that is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cuquant.disk import replace_file
+from cuquant.errors import FormatError
+from cuquant.formats import Format, get_format
+from cuquant.io.checkpoint import INDEX
+from cuquant.io.container.closing import Closing
+from cuquant.io.container.gguf import GgufWriter
+from cuquant.io.container.safetensors import SafetensorsWriter
+from cuquant.io.conversion.models import model_for
+from cuquant.io.conversion.plan import (
+    Step,
+    configuration,
+    plan,
+    refuse_clashes,
+    writer_of,
+)
+from cuquant.io.files import GGUF, Opened, open
+from cuquant.io.quantized import metadata
+from cuquant.io.schema import own
+
+SHARD_BYTES = 5_000_000_000
+QUANTIZATION = ("quantization_config", "compression_config")  # keys of a configuration
+# Files of a folder that are not copied: weights, and what says how they were quantized.
+WEIGHTS = (
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".npz",
+)
+SETTINGS = {
+    "config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+    "quanto_qmap.json",
+}  # fmt: skip
+Kind = Literal["cuquant", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes", "mlx", "fp8"]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Kind,
+    format: str | Format | None = None,
+    requantize: bool = False,
+) -> list[Step]:
+    """Write the arrays of a file or folder as another kind of files.
+
+    Codes and scales stay as they are: what is written decodes to the same float32 numbers, bit for
+    bit. An array that the kind cannot hold so is refused, before anything is written.
+
+    Parameters
+    ----------
+    src
+        What `open` reads.
+    dst
+        A .gguf file for "gguf"; a .safetensors file or a folder for "cuquant"; for other kinds a
+        folder that is not there yet, or empty: shards of 5 GB, config.json, and what lies beside
+        the tensors of a folder `src`. It appears when it is complete.
+    to
+        "cuquant", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes", "mlx" or "fp8".
+    format
+        That plain weights are quantized to first: matrices of floats, in kinds of linear layers
+        without embeddings and lm_head. Needs `requantize` for arrays that are quantized already.
+    requantize
+        Accept that arrays are rounded to `format`, or to the nearest one that the kind holds.
+
+    Returns
+    -------
+    list of Step
+        What became of each array: name, shape, was, becomes, bytes_in, bytes_out, rounds.
+
+    Raises
+    ------
+    FormatError
+        For a damaged file, or an array of it that cannot be read.
+    ValueError
+        For an array that would lose something, by name, for an unknown kind, and for a `dst` that
+        is none of this kind.
+    OSError
+        As the system gives it.
+
+    Warns
+    -----
+    UserWarning
+        Where a GGUF file will not say what a model is, or config.json not all of it.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq, tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> w = cq.quantize(np.ones((32, 64), np.float32), "int4", block_size=32)
+    >>> cq.save(folder / "w.safetensors", {"up.weight": w})
+    >>> cq.convert(folder / "w.safetensors", folder / "gptq", to="gptq")[0].becomes
+    '4 bits, groups of 32'
+    >>> cq.load(folder / "gptq")["up.weight"]
+    QuantArray(uint4:32, shape=(32, 64), dtype=float32, 4.75 bits/element, device=cpu)
+    """
+    with Conversion(src, dst, to, format, requantize) as work:
+        for text in work.warnings:
+            warnings.warn(text, stacklevel=2)
+        for _ in work.run():
+            pass
+        return work.steps
+
+
+class Conversion(Closing):
+    """A conversion that is planned, and nothing of it done; arguments as `convert`'s.
+
+    Attributes
+    ----------
+    steps
+        What every array becomes.
+    file
+        What is read.
+    target
+        What is written.
+    warnings
+        What the target will not say, in words.
+    """
+
+    def __init__(
+        self,
+        src: str | os.PathLike[str],
+        dst: str | os.PathLike[str],
+        to: str,
+        format: str | Format | None = None,
+        requantize: bool = False,
+    ) -> None:
+        self.writer = writer_of(to)
+        self.target = Path(dst)
+        self.is_folder = _is_folder(self.target, to)
+        fmt = None if format is None else get_format(format)
+        self.file: Opened = open(src)
+        try:
+            self._model = model_for(self.file, to)
+            self.warnings = self._model.warnings
+            self.steps = self._planned(fmt, requantize)
+            refuse_clashes(self.steps)
+            self._said = configuration(self.writer, self.steps)
+        except BaseException:
+            self.close()
+            raise
+
+    def _planned(self, fmt: Format | None, requantize: bool) -> list[Step]:
+        try:
+            return plan(self._model.entries, self.writer, fmt, requantize)
+        except FormatError as error:
+            raise FormatError(f"{self.file.path}: {error}") from error
+
+    def close(self) -> None:
+        """Close what is read."""
+        self.file.close()
+
+    def run(self) -> Generator[Step, None, None]:
+        """Convert; yields each step when it is done. Closed before the end, it leaves nothing."""
+        if self.writer.KIND == GGUF:
+            yield from self._write_gguf()
+        elif self.is_folder:
+            with _new_folder(self.target) as folder:
+                yield from self._write_folder(folder)
+        else:
+            yield from self._write_file(self.target, self.steps)
+
+    def _write_gguf(self) -> Iterator[Step]:
+        specs = {name: spec for step in self.steps for name, spec in step.specs.items()}
+        with GgufWriter(self.target, specs, self._gguf_metadata()) as writer:
+            for step in self.steps:
+                for name, part in step.make().items():
+                    writer.write(name, part)
+                yield step
+
+    def _gguf_metadata(self) -> Mapping[str, Any]:
+        found = dict(self._model.metadata)
+        if any(step.rounds for step in self.steps):
+            found.pop("general.file_type", None)  # of what it was
+        if self.file.kind != GGUF and any(step.recipe for step in self.steps):
+            found["general.quantization_version"] = np.uint32(2)  # of ggml's blocks since 2023
+        return found
+
+    def _write_file(self, path: Path, steps: list[Step]) -> Iterator[Step]:
+        specs = {name: spec for step in steps for name, spec in step.specs.items()}
+        entries = {}
+        if self.writer is own:
+            entries = {step.name: step.recipe.said for step in steps if step.recipe}
+        told = metadata(entries) if entries else {"format": "pt"}
+        with SafetensorsWriter(path, specs, told) as writer:
+            for step in steps:
+                for name, part in step.make().items():
+                    writer.write(name, part)
+                yield step
+
+    def _write_folder(self, folder: Path) -> Iterator[Step]:
+        shards = _shards(self.steps)
+        weight_map = {}
+        for number, steps in enumerate(shards, 1):
+            name = "model.safetensors"
+            if len(shards) > 1:
+                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            weight_map |= dict.fromkeys((key for step in steps for key in step.specs), name)
+            with closing(self._write_file(folder / name, steps)) as done:  # type: ignore[type-var]
+                yield from done
+        if len(shards) > 1:
+            size = sum(step.bytes_out for step in self.steps)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            _write_json(folder / f"model{INDEX}", index)
+        config = self._config()
+        if config:
+            _write_json(folder / "config.json", config)
+        self._copy_others(folder)
+
+    def _config(self) -> dict[str, Any]:
+        """config.json of the source, with what it says of the quantization replaced."""
+        found = _unquantized(self._model.metadata)
+        if self._said and not found.keys() & {"torch_dtype", "dtype"}:
+            dtypes = [step.dtype.name for step in self.steps if step.recipe]
+            found["torch_dtype"] = max(dict.fromkeys(dtypes), key=dtypes.count)
+        return {**found, **self._said}
+
+    def _copy_others(self, folder: Path) -> None:
+        """tokenizer.json and what else lies in the source's folder."""
+        given = self.file.path
+        source = given if given.is_dir() else given.parent if given.name.endswith(INDEX) else None
+        if source is None:
+            return
+        for path in sorted(source.iterdir()):
+            name = path.name
+            is_weight = path.suffix.lower() in WEIGHTS or name.endswith(".index.json")
+            if (
+                path.is_file()
+                and not name.startswith(".")
+                and not is_weight
+                and name not in SETTINGS
+            ):
+                shutil.copyfile(path, folder / name)
+
+
+def _is_folder(target: Path, kind: str) -> bool:
+    """Whether a target is a folder; ValueError where it is none of this kind, or holds files."""
+    suffix = target.suffix.lower()
+    if kind == GGUF:
+        if suffix != ".gguf" or target.is_dir():
+            raise ValueError(
+                f"{target}: GGUF is one file; call it {target.with_suffix('.gguf').name}"
+            )
+        return False
+    if suffix == ".safetensors" and not target.is_dir():
+        if kind != own.KIND:
+            raise ValueError(f"{target}: {kind} has a config.json too; name a folder")
+        return False
+    if suffix == ".gguf":
+        raise ValueError(f"{target}: {kind} is no GGUF file; name a folder")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{target}: is there already; name a new folder")
+    return True
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder that appears under its name when it is complete, or not at all."""
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(2, "no such directory; create it first", str(target.parent))
+    folder = target.absolute().with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    folder.mkdir()
+    try:
+        yield folder
+        if target.is_dir():
+            target.rmdir()  # it is empty
+        os.rename(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _shards(steps: list[Step]) -> list[list[Step]]:
+    """Steps by files of at most SHARD_BYTES, or of one array; at least one file."""
+    shards: list[list[Step]] = [[]]
+    left = SHARD_BYTES
+    for step in steps:
+        if shards[-1] and step.bytes_out > left:
+            shards.append([])
+            left = SHARD_BYTES
+        shards[-1].append(step)
+        left -= step.bytes_out
+    return shards
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what it says of a quantization, in its parts too."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    said = kept.get("quantization")
+    if isinstance(said, dict) and said.keys() & {"bits", "group_size"}:
+        del kept["quantization"]
+    return {
+        key: _unquantized(value) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in kept.items()
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

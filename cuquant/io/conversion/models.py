@@ -1,0 +1,119 @@
+"""What a conversion takes along of a model beside its arrays: names, settings, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuquant.io.architectures.metadata import ROPE_FACTORS, from_config, rope_factors, to_config
+from cuquant.io.architectures.names import of_gguf
+from cuquant.io.architectures.tokenizer import from_json
+from cuquant.io.checkpoint import read_json
+from cuquant.io.entries import Entry, Opened
+from cuquant.io.renaming import changed, in_hf
+
+GGUF = "gguf"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A file's arrays under the names that the target has, and what the target says of the model.
+
+    Attributes
+    ----------
+    entries
+        By name.
+    metadata
+        Of a GGUF file; config.json of others.
+    warnings
+        What is not known.
+    """
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+
+def model_for(file: Opened, kind: str) -> Model:
+    """What a kind of files holds of a model.
+
+    Raises
+    ------
+    ValueError
+        For settings that cannot be written, and rows that cannot be taken apart.
+    """
+    if (file.kind == GGUF) == (kind == GGUF):
+        return Model(file, file.metadata)
+    if kind == GGUF:
+        return _to_gguf(file)
+    if kind == "cuquant":  # arrays as they are, by the file's own names
+        return Model(file, {})
+    return _from_gguf(file)
+
+
+def _to_gguf(file: Opened) -> Model:
+    told = from_config(file.metadata)
+    if told is None:
+        return Model(file, {}, ["the architecture is not known: tensors keep their names, and the "
+                                "file says nothing of the model"])  # fmt: skip
+    found, metadata = told
+    config, folder = file.metadata, file.path if file.path.is_dir() else file.path.parent
+    heads = {
+        key: int(metadata[f"{found.name}.attention.{key}"])
+        for key in ("head_count", "head_count_kv")
+    }
+    entries: dict[str, Entry] = {}
+    unknown = []
+    for name, entry in file.items():
+        new = found.in_gguf(name)
+        if new is None:
+            unknown.append(name)
+        new = new or name
+        if new in entries:
+            raise ValueError(f"two arrays are {new} in GGUF")
+        entries[new] = changed(entry, new, new, found, heads, to_gguf=True)
+    if (factors := rope_factors(config)) is not None:
+        entries[ROPE_FACTORS] = _made(ROPE_FACTORS, factors)
+    tokens, warning = _tokens(folder, config, found)
+    warnings = [warning] if warning else []
+    if unknown:
+        warnings.append(
+            f"{len(unknown)} tensors have no name in GGUF and keep theirs: {unknown[0]}"
+        )
+    return Model(entries, {**metadata, **tokens}, warnings)
+
+
+def _made(name: str, value: np.ndarray) -> Entry:
+    return Entry(name, None, value.shape, value.dtype, value.nbytes, (), (), lambda: value)
+
+
+def _tokens(
+    folder: Path, config: Mapping[str, Any], found: Any
+) -> tuple[dict[str, Any], str | None]:
+    tokenizer = read_json(folder / "tokenizer.json")
+    if not tokenizer:
+        return {}, "there is no tokenizer.json: the file has no tokens"
+    settings = read_json(folder / "tokenizer_config.json")
+    return from_json(tokenizer, settings, config, found)
+
+
+def _from_gguf(file: Opened) -> Model:
+    found = of_gguf(file.metadata.get("general.architecture"))
+    if found is None:
+        return Model(file, {}, ["the architecture is not known: tensors keep GGUF's names, and "
+                                "config.json says nothing of the model"])  # fmt: skip
+    entries = in_hf(file)
+    config = to_config(found, file.metadata, "output.weight" not in file)
+    warnings = ["tokens stay behind: take tokenizer.json from the original"]
+    if ROPE_FACTORS in file:
+        entries.pop(ROPE_FACTORS)
+        warnings.append(
+            "rope_freqs.weight stays behind: config.json needs the original's rope_scaling"
+        )
+    if unknown := [name for name in file if found.in_hf(name) is None and name != ROPE_FACTORS]:
+        warnings.append(f"{len(unknown)} tensors have no name in transformers: {unknown[0]}")
+    return Model(entries, config, warnings)

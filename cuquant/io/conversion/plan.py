@@ -1,0 +1,269 @@
+"""What every array of a file becomes in another kind of files, and what would be lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.quant_array import QuantArray
+from cuquant.errors import did_you_mean, shortened
+from cuquant.formats import Format, get_format
+from cuquant.io.container.gguf.types import GgufType, gguf_type
+from cuquant.io.container.messages import quote
+from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
+from cuquant.io.entries import Entry
+from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer
+from cuquant.io.streaming import why_kept
+from cuquant.ops.quantize.door import quantize
+
+_MODULES: tuple[Writer, ...] = (
+    own, gguf, gptq, awq, compressed_tensors, bitsandbytes, mlx, fp8,
+)  # fmt: skip
+WRITERS = {module.KIND: module for module in _MODULES}
+"""Kinds of files that are written."""
+
+# Weights that loaders of these kinds take for no linear layer.
+FOR_LINEAR = {gptq.KIND, awq.KIND, compressed_tensors.KIND, bitsandbytes.KIND, fp8.KIND}
+NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What becomes of one array.
+
+    Attributes
+    ----------
+    name, shape, dtype
+        Of the array, as it is written; of a quantized one the dtype that it decodes to.
+    was, becomes
+        Its format or dtype, before and after.
+    bytes_in, bytes_out
+        That it takes in files.
+    rounds
+        Whether its numbers are rounded: it is quantized on the way.
+    specs
+        Of the tensors that are written.
+    make
+        Reads the array and makes these.
+    recipe
+        Of a quantized array; None for plain ones.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    was: str
+    becomes: str
+    bytes_in: int
+    bytes_out: int
+    rounds: bool
+    specs: Specs
+    make: Callable[[], Tensors]
+    recipe: Recipe | None = None
+
+    @property
+    def module(self) -> str | None:
+        """Of a plain matrix of floats; None for other arrays."""
+        is_weight = self.name.endswith(".weight") and len(self.shape) == 2
+        is_plain = self.recipe is None and self.becomes in interop.INPUT_DTYPES
+        return self.name.removesuffix(".weight") if is_weight and is_plain else None
+
+
+def writer_of(kind: object) -> Writer:
+    """The writer of a kind; ValueError names those there are."""
+    if kind in WRITERS:
+        return WRITERS[kind]  # type: ignore[index]
+    hint = did_you_mean(str(kind), WRITERS)
+    raise ValueError(f"no kind of files is called {quote(kind)}{hint}; known: {', '.join(WRITERS)}")
+
+
+def plan(
+    entries: Mapping[str, Entry],
+    writer: Writer,
+    fmt: Format | None = None,
+    requantize: bool = False,
+) -> list[Step]:
+    """What every array becomes.
+
+    Parameters
+    ----------
+    entries
+        Of a file, by the names to write; arrays are read where their numbers decide.
+    writer
+        Of the kind that is written.
+    fmt
+        That plain weights are quantized to; with `requantize` also quantized ones.
+    requantize
+        Whether an array that the kind cannot hold may be rounded to a format that it holds.
+
+    Raises
+    ------
+    FormatError
+        For an array that cannot be read.
+    ValueError
+        For arrays that cannot be written, or lose something.
+    """
+    if broken := next((entry.error for entry in entries.values() if entry.error), None):
+        raise broken
+    steps, lost = [], []
+    for entry in entries.values():
+        try:
+            steps.append(_step(entry, writer, fmt, requantize))
+        except (ValueError, TypeError) as why:
+            lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")
+    if lost:
+        more = f" (and {len(lost) - 1} more arrays)" if len(lost) > 1 else ""
+        raise ValueError(f"{lost[0]}{more}")
+    return steps
+
+
+def _step(entry: Entry, writer: Writer, fmt: Format | None, requantize: bool) -> Step:
+    if isinstance(entry.format, str):
+        return _raw(entry, writer)
+    if entry.format is None or (entry.format.scale is None and writer is not own):
+        return _plain_or_quantized(entry, writer, fmt)
+    source = _source(entry)
+    if fmt is not None and requantize and fmt != entry.format:
+        return _quantized(entry, replace(source, format=fmt, read=_rounded(source, fmt)), writer)
+    try:
+        return _quantized(entry, source, writer, rounds=False)
+    except (ValueError, TypeError) as why:
+        if requantize:
+            near = fmt or nearest(writer, source)
+            return _quantized(
+                entry, replace(source, format=near, read=_rounded(source, near)), writer
+            )
+        raise ValueError(
+            f"{entry.format} cannot be {writer.KIND} without loss: {why}; "
+            "pass requantize=True to round it to a format that can"
+        ) from why
+
+
+def nearest(writer: Writer, source: Source) -> Format:
+    """The format of a kind that an array it cannot hold may become: of as many bits, or more."""
+    bits, held = source.format.bits, writer.NEAREST
+    if writer is gguf:
+        return get_format(gguf.nearest(bits, source.shape[-1]))
+    if not held:
+        raise ValueError(f"{writer.KIND} holds no format")
+    return get_format(held[min((b for b in held if b >= bits), default=max(held))])
+
+
+def _source(entry: Entry) -> Source:
+    def read() -> QuantArray:
+        value = entry.read()
+        return unpack(value) if isinstance(value, PackedWeight) else value
+
+    assert isinstance(entry.format, Format)
+    return Source(entry.name, entry.format, entry.shape, entry.dtype, read, entry.axes)
+
+
+def _rounded(source: Source, fmt: Format) -> Callable[[], QuantArray]:
+    return lambda: quantize(source.read().dequantize(np.float32), fmt).astype(source.dtype)
+
+
+def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
+    if source.axes is not None and writer is not own:
+        raise ValueError("its blocks do not run along the last axis")
+    made = writer.recipe(source)
+
+    def make() -> Tensors:
+        return dict(made.encode(source.read()))
+
+    was = str(entry.format or entry.dtype)
+    nbytes = sum(_nbytes(*spec) for spec in made.specs.values())
+    return Step(
+        source.name, source.shape, source.dtype, was, made.words, entry.nbytes, nbytes, rounds,
+        made.specs, make, made,
+    )  # fmt: skip
+
+
+def _nbytes(kind: Any, shape: tuple[int, ...]) -> int:
+    if isinstance(kind, GgufType):
+        return kind.stored_nbytes(shape)
+    return stored_nbytes(kind if isinstance(kind, str) else tag_of(kind), shape)
+
+
+def _plain_or_quantized(entry: Entry, writer: Writer, fmt: Format | None) -> Step:
+    if fmt is not None and entry.format is None and _is_chosen(entry, writer, fmt):
+        source = Source(
+            entry.name, fmt, entry.shape, entry.dtype,
+            lambda: quantize(entry.read(), fmt, nonfinite="raise"),
+        )  # fmt: skip
+        try:
+            return _quantized(entry, source, writer)
+        except ValueError as why:
+            raise ValueError(f"as {fmt} it cannot be {writer.KIND}: {why}") from why
+    if entry.axes is not None:
+        raise ValueError("its axes are in another order")
+    dtype = entry.dtype
+    if writer is gguf and len(entry.shape) == 1 and dtype.name in interop.INPUT_DTYPES:
+        dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
+    if writer is gguf:
+        kind: Any = gguf_type(dtype)
+        nbytes = kind.stored_nbytes(entry.shape)
+    else:
+        kind, nbytes = tag_of(dtype), entry.nbytes
+
+    def make() -> Tensors:
+        value = entry.read()
+        if isinstance(value, QuantArray):
+            value = value.components["packed"]
+        return {entry.name: value.astype(dtype, copy=False)}
+
+    was = str(entry.format or entry.dtype)
+    return Step(
+        entry.name, entry.shape, dtype, was, str(dtype), entry.nbytes, nbytes, False,
+        {entry.name: (kind, entry.shape)}, make,
+    )  # fmt: skip
+
+
+def _is_chosen(entry: Entry, writer: Writer, fmt: Format) -> bool:
+    if writer.KIND in FOR_LINEAR:
+        if len(entry.shape) != 2 or not entry.name.endswith("weight"):
+            return False
+        return why_kept(entry.name, entry.dtype, entry.shape, fmt, exclude=NOT_LINEAR) is None
+    return why_kept(entry.name, entry.dtype, entry.shape, fmt) is None
+
+
+def _raw(entry: Entry, writer: Writer) -> Step:
+    """A tensor of a type of ggml's that has no codec."""
+    if writer is not gguf:
+        raise ValueError(f"{entry.format} is a type of ggml's that cuquant does not decode yet")
+    kind = gguf_type(entry.format)
+    return Step(
+        entry.name, entry.shape, entry.dtype, kind.name, kind.name, entry.nbytes, entry.nbytes,
+        False, {entry.name: (kind, entry.shape)}, lambda: {entry.name: entry.read().blocks},
+    )  # fmt: skip
+
+
+def refuse_clashes(steps: Sequence[Step]) -> None:
+    """ValueError where two arrays would have a tensor of one name."""
+    seen: dict[str, str] = {}
+    for step in steps:
+        for name in step.specs:
+            if name in seen:
+                raise ValueError(
+                    f"{quote(step.name)} and {quote(seen[name])} would both have a tensor "
+                    f"{quote(name)}"
+                )
+            seen[name] = step.name
+
+
+def configuration(writer: Writer, steps: Sequence[Step]) -> Mapping[str, Any]:
+    """What config.json says of these arrays."""
+    recipes = [step.recipe for step in steps if step.recipe is not None]
+    plain = [step.module for step in steps if step.module]
+    return writer.configuration(recipes, plain)
+
+
+def elements(steps: Sequence[Step]) -> int:
+    """Of all arrays."""
+    return sum(math.prod(step.shape) for step in steps)

@@ -1,0 +1,107 @@
+"""Entries of a file by the names that another kind of files has, with rows in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cuquant.array.quant_array import QuantArray
+from cuquant.array.raw_blocks import RawBlocks
+from cuquant.errors import FormatError
+from cuquant.formats import Format
+from cuquant.interop import INPUT_DTYPES
+from cuquant.io.architectures.names import ARCHITECTURES, Architecture, of_gguf, row_order
+from cuquant.io.container.messages import quote
+from cuquant.io.entries import Entry, Opened
+
+Heads = Mapping[str, int]  # "head_count" and "head_count_kv"
+
+
+def in_hf(file: Opened) -> dict[str, Entry]:
+    """Entries of a GGUF file by transformers' names.
+
+    Raises
+    ------
+    ValueError
+        For an architecture that is not known.
+    FormatError
+        For metadata that does not say how many heads there are.
+    """
+    told = file.metadata.get("general.architecture")
+    found = of_gguf(told)
+    if found is None:
+        known = ", ".join(a.name for a in ARCHITECTURES)
+        raise ValueError(
+            f"{file.path}: names of the architecture {quote(told)} are not known; known: {known}"
+        )
+    heads = {
+        key: _count(file, f"{found.name}.attention.{key}", found)
+        for key in ("head_count", "head_count_kv")
+    }
+    made: dict[str, Entry] = {}
+    for name, entry in file.items():
+        new = found.in_hf(name) or name
+        if new in made:
+            raise FormatError(f"{file.path}: two tensors are transformers' {quote(new)}")
+        made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+    return made
+
+
+def _count(file: Opened, key: str, found: Architecture) -> int:
+    value = file.metadata.get(key, file.metadata.get(key.removesuffix("_kv")))
+    if not found.is_permuted:
+        return 1
+    if not isinstance(value, np.integer) or value < 1:
+        raise FormatError(f"{file.path}: {key} is {quote(value)}; a number of heads is wanted")
+    return int(value)
+
+
+def changed(
+    entry: Entry, new: str, gguf_name: str, found: Architecture, heads: Heads, to_gguf: bool
+) -> Entry:
+    """An entry by its new name, with rows and norms as the other side has them.
+
+    Raises
+    ------
+    ValueError
+        Where rows of a format cannot be taken apart.
+    """
+    key = found.heads_of(gguf_name)
+    if key is not None and entry.shape:
+        order = row_order(entry.shape[0], heads[key])
+        rows = order if to_gguf else np.argsort(order)
+        _refuse_shared_rows(entry)
+        return replace(entry, name=new, read=_after(entry.read, lambda value: by_rows(value, rows)))
+    if found.has_one_more(gguf_name) and entry.format is None and entry.dtype.name in INPUT_DTYPES:
+        one = np.float32(1 if to_gguf else -1)
+        read = _after(entry.read, lambda value: value.astype(np.float32) + one)
+        return replace(entry, name=new, dtype=np.dtype(np.float32), read=read)
+    return replace(entry, name=new)
+
+
+def _after(read: Callable[[], Any], change: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: change(read())
+
+
+def _refuse_shared_rows(entry: Entry) -> None:
+    """ValueError where rows share scales with others that will not lie beside them."""
+    fmt = entry.format
+    if not isinstance(fmt, Format) or fmt.scale is None:
+        return
+    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or entry.axes:
+        raise ValueError(
+            f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another order"
+        )
+
+
+def by_rows(value: Any, rows: np.ndarray) -> Any:
+    """An array with its rows in another order; blocks lie in rows."""
+    if isinstance(value, RawBlocks):
+        return RawBlocks(value.type, value.shape, value.blocks[rows])
+    if not isinstance(value, QuantArray):
+        return value[rows]
+    parts = {name: part[rows] if part.ndim else part for name, part in value.components.items()}
+    return value._with(components=parts)

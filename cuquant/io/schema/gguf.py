@@ -1,0 +1,134 @@
+"""GGUF's types of tensors: which of them holds an array, and its blocks.
+
+The container and its reader are cuquant.io.container.gguf. Integers with scales of float16, whose
+groups are whole blocks of 32, are q4_0's, q5_0's or q8_0's numbers: d * (code - zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuquant.array.quant_array import QuantArray
+from cuquant.formats import get_format
+from cuquant.io.container.gguf.types import TYPES, gguf_type
+from cuquant.io.schema.recipe import (
+    Integers,
+    Recipe,
+    Source,
+    Tensors,
+    codes_of,
+    finer,
+    group_scales,
+    group_zeros,
+    integers_of,
+    scale_tag,
+)
+
+KIND = "gguf"
+NEAREST = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
+SMALL = {4: "q4_0", 5: "q5_0", 8: "q8_0"}  # of rows that 256 does not divide
+INTEGERS = ("q4_0", "q5_0", "q8_0")  # the first that has the codes is taken
+BLOCK = 32
+SAME = {kind.format: kind for kind in TYPES.values() if kind.format is not None}
+OF_OTHERS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}  # types that hold our codes and scales otherwise
+
+
+def recipe(source: Source) -> Recipe:
+    """Types of ggml's as they are, mxfp4, nvfp4 whose global scale is 1, and integers."""
+    fmt, name = source.format, source.name
+    if fmt.name in SAME:
+        return Recipe({name: (SAME[fmt.name], source.shape)}, _blocks(name), fmt.name)
+    if fmt.name in OF_OTHERS and not fmt.options:
+        kind = gguf_type(OF_OTHERS[fmt.name])
+        if source.shape[-1] % kind.elements:
+            raise ValueError(f"{kind.name} has rows of whole blocks of {kind.elements}")
+        _refuse_odd_scales(source.read())
+        return Recipe({name: (kind, source.shape)}, _blocks(name), kind.name)
+    found = integers_of(fmt, source.shape)
+    if found is None:
+        raise ValueError("GGUF has no type with such codes and scales")
+    return _integers(source, found)
+
+
+def _refuse_odd_scales(q: QuantArray) -> None:
+    """ValueError where ggml reads another number: its exponents have no NaN, its nvfp4 no global
+    scale."""
+    parts = q.arrays()
+    if "global_scale" in parts and float(parts["global_scale"]) != 1:
+        raise ValueError("its global scale is not 1, and blocks of ggml's have none")
+    if "global_scale" in parts:
+        odd = (parts["scale"] & 0x7F) == 0x7F
+        odd |= parts["scale"] > 0x7F
+    else:
+        odd = parts["scale"] >= 254
+    if odd.any():
+        raise ValueError(f"ggml reads {int(odd.sum())} of its scales as other numbers")
+
+
+def _blocks(name: str) -> Any:
+    def encode(q: QuantArray) -> Tensors:
+        blocks = q.to_blocks()
+        return {name: blocks.reshape(*blocks.shape[:-2], -1)}
+
+    return encode
+
+
+def _integers(source: Source, found: Integers) -> Recipe:
+    """The smallest of ggml's types that has all codes, with d for each 32 of a row."""
+    depth = source.shape[-1]
+    if depth % BLOCK or not finer(found.group, depth, BLOCK):
+        raise ValueError(
+            f"ggml has a scale for each {BLOCK} columns, and not for {found.group} of {depth}"
+        )
+    scale_tag(source, ("F16",))
+    kind = _fitting(source, found)
+
+    def encode(q: QuantArray) -> Tensors:
+        codes, zeros = codes_of(q), group_zeros(q, found.group)
+        fmt = get_format(kind)
+        middle = fmt.zero_code
+        moved = codes if found.zero == middle else moved_codes(codes, zeros, found.group, middle)
+        scales = group_scales(q, found.group).astype(np.float16)
+        scales = np.repeat(scales, -(-found.group // BLOCK), axis=1)[:, : depth // BLOCK]
+        count = codes.size // BLOCK
+        blocks = fmt.layout.pack(moved.reshape(count, BLOCK), scale=scales.reshape(count, 1))
+        return {source.name: blocks.reshape(*source.shape[:-1], depth // BLOCK * fmt.layout.nbytes)}
+
+    return Recipe({source.name: (SAME[kind], source.shape)}, encode, kind)
+
+
+def moved_codes(codes: np.ndarray, zeros: np.ndarray, group: int, middle: int) -> np.ndarray:
+    """uint8 codes whose zero point is `middle`."""
+    by_code = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
+    return (codes.astype(np.int16) - by_code + middle).astype(np.uint8)
+
+
+def _fitting(source: Source, found: Integers) -> str:
+    """The type that has all integers code - zero; the array is read where only it tells them."""
+    if found.zero is not None:
+        low, high = -found.zero, (1 << found.bits) - 1 - found.zero
+    else:
+        q = source.read()
+        zeros = group_zeros(q, found.group)
+        codes = codes_of(q).astype(np.int16)
+        signed = codes - np.repeat(zeros, found.group, axis=1)[:, : codes.shape[1]]
+        low, high = int(signed.min(initial=0)), int(signed.max(initial=0))
+    for kind in INTEGERS:
+        middle = get_format(kind).zero_code
+        if -middle <= low and high < middle:
+            return kind
+    raise ValueError(f"its integers, {low} to {high}, are beyond the 8 bits of q8_0")
+
+
+def nearest(bits: float, columns: int) -> str:
+    """The format that an array of so many bits, which GGUF cannot hold, may become."""
+    held = NEAREST if columns % 256 == 0 else SMALL
+    return held[min((b for b in held if b >= bits), default=max(held))]
+
+
+def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+    """Nothing: types are told tensor by tensor."""
+    return {}

@@ -1,0 +1,258 @@
+"""What a writer of a kind of checkpoint makes of a quantized array: tensors, and how they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from cuquant.array.quant_array import QuantArray
+from cuquant.formats import Format
+from cuquant.formats.codecs import Uniform
+
+Specs = dict[str, tuple[Any, tuple[int, ...]]]  # dtype, tag or type, and shape, by tensor
+Tensors = dict[str, np.ndarray]
+WEIGHT = "weight"
+SCALE_TAGS = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+GGML_INTEGERS = ("q4_0", "q5_0", "q8_0")  # of which a block is codes and one float16
+
+
+@dataclass(frozen=True)
+class Source:
+    """A quantized array that is to be written: what it is, and what reads it.
+
+    Attributes
+    ----------
+    name, format, shape, dtype
+        Of the array.
+    read
+        Reads it.
+    axes
+        As a QuantArray's; None where the last axis is the quantized one.
+    """
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], QuantArray]
+    axes: tuple[int, ...] | None = None
+
+    @property
+    def stem(self) -> str:
+        """The module's name and a dot; ValueError where the array is no module's weight."""
+        stem = self.name.removesuffix(WEIGHT)
+        if stem == self.name or (stem and not stem.endswith(".")):
+            raise ValueError("its name does not end in .weight, as that of a module does")
+        return stem
+
+    @property
+    def module(self) -> str:
+        """The module's name."""
+        return self.stem.removesuffix(".")
+
+    def matrix(self, kind: str) -> tuple[int, int]:
+        """(N, K); ValueError where the array is no matrix."""
+        if len(self.shape) != 2:
+            raise ValueError(f"{kind} holds matrices, not shapes such as {self.shape}")
+        return self.shape[0], self.shape[1]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one array becomes.
+
+    Attributes
+    ----------
+    specs
+        Of the tensors, which lie in one file.
+    encode
+        Makes them.
+    words
+        What the array is called in the kind's own words.
+    said
+        What the configuration has to say of it.
+    module
+        Of the array; "" where that has none.
+    """
+
+    specs: Specs
+    encode: Callable[[QuantArray], Tensors]
+    words: str
+    said: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+
+
+class Writer(Protocol):
+    """The side of a kind that writes: a module of this folder."""
+
+    @property
+    def KIND(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def NEAREST(self) -> Mapping[int, str]:
+        """Formats that the kind holds, by bits: what an array it cannot hold may become."""
+        ...
+
+    def recipe(self, source: Source) -> Recipe:
+        """What an array becomes; ValueError says what would be lost."""
+        ...
+
+    def configuration(self, recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
+        """What config.json says of a checkpoint; `plain`: modules that are not quantized.
+
+        ValueError where the arrays cannot lie in one checkpoint.
+        """
+        ...
+
+
+class Integers(NamedTuple):
+    """Integers with a scale, (code - zero) * scale.
+
+    Attributes
+    ----------
+    bits
+        Of a code.
+    group
+        Columns that share a scale.
+    zero
+        The code of 0 in all groups; None where each has its own.
+    """
+
+    bits: int
+    group: int
+    zero: int | None
+
+
+def integers_of(fmt: Format, shape: tuple[int, ...]) -> Integers | None:
+    """A format whose numbers are (code - zero) * scale; None for others.
+
+    >>> from cuquant.formats import get_format
+    >>> integers_of(get_format("int4"), (8, 256)), integers_of(get_format("nf4"), (8, 256))
+    (Integers(bits=4, group=128, zero=8), None)
+    """
+    scale = fmt.scale
+    if not isinstance(fmt.codec, Uniform) or scale is None or scale.nested:
+        return None
+    if fmt.is_blocks and fmt.name not in GGML_INTEGERS:
+        return None
+    if fmt.offset not in (None, "zero_point") or scale.dtype not in ("float16", "float32"):
+        return None
+    if isinstance(scale.block, tuple):
+        return None
+    wide = min(scale.tile(1, shape[-1])[1], max(shape[-1], 1))
+    return Integers(fmt.bits, wide, None if fmt.offset else fmt.codec.offset)
+
+
+def codes_of(q: QuantArray) -> np.ndarray:
+    """uint8 codes [rows, K]."""
+    return q.codes().reshape(-1, q.shape[-1])
+
+
+def group_scales(q: QuantArray, group: int) -> np.ndarray:
+    """Scales [rows, ceil(K / group)], one for each group also where the whole array has one."""
+    return _by_group(np.asarray(q.scale), q.shape, group)
+
+
+def group_zeros(q: QuantArray, group: int) -> np.ndarray:
+    """Zero points uint8 [rows, ceil(K / group)]."""
+    found = integers_of(q.format, q.shape)
+    assert found is not None
+    zero = q.zero_point if found.zero is None else np.uint8(found.zero)
+    return _by_group(np.asarray(zero), q.shape, group)
+
+
+def _by_group(values: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:
+    rows, groups = int(np.prod(shape[:-1], dtype=np.int64)), -(-shape[-1] // group)
+    if not values.ndim:
+        return np.broadcast_to(values, (rows, groups))
+    there = values.reshape(rows, values.shape[-1])
+    if there.shape[1] == groups:
+        return there
+    return np.repeat(there, -(-groups // there.shape[1]), axis=1)[:, :groups]
+
+
+def finer(group: int, columns: int, size: int) -> bool:
+    """Whether groups of `size` columns lie within groups of `group`, or of a whole row."""
+    return group % size == 0 or group >= columns
+
+
+def common_zero(q: QuantArray) -> int | None:
+    """The zero point that all groups have; None where they differ."""
+    found = integers_of(q.format, q.shape)
+    assert found is not None
+    if found.zero is not None:
+        return found.zero
+    zeros = np.asarray(q.zero_point)
+    return int(zeros.flat[0]) if zeros.size and (zeros == zeros.flat[0]).all() else None
+
+
+def holds(dtype: np.dtype, values: np.ndarray) -> bool:
+    """Whether a dtype has all these numbers; NaN is none of them."""
+    with np.errstate(over="ignore"):
+        return bool((values.astype(dtype).astype(np.float32) == values).all())
+
+
+def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> str:
+    """The first dtype of a kind that holds an array's scales; it is read where that is not known.
+
+    Raises
+    ------
+    ValueError
+        Where none does.
+    """
+    tags = tuple(tags)
+    if source.format.rule.dtype == "float16" and "F16" in tags:
+        return "F16"
+    narrow = [tag for tag in tags if tag in SCALE_TAGS]
+    if narrow and source.shape and 0 not in source.shape:
+        scales = np.asarray(source.read().scale)
+        for tag in narrow:
+            if holds(SCALE_TAGS[tag], scales):
+                return tag
+    if "F32" in tags:
+        return "F32"
+    raise ValueError(f"its float32 scales are not those of {' or '.join(tags)}")
+
+
+def as_tag(scales: np.ndarray, tag: str) -> np.ndarray:
+    """Scales in the dtype that `scale_tag` has chosen."""
+    return np.ascontiguousarray(scales.astype(SCALE_TAGS.get(tag, np.dtype(np.float32))))
+
+
+def words_of(packed: np.ndarray) -> np.ndarray:
+    """Packed rows, of bytes or words, as int32 words; rows are whole words."""
+    return np.ascontiguousarray(packed).view(np.int32)
+
+
+def same(recipes: Sequence[Recipe], key: str, kind: str) -> Any:
+    """What all arrays say under a key; ValueError where two differ."""
+    found = {recipe.said[key]: recipe for recipe in recipes}
+    if len(found) > 1:
+        (a, one), (b, other) = list(found.items())[:2]
+        raise ValueError(
+            f"{kind} has one {key} for all arrays: {one.module} has {a}, {other.module} has {b}"
+        )
+    return next(iter(found), None)
+
+
+def group_size_of(recipes: Sequence[Recipe]) -> int:
+    """The columns of a group that most arrays have; -1 where all have one for a row, of any length.
+
+    `said` holds "group_size", columns, and "groups" of a row.
+    """
+    sizes = [made.said["group_size"] for made in recipes if made.said["groups"] > 1]
+    if not sizes:
+        whole = {made.said["group_size"] for made in recipes}
+        return whole.pop() if len(whole) == 1 else -1
+    return max(dict.fromkeys(sizes), key=sizes.count)
+
+
+def fits_group(made: Recipe, size: int) -> bool:
+    """Whether an array has groups of `size`, -1 for a row."""
+    return made.said["group_size"] == size or (size == -1 and made.said["groups"] == 1)

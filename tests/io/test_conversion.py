@@ -1,0 +1,349 @@
+"""convert: the same numbers in another kind of files, or a refusal before anything is written."""
+
+import json
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuquant as cq
+from cuquant.io.container.gguf import GgufReader
+from cuquant.io.conversion import door
+from cuquant.io.conversion.plan import WRITERS
+
+ROOT = Path("tests/data/checkpoints")
+pytestmark = pytest.mark.filterwarnings("ignore:the architecture is not known")
+FOLDERS = [kind for kind in WRITERS if kind not in ("cuquant", "gguf")]
+RNG = np.random.default_rng(7)
+
+
+def values_of(array):
+    """The numbers of an array, float32."""
+    if isinstance(array, cq.QuantArray):
+        return array.dequantize(np.float32)
+    return np.asarray(array).astype(np.float32)
+
+
+def same_numbers(a, b):
+    """Bit for bit, but for NaN's payload."""
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(values_of(a[name]), values_of(b[name]), err_msg=name)
+
+
+def target(folder, kind):
+    return folder / {"gguf": "out.gguf", "cuquant": "out.safetensors"}.get(kind, f"out-{kind}")
+
+
+def weights(fmt, shape=(64, 256), dtype=np.float16, **options):
+    x = RNG.standard_normal(shape).astype(dtype)
+    return cq.quantize(x, fmt, **options)
+
+
+def saved(folder, **arrays):
+    """A file of ours with these weights."""
+    path = folder / "in.safetensors"
+    cq.save(path, {name.replace("__", "."): value for name, value in arrays.items()})
+    return path
+
+
+# What holds the numbers of what: the format of a source, and what the kind calls it.
+HELD = [
+    ("int4", "gptq", "uint4"),
+    ("int4:row", "gptq", "uint4:row"),
+    ("uint4:32", "gptq", "uint4:32"),
+    ("int2", "gptq", "uint2"),
+    ("uint3:64", "gptq", "uint3:64"),
+    ("int8:32+float16", "gptq", "uint8:32"),
+    ("q4_0", "gptq", "uint4:32"),
+    ("q8_0", "gptq", "uint8:32"),
+    ("int4", "awq", "uint4"),
+    ("uint4:64", "awq", "uint4:64"),
+    ("q4_0", "awq", "uint4:32"),
+    ("int4", "compressed-tensors", "int4"),
+    ("uint4", "compressed-tensors", "uint4"),
+    ("uint3:32", "compressed-tensors", "uint3:32"),
+    ("int5:row", "compressed-tensors", "int5:row"),
+    ("int8", "compressed-tensors", "int8"),
+    ("int6:tensor", "compressed-tensors", "int6:tensor"),
+    ("q5_0", "compressed-tensors", "int5:32"),
+    ("fp8_e4m3", "compressed-tensors", "fp8_e4m3"),
+    ("fp8_e4m3:tensor", "compressed-tensors", "fp8_e4m3:tensor"),
+    ("fp8_e4m3:32x64", "compressed-tensors", "fp8_e4m3:32x64"),
+    ("mxfp4", "compressed-tensors", "mxfp4"),
+    ("mxfp6", "compressed-tensors", "mxfp6"),
+    ("mxfp8", "compressed-tensors", "mxfp8"),
+    ("nf4", "bitsandbytes", "nf4"),
+    ("fp4:128", "bitsandbytes", "fp4:128"),
+    ("nf4:32+dq", "bitsandbytes", "nf4:32+dq"),
+    ("mxfp4", "mlx", "mxfp4"),
+    ("mxfp8", "mlx", "mxfp8"),
+    ("fp8_e4m3:128x128", "fp8", "fp8_e4m3:128x128"),
+    ("fp8_e4m3:tensor", "fp8", "fp8_e4m3:tensor"),
+    ("int4:32", "gguf", "q4_0"),
+    ("int4", "gguf", "q4_0"),
+    ("int4:row", "gguf", "q4_0"),
+    ("int3:64", "gguf", "q4_0"),
+    ("uint4:32", "gguf", "q5_0"),
+    ("int5:32", "gguf", "q5_0"),
+    ("int8:32+float16", "gguf", "q8_0"),
+    ("q4_k", "gguf", "q4_k"),
+    ("iq4_nl", "gguf", "iq4_nl"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "found"), HELD)
+def test_a_kind_holds_the_numbers_of_a_format(tmp_path, name, kind, found):
+    q = weights(name)
+    source = saved(tmp_path, up__weight=q, up__bias=np.arange(64, dtype=np.float16))
+    (step, plain) = sorted(cq.convert(source, target(tmp_path, kind), kind), key=lambda s: s.rounds)
+    assert not step.rounds and not plain.rounds
+    with cq.open(target(tmp_path, kind)) as file:
+        assert file.kind == kind
+        assert str(file["up.weight"].format) == found
+    back = cq.load(target(tmp_path, kind))
+    same_numbers(cq.load(source), back)
+    assert back["up.weight"].shape == q.shape
+    cq.convert(target(tmp_path, kind), tmp_path / "again.safetensors", "cuquant")
+    same_numbers(back, cq.load(tmp_path / "again.safetensors"))
+
+
+@pytest.mark.parametrize("name", cq.list_formats())
+def test_our_own_files_hold_every_format(tmp_path, name):
+    source = saved(
+        tmp_path, up__weight=weights(name), down__weight=weights(name, (256, 8), axis=0).T
+    )
+    cq.convert(source, tmp_path / "out.safetensors", "cuquant")
+    before, after = cq.load(source), cq.load(tmp_path / "out.safetensors")
+    assert all(cq.array_equal(before[key], after[key]) for key in before)
+    assert source.read_bytes() == (tmp_path / "out.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q6_k", "iq4_xs"])
+def test_gguf_and_back_is_the_same_file(tmp_path, name):
+    arrays = {"a.weight": weights(name), "b.weight": np.ones((3, 5), ml_dtypes.bfloat16)}
+    cq.save(tmp_path / "a", arrays)
+    cq.convert(tmp_path / "a", tmp_path / "b.gguf", "gguf")
+    cq.convert(tmp_path / "b.gguf", tmp_path / "c.safetensors", "cuquant")
+    cq.convert(tmp_path / "c.safetensors", tmp_path / "d.gguf", "gguf")
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "d.gguf").read_bytes()
+    same_numbers(cq.load(tmp_path / "a"), cq.load(tmp_path / "d.gguf"))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0", "q4_k", "mxfp4"])
+def test_the_owner_of_gguf_reads_the_same_numbers(tmp_path, name):
+    gguf = pytest.importorskip("gguf")
+    source = {"q4_0": "int4", "q5_0": "uint4:64", "q8_0": "int8:32+float16"}.get(name, name)
+    q = weights(source)
+    path = saved(tmp_path, up__weight=q, bias=np.arange(64, dtype=np.float16))
+    cq.convert(path, tmp_path / "out.gguf", "gguf")
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    found = tensors["up.weight"]
+    assert found.tensor_type.name.lower() == name
+    np.testing.assert_array_equal(
+        gguf.quants.dequantize(found.data, found.tensor_type), q.dequantize(np.float32)
+    )
+    assert tensors["bias"].tensor_type.name == "F32"  # ggml adds vectors of float32 alone
+
+
+GOLDEN = {
+    "gptq-4bit": ("gptq", "awq", "compressed-tensors"),
+    "gptq-4bit-asym-v1": ("gptq", "awq", "compressed-tensors"),
+    "gptq-2bit-v2": ("gptq", "compressed-tensors"),
+    "gptq-8bit": ("gptq", "compressed-tensors"),
+    "awq-autoawq-gemm": ("gptq", "compressed-tensors"),
+    "awq-gemm-gptqmodel": ("awq", "compressed-tensors"),
+    "ct-w4a16": ("compressed-tensors", "gptq", "awq"),
+    "ct-w4a16-asym": ("compressed-tensors",),
+    "ct-fp8-block": ("compressed-tensors",),
+    "ct-mxfp4": ("compressed-tensors",),
+    "ct-mxfp8": ("compressed-tensors",),
+    "ct-nvfp4": ("compressed-tensors",),
+    "hf-fp8-block128": ("fp8", "compressed-tensors"),
+    "mlx-mxfp4": ("mlx",),
+    "bitsandbytes-nf4-double": ("bitsandbytes",),
+    "modelopt-int4": ("compressed-tensors",),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n, kinds in GOLDEN.items() for k in kinds])
+def test_checkpoints_of_owners_become_others(tmp_path, name, kind):
+    before = cq.load(ROOT / name)
+    try:
+        steps = cq.convert(ROOT / name, tmp_path / "out", kind)
+    except ValueError as why:
+        pytest.fail(str(why))
+    assert not any(step.rounds for step in steps)
+    with cq.open(tmp_path / "out") as file:
+        assert file.kind == kind
+    same_numbers(before, cq.load(tmp_path / "out"))
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+LOST = [
+    ("nf4", "gguf", "no type with such codes"),
+    ("nf4", "gptq", "integers of 2, 3, 4 or 8 bits"),
+    ("int5", "gptq", "integers of 2, 3, 4 or 8 bits"),
+    ("int3", "awq", "4 bits"),
+    ("int4", "bitsandbytes", "nf4 and fp4"),
+    ("bof4s", "bitsandbytes", "nf4 and fp4"),
+    ("int4", "fp8", "fp8_e4m3"),
+    ("fp8_e4m3", "fp8", "for each block or matrix"),
+    ("fp8_e5m2", "compressed-tensors", "holds integers"),
+    ("q4_k", "compressed-tensors", "holds integers"),
+    ("int4", "mlx", "MLX holds"),
+    ("uint8:32", "gguf", "beyond the 8 bits of q8_0"),
+    ("int4:16", "gguf", "a scale for each 32 columns"),
+    ("int8", "gguf", "float32 scales"),
+    ("nvfp4", "gguf", "global scale is not 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "why"), LOST)
+def test_what_would_be_lost_is_named_and_nothing_is_written(tmp_path, name, kind, why):
+    source = saved(tmp_path, a__weight=np.ones((8, 8), np.float32), up__weight=weights(name))
+    with pytest.raises(ValueError, match=r"up\.weight.*without loss.*requantize=True") as raised:
+        cq.convert(source, target(tmp_path, kind), kind)
+    assert why in str(raised.value)
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+    (step,) = (
+        s for s in cq.convert(source, target(tmp_path, kind), kind, requantize=True)
+        if s.name == "up.weight"
+    )  # fmt: skip
+    assert step.rounds
+    before, after = cq.load(source)["up.weight"], cq.load(target(tmp_path, kind))["up.weight"]
+    assert cq.error(before.dequantize(np.float32), after).sqnr_db > 8
+    assert after.dtype == (np.float32 if kind == "gguf" else np.float16)
+
+
+def test_scales_beyond_float16_are_refused_by_name(tmp_path):
+    q = cq.quantize(RNG.standard_normal((64, 256)).astype(np.float32) * 1e-7, "int4+float32")
+    source = saved(tmp_path, up__weight=q)
+    with pytest.raises(ValueError, match=r"up\.weight.*float32 scales are not those of F16"):
+        cq.convert(source, tmp_path / "out", "gptq")
+    cq.convert(source, tmp_path / "out", "compressed-tensors")
+    same_numbers(cq.load(source), cq.load(tmp_path / "out"))
+
+
+def test_every_refusal_is_counted(tmp_path):
+    source = saved(tmp_path, a__weight=weights("nf4"), b__weight=weights("nf4"))
+    with pytest.raises(ValueError, match=r"a\.weight.*and 1 more arrays"):
+        cq.convert(source, tmp_path / "out", "gptq")
+
+
+def test_kinds_of_files_are_told_by_their_names(tmp_path):
+    source = saved(tmp_path, up__weight=weights("int4"))
+    for out, kind, why in [
+        ("out", "gguf", "call it out.gguf"),
+        ("out.safetensors", "gptq", "name a folder"),
+        ("out.gguf", "awq", "no GGUF file"),
+        ("out.gguf", "qptq", "gptq"),
+        ("in.safetensors/x", "gptq", "No such|no such|Not a directory"),
+    ]:
+        with pytest.raises((ValueError, OSError), match=why):
+            cq.convert(source, tmp_path / out, kind)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(ValueError, match="is there already"):
+        cq.convert(source, tmp_path / "full", "gptq")
+
+
+def test_arrays_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(cq.FormatError, match="marlin"):
+        cq.convert(ROOT / "ct-old-marlin24", tmp_path / "out", "cuquant")
+    assert not os.listdir(tmp_path)
+
+
+def test_other_axes_are_refused_by_other_kinds(tmp_path):
+    source = saved(tmp_path, up__weight=weights("int4", (256, 64), axis=0))
+    with pytest.raises(ValueError, match="last axis"):
+        cq.convert(source, tmp_path / "out", "gptq")
+
+
+# ---- folders ------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_shards_an_index_and_what_lay_beside(tmp_path, monkeypatch):
+    source = tmp_path / "in"
+    source.mkdir()
+    arrays = {f"l{i}.weight": RNG.standard_normal((64, 128)).astype(np.float16) for i in range(5)}
+    cq.save(source / "model.safetensors", arrays | {"embed_tokens.weight": arrays["l0.weight"]})
+    (source / "config.json").write_text('{"model_type": "x", "torch_dtype": "float16"}')
+    (source / "tokenizer.json").write_text("{}")
+    (source / "pytorch_model.bin").write_text("")
+    monkeypatch.setattr(door, "SHARD_BYTES", 12_000)
+    steps = cq.convert(source, tmp_path / "out", "gptq", format="int4:32")
+    assert [step.rounds for step in sorted(steps, key=lambda s: s.name)] == [False] + [True] * 5
+    out = tmp_path / "out"
+    names = sorted(os.listdir(out))
+    assert names[:1] == ["config.json"] and names[-2:] == [
+        "model.safetensors.index.json", "tokenizer.json",
+    ]  # fmt: skip
+    shards = [name for name in names if name.endswith("safetensors")]
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-0000{len(shards)}.safetensors"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(shards)
+    assert index["metadata"]["total_size"] == sum(step.bytes_out for step in steps)
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "x"
+    said = config["quantization_config"]
+    assert (said["bits"], said["group_size"], said["sym"]) == (4, 32, True)
+    assert said["dynamic"] == {"-:embed_tokens$": {}}
+    for name, q in cq.load(out).items():
+        if name != "embed_tokens.weight":
+            want = cq.quantize(arrays[name], "int4:32")
+            np.testing.assert_array_equal(q.dequantize(), want.dequantize())
+    cq.convert(out, tmp_path / "ours", "cuquant")
+    assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
+    same_numbers(cq.load(out), cq.load(tmp_path / "ours"))
+
+
+def test_modules_may_have_settings_of_their_own(tmp_path):
+    q = {
+        "a__weight": weights("int4"),
+        "b__weight": weights("int4"),
+        "c__weight": weights("int8:32+float16"),
+    }
+    source = saved(tmp_path, **q)
+    for kind in ("gptq", "compressed-tensors"):
+        cq.convert(source, tmp_path / kind, kind)
+        same_numbers(cq.load(source), cq.load(tmp_path / kind))
+    saved(tmp_path, a__weight=weights("int4"), b__weight=weights("int4:32"))
+    with pytest.raises(ValueError, match="one size of groups for all arrays"):
+        cq.convert(source, tmp_path / "awq", "awq")
+
+
+@pytest.mark.parametrize("kind", ["gguf", "cuquant", "gptq"])
+def test_nothing_stays_of_a_conversion_that_fails(tmp_path, kind):
+    source = saved(
+        tmp_path, a__weight=weights("int4:32"), b__weight=np.full((32, 64), np.nan, np.float16)
+    )
+    with pytest.raises(ValueError, match=r"nan|NaN"):
+        cq.convert(source, target(tmp_path, kind), kind, format="int4:32")
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+    work = door.Conversion(source, target(tmp_path, kind), kind)
+    run = work.run()
+    next(run)
+    run.close()
+    work.close()
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+def test_metadata_of_gguf_goes_with_it(tmp_path):
+    source = saved(tmp_path, w=weights("q4_0"))
+    cq.convert(source, tmp_path / "a.gguf", "gguf")
+    from cuquant.io.container.gguf import GgufWriter
+
+    with GgufWriter(tmp_path / "b.gguf", {"w": ("q8_0", (2, 32))}, {
+        "general.architecture": "llama", "general.file_type": np.uint32(7),
+    }) as writer:  # fmt: skip
+        writer.write("w", np.zeros((2, 34), np.uint8))
+    cq.convert(tmp_path / "b.gguf", tmp_path / "c.gguf", "gguf")
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "c.gguf").read_bytes()
+    cq.convert(tmp_path / "b.gguf", tmp_path / "c.gguf", "gguf", "q4_0", requantize=True)
+    with GgufReader(tmp_path / "c.gguf") as reader:
+        assert reader.metadata == {"general.architecture": "llama"}
+        assert reader.tensors["w"].type.name == "Q4_0"

@@ -1,0 +1,130 @@
+"""What convert writes, read by the owners of the kinds: each test needs the owner's library."""
+
+import json
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.schema.compressed_tensors import group_of
+
+RNG = np.random.default_rng(11)
+
+
+def converted(folder, kind, *names):
+    """Arrays of these formats, and the folder of a kind that holds them."""
+    arrays = {
+        f"layers.{i}.weight": cq.quantize(RNG.standard_normal((64, 256)).astype(np.float16), name)
+        for i, name in enumerate(names)
+    }
+    cq.save(folder / "in.safetensors", arrays)
+    cq.convert(folder / "in.safetensors", folder / "out", kind)
+    return arrays, folder / "out"
+
+
+def tensors_of(folder):
+    """All tensors by name, torch's."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    return safetensors.load_file(folder / "model.safetensors")
+
+
+COMPRESSED = (
+    "int4", "uint4", "int3:32", "uint5:64", "int8", "int6:row", "fp8_e4m3", "fp8_e4m3:tensor",
+    "fp8_e4m3:32x64", "mxfp4", "mxfp8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_reads_the_same_numbers(tmp_path, name):
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    arrays, out = converted(tmp_path, "compressed-tensors", name, "int7")
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    QuantizationConfig.model_validate(said)
+    found = tensors_of(out)
+    with Checkpoint(out) as c:
+        for key, q in arrays.items():
+            stem = key.removesuffix("weight")
+            scheme = QuantizationScheme.model_validate(dict(group_of(c, stem)))
+            own = {k.removeprefix(stem): v for k, v in found.items() if k.startswith(stem)}
+            compressor = BaseCompressor.get_value_from_registry(scheme.format)
+            weight = compressor.decompress(own, scheme)["weight"]
+            want = torch.from_numpy(q.dequantize(np.float32))
+            assert torch.equal(weight.float(), want.to(weight.dtype).float())
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4:128", "nf4:32+dq"])
+def test_bitsandbytes_reads_the_same_numbers(tmp_path, name):
+    bnb = pytest.importorskip("bitsandbytes")
+    arrays, out = converted(tmp_path, "bitsandbytes", name)
+    found = tensors_of(out)
+    ((key, q),) = arrays.items()
+    parts = {k: v for k, v in found.items() if k.startswith(key + ".")}
+    state = bnb.functional.QuantState.from_dict(parts, device="cpu")
+    assert state.shape == q.shape
+    state.dtype = bnb.functional.torch.float32
+    weight = bnb.functional.dequantize_4bit(found[key], state)
+    want = q.dequantize(np.float32)
+    if q.format.rule.nested is None:
+        np.testing.assert_array_equal(weight.numpy(), want)
+    else:  # nested scales are rounded twice, and their sum once more
+        np.testing.assert_allclose(weight.numpy(), want, rtol=3e-7)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_mlx_reads_the_same_numbers(tmp_path, name):
+    mx = pytest.importorskip("mlx.core")
+    arrays, out = converted(tmp_path, "mlx", name)
+    said = json.loads((out / "config.json").read_text())["quantization"]
+    found = mx.load(str(out / "model.safetensors"))
+    ((key, q),) = arrays.items()
+    weight = mx.dequantize(
+        found[key], found[key.removesuffix("weight") + "scales"], group_size=said["group_size"],
+        bits=said["bits"], mode=said["mode"],
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.array(weight.astype(mx.float32)), q.dequantize(np.float32))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3:64x128", "fp8_e4m3:tensor"])
+def test_transformers_reads_the_same_numbers_of_fp8(tmp_path, name):
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    arrays, out = converted(tmp_path, "fp8", name)
+    found = tensors_of(out)
+    ((key, q),) = arrays.items()
+    operation = module.Fp8Dequantize(None)
+    torch = pytest.importorskip("torch")
+    weight = operation._dequantize_one(found[key], found[f"{key}_scale_inv"], torch.float32)
+    np.testing.assert_array_equal(weight.numpy(), q.dequantize(np.float32))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2"])
+def test_transformers_reads_a_model_of_gguf(tmp_path, model_type):
+    """The same logits, also of what the GGUF file becomes: rows, norms and settings are right."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch = pytest.importorskip("torch")
+    config = transformers.AutoConfig.for_model(
+        model_type, num_hidden_layers=2, hidden_size=128, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, intermediate_size=256, max_position_embeddings=64, vocab_size=96,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for part in model.parameters():
+            if part.ndim == 1:  # norms of multiples of 1/64, of which 1 more are float32 too
+                part.copy_(torch.randint(1, 99, part.shape) / 64)
+    model.save_pretrained(tmp_path / "in")
+    with pytest.warns(UserWarning, match="tokenizer"):
+        cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    with pytest.warns(UserWarning, match="tokens stay behind"):
+        cq.convert(tmp_path / "m.gguf", tmp_path / "out", "fp8")
+    ids = torch.arange(10)[None] + 3
+    want = model(ids).logits
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert torch.equal(load(tmp_path, gguf_file="m.gguf").eval()(ids).logits, want)
+    assert torch.equal(load(tmp_path / "out").eval()(ids).logits, want)
