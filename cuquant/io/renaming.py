@@ -28,7 +28,7 @@ def in_hf(file: Opened) -> dict[str, Entry]:
     ValueError
         For an architecture that is not known.
     FormatError
-        For metadata that does not say how many heads there are.
+        For metadata that does not say how many heads there are, or not those of the tensors.
     """
     told = file.metadata.get("general.architecture")
     found = of_gguf(told)
@@ -46,7 +46,10 @@ def in_hf(file: Opened) -> dict[str, Entry]:
         new = found.in_hf(name) or name
         if new in made:
             raise FormatError(f"{file.path}: two tensors are transformers' {quote(new)}")
-        made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+        try:
+            made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+        except ValueError as error:
+            raise FormatError(f"{file.path}: {quote(name)}: {error}") from error
     return made
 
 
@@ -91,7 +94,9 @@ def _refuse_shared_rows(entry: Entry) -> None:
     fmt = entry.format
     if not isinstance(fmt, Format) or fmt.scale is None:
         return
-    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or entry.axes:
+    stored = fmt.components(entry.shape)[0].shape
+    is_in_rows = stored[: len(entry.shape) - 1] == entry.shape[:-1] and not entry.axes
+    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or not is_in_rows:
         raise ValueError(
             f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another order"
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 import cuquant as cq
+from cuquant.formats.packing import Packing
 from cuquant.io.container.gguf import GgufReader
+from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.io.conversion import door
 from cuquant.io.conversion.plan import WRITERS
+from cuquant.io.schema import recipe
 
 ROOT = Path("tests/data/checkpoints")
 pytestmark = pytest.mark.filterwarnings("ignore:the architecture is not known")
@@ -110,6 +114,58 @@ def test_a_kind_holds_the_numbers_of_a_format(tmp_path, name, kind, found):
     same_numbers(back, cq.load(tmp_path / "again.safetensors"))
 
 
+AFFINE = ("int4", "uint4:32", "int3:64", "int8:64+float16", "q4_0", "q4_1", "q8_0", "int4:row")
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_mlx_has_the_numbers_of_integers(tmp_path, name):
+    q = weights(name)
+    cq.convert(saved(tmp_path, up__weight=q), tmp_path / "out", "mlx")
+    with SafetensorsReader(tmp_path / "out" / "model.safetensors") as reader:
+        words, scales, biases = (reader.read(f"up.{n}") for n in ("weight", "scales", "biases"))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    codes = Packing(said["bits"], "dense").unpack(words, 256)
+    wide = [np.repeat(part, said["group_size"], axis=1) for part in (scales, biases)]
+    np.testing.assert_array_equal(codes * wide[0] + wide[1], q.dequantize(np.float32))
+
+
+CHUNKED = [case[:2] for case in HELD if case[1] != "bitsandbytes"]
+
+
+@pytest.mark.parametrize(("name", "kind"), CHUNKED)
+def test_rows_may_be_unpacked_some_at_a_time(tmp_path, monkeypatch, name, kind):
+    source = saved(tmp_path, up__weight=weights(name, (160, 512)))
+    cq.convert(source, target(tmp_path, kind), kind)
+    whole = cq.load(target(tmp_path, kind))["up.weight"]
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(recipe, "CHUNK", 64 * 512)  # 64, 64 and 32 rows
+    cq.convert(source, target(tmp_path / "b", kind), kind)
+    assert cq.array_equal(whole, cq.load(target(tmp_path / "b", kind))["up.weight"])
+
+
+MEMORY = (
+    ("q8_0", "gguf", 1.1), ("float16", "gguf", 1.1), ("q4_0", "cuquant", 1.1),
+    ("int4", "gptq", 2.7), ("int4", "compressed-tensors", 2.7), ("uint4:32", "gguf", 2.9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "most"), MEMORY)
+def test_memory_holds_one_array_and_what_it_becomes(tmp_path, name, kind, most):
+    """What stays as it is is there once; what changes is there twice, with some rows unpacked."""
+    x = np.full((2048, 4096), 0.5, np.float16)
+    array = x if name == "float16" else cq.quantize(x, name)
+    source = saved(tmp_path, **{f"l{i}__weight": array for i in range(3)})
+    cq.convert(source, target(tmp_path, kind), kind)  # nothing is imported or remembered later
+    (tmp_path / "b").mkdir()
+    tracemalloc.start()
+    try:
+        cq.convert(source, target(tmp_path / "b", kind), kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most * array.nbytes
+
+
 @pytest.mark.parametrize("name", cq.list_formats())
 def test_our_own_files_hold_every_format(tmp_path, name):
     source = saved(
@@ -194,7 +250,6 @@ LOST = [
     ("fp8_e4m3", "fp8", "for each block or matrix"),
     ("fp8_e5m2", "compressed-tensors", "holds integers"),
     ("q4_k", "compressed-tensors", "holds integers"),
-    ("int4", "mlx", "MLX holds"),
     ("uint8:32", "gguf", "beyond the 8 bits of q8_0"),
     ("int4:16", "gguf", "a scale for each 32 columns"),
     ("int8", "gguf", "float32 scales"),
@@ -217,6 +272,14 @@ def test_what_would_be_lost_is_named_and_nothing_is_written(tmp_path, name, kind
     before, after = cq.load(source)["up.weight"], cq.load(target(tmp_path, kind))["up.weight"]
     assert cq.error(before.dequantize(np.float32), after).sqnr_db > 8
     assert after.dtype == (np.float32 if kind == "gguf" else np.float16)
+
+
+def test_mlx_refuses_codebooks(tmp_path):
+    source = saved(tmp_path, up__weight=weights("nf4"))
+    with pytest.raises(ValueError, match="MLX holds integers"):
+        cq.convert(source, tmp_path / "out", "mlx")
+    (step,) = cq.convert(source, tmp_path / "out", "mlx", requantize=True)
+    assert step.rounds and step.becomes == "affine, groups of 64"
 
 
 def test_scales_beyond_float16_are_refused_by_name(tmp_path):

@@ -75,16 +75,20 @@ def test_bitsandbytes_reads_the_same_numbers(tmp_path, name):
         np.testing.assert_allclose(weight.numpy(), want, rtol=3e-7)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+MLX = ("mxfp4", "mxfp8", "int4", "uint4:32", "int3:64", "q4_1", "q8_0")
+
+
+@pytest.mark.parametrize("name", MLX)
 def test_mlx_reads_the_same_numbers(tmp_path, name):
     mx = pytest.importorskip("mlx.core")
     arrays, out = converted(tmp_path, "mlx", name)
     said = json.loads((out / "config.json").read_text())["quantization"]
     found = mx.load(str(out / "model.safetensors"))
     ((key, q),) = arrays.items()
+    stem = key.removesuffix("weight")
     weight = mx.dequantize(
-        found[key], found[key.removesuffix("weight") + "scales"], group_size=said["group_size"],
-        bits=said["bits"], mode=said["mode"],
+        found[key], found[f"{stem}scales"], found.get(f"{stem}biases"), said["group_size"],
+        said["bits"], mode=said["mode"],
     )  # fmt: skip
     np.testing.assert_array_equal(np.array(weight.astype(mx.float32)), q.dequantize(np.float32))
 

@@ -184,8 +184,7 @@ class Conversion(Closing):
         specs = {name: spec for step in self.steps for name, spec in step.specs.items()}
         with GgufWriter(self.target, specs, self._gguf_metadata()) as writer:
             for step in self.steps:
-                for name, part in step.make().items():
-                    writer.write(name, part)
+                _write(writer, step)
                 yield step
 
     def _gguf_metadata(self) -> Mapping[str, Any]:
@@ -204,8 +203,7 @@ class Conversion(Closing):
         told = metadata(entries) if entries else {"format": "pt"}
         with SafetensorsWriter(path, specs, told) as writer:
             for step in steps:
-                for name, part in step.make().items():
-                    writer.write(name, part)
+                _write(writer, step)
                 yield step
 
     def _write_folder(self, folder: Path) -> Iterator[Step]:
@@ -251,6 +249,12 @@ class Conversion(Closing):
                 and name not in SETTINGS
             ):
                 shutil.copyfile(path, folder / name)
+
+
+def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
+    """Write the tensors of one array; they are gone when the next one is read."""
+    for name, part in step.make().items():
+        writer.write(name, part)
 
 
 def _is_folder(target: Path, kind: str) -> bool:

@@ -19,7 +19,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
 from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
-from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer
+from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer, refuse_odd_parts
 from cuquant.io.streaming import why_kept
 from cuquant.ops.quantize.door import quantize
 
@@ -31,7 +31,7 @@ WRITERS = {module.KIND: module for module in _MODULES}
 
 # Weights that loaders of these kinds take for no linear layer.
 FOR_LINEAR = {gptq.KIND, awq.KIND, compressed_tensors.KIND, bitsandbytes.KIND, fp8.KIND}
-NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "*.gate.weight", "*router*")
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,12 @@ def _rounded(source: Source, fmt: Format) -> Callable[[], QuantArray]:
 def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
+    if writer is not own:
+        refuse_odd_parts(source)
     made = writer.recipe(source)
 
     def make() -> Tensors:
-        return dict(made.encode(source.read()))
+        return made.tensors(source.read())
 
     was = str(entry.format or entry.dtype)
     nbytes = sum(_nbytes(*spec) for spec in made.specs.values())

@@ -175,7 +175,8 @@ def recipe(source: Source) -> Recipe:
         stem + "scales": (kept, (groups, columns)),
     }
     said = {"group_size": group, "groups": groups}
-    return Recipe(specs, encode, f"gemm, groups of {group}", said, source.module)
+    axes = dict.fromkeys(specs, 1)
+    return Recipe(specs, encode, f"gemm, groups of {group}", said, source.module, axes)
 
 
 def out_of_order(codes: np.ndarray) -> np.ndarray:

@@ -43,8 +43,8 @@ from cuquant.io.schema.recipe import (
     Specs,
     Tensors,
     as_tag,
-    codes_of,
     common_zero,
+    dense_words,
     group_zeros,
     integers_of,
     scale_tag,
@@ -330,11 +330,11 @@ def _integer_recipe(source: Source, found: Integers) -> Recipe:
         raise ValueError("compressed-tensors has zero points of rows and groups alone")
 
     def encode(q: QuantArray) -> Tensors:
-        scales = np.asarray(q.scale).reshape(shape)
+        scales = np.asarray(q.scale)
         made = {
-            stem + "weight_packed": words_of(packing.pack(codes_of(q), middle)),
-            stem + "weight_scale": as_tag(scales, kept),
-            stem + "weight_shape": np.array(q.shape, np.int64),
+            stem + "weight_packed": dense_words(q, middle),
+            stem + "weight_scale": as_tag(scales.reshape(scales.shape or (1,)), kept),
+            stem + "weight_shape": np.array(source.shape, np.int64),
         }
         if zero != middle:
             zeros = np.ascontiguousarray(group_zeros(q, found.group).T)
@@ -351,7 +351,10 @@ def _integer_recipe(source: Source, found: Integers) -> Recipe:
     if zero != middle:
         specs[stem + "weight_zero_point"] = ("I32", (packing.words(rows), groups))
     said = _said("pack-quantized", bits, "int", zero == middle, **_strategy(source))
-    return Recipe(specs, encode, f"pack-quantized, {bits} bits", said, source.module)
+    axes = {stem + "weight_packed": 0, stem + "weight_zero_point": 0}
+    if len(shape) == 2:  # a scale of the whole array is one of any rows
+        axes[stem + "weight_scale"] = 0
+    return Recipe(specs, encode, f"pack-quantized, {bits} bits", said, source.module, axes)
 
 
 def _float_recipe(source: Source) -> Recipe:

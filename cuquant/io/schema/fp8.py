@@ -26,7 +26,7 @@ from cuquant.io.schema.layer import (
     stems,
 )
 from cuquant.io.schema.pieces import extent_of
-from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, same
+from cuquant.io.schema.recipe import FLOATS, Recipe, Source, Specs, Tensors, same
 
 KIND = "fp8"
 METHODS = ("fp8", "fbgemm_fp8")
@@ -90,7 +90,7 @@ def recipe(source: Source) -> Recipe:
     fmt, block = source.format, source.format.block_size
     if fmt.name != FORMATS["F8_E4M3"] or not (isinstance(block, tuple) or block == "tensor"):
         raise ValueError("fine-grained FP8 holds fp8_e4m3 with a scale for each block or matrix")
-    if fmt.rule.nested or fmt.rule.dtype not in ("float32", "float16"):
+    if fmt.rule.nested or fmt.rule.dtype not in FLOATS:
         raise ValueError("its scales are none of float32")
     stem = source.stem
     shape = fmt.rule.shape(source.shape) or (1, 1)

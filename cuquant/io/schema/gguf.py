@@ -24,6 +24,7 @@ from cuquant.io.schema.recipe import (
     group_scales,
     group_zeros,
     integers_of,
+    row_chunks,
     scale_tag,
 )
 
@@ -90,20 +91,22 @@ def _integers(source: Source, found: Integers) -> Recipe:
         codes, zeros = codes_of(q), group_zeros(q, found.group)
         fmt = get_format(kind)
         middle = fmt.zero_code
-        moved = codes if found.zero == middle else moved_codes(codes, zeros, found.group, middle)
+        if found.zero != middle:
+            codes = moved(codes, zeros, found.group, middle).astype(np.uint8)
         scales = group_scales(q, found.group).astype(np.float16)
         scales = np.repeat(scales, -(-found.group // BLOCK), axis=1)[:, : depth // BLOCK]
         count = codes.size // BLOCK
-        blocks = fmt.layout.pack(moved.reshape(count, BLOCK), scale=scales.reshape(count, 1))
-        return {source.name: blocks.reshape(*source.shape[:-1], depth // BLOCK * fmt.layout.nbytes)}
+        blocks = fmt.layout.pack(codes.reshape(count, BLOCK), scale=scales.reshape(count, 1))
+        return {source.name: blocks.reshape(*q.shape[:-1], depth // BLOCK * fmt.layout.nbytes)}
 
-    return Recipe({source.name: (SAME[kind], source.shape)}, encode, kind)
+    axes = {source.name: 0}
+    return Recipe({source.name: (SAME[kind], source.shape)}, encode, kind, axes=axes)
 
 
-def moved_codes(codes: np.ndarray, zeros: np.ndarray, group: int, middle: int) -> np.ndarray:
-    """uint8 codes whose zero point is `middle`."""
+def moved(codes: np.ndarray, zeros: np.ndarray, group: int, middle: int) -> np.ndarray:
+    """Codes, int16, whose zero point is `middle`."""
     by_code = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
-    return (codes.astype(np.int16) - by_code + middle).astype(np.uint8)
+    return codes.astype(np.int16) - by_code + np.int16(middle)
 
 
 def _fitting(source: Source, found: Integers) -> str:
@@ -111,11 +114,11 @@ def _fitting(source: Source, found: Integers) -> str:
     if found.zero is not None:
         low, high = -found.zero, (1 << found.bits) - 1 - found.zero
     else:
-        q = source.read()
-        zeros = group_zeros(q, found.group)
-        codes = codes_of(q).astype(np.int16)
-        signed = codes - np.repeat(zeros, found.group, axis=1)[:, : codes.shape[1]]
-        low, high = int(signed.min(initial=0)), int(signed.max(initial=0))
+        low = high = 0
+        for q in row_chunks(source.read()):
+            codes, zeros = codes_of(q), group_zeros(q, found.group)
+            signed = moved(codes, zeros, found.group, 0)
+            low, high = min(low, int(signed.min(initial=0))), max(high, int(signed.max(initial=0)))
     for kind in INTEGERS:
         middle = get_format(kind).zero_code
         if -middle <= low and high < middle:

@@ -38,8 +38,8 @@ from cuquant.io.schema.recipe import (
     Specs,
     Tensors,
     as_tag,
-    codes_of,
     common_zero,
+    dense_words,
     fits_group,
     group_scales,
     group_size_of,
@@ -198,7 +198,7 @@ def recipe(source: Source) -> Recipe:
     is_sym = found.zero if found.zero is not None else common_zero(source.read())
 
     def encode(q: QuantArray) -> Tensors:
-        words = words_of(packing.pack(codes_of(q), q.format.zero_code))
+        words = dense_words(q, q.format.zero_code)
         zeros = np.ascontiguousarray(group_zeros(q, group).T)
         return {
             stem + "qweight": np.ascontiguousarray(words.T),
@@ -219,7 +219,8 @@ def recipe(source: Source) -> Recipe:
         "groups": groups,
         "sym": is_sym == 1 << (bits - 1),
     }
-    return Recipe(specs, encode, f"{bits} bits, groups of {group}", said, source.module)
+    axes = {stem + "qweight": 1, stem + "qzeros": 1, stem + "scales": 1}
+    return Recipe(specs, encode, f"{bits} bits, groups of {group}", said, source.module, axes)
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:

@@ -13,12 +13,25 @@ from typing import Any
 import numpy as np
 
 from cuquant.array.quant_array import QuantArray
+from cuquant.formats.codecs import Uniform
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import Layer, Unread, attempt, model_dtype, refuse, stems
 from cuquant.io.schema.pieces import block_floats
-from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors
+from cuquant.io.schema.recipe import (
+    FLOATS,
+    Recipe,
+    Source,
+    Specs,
+    Tensors,
+    dense_words,
+    finer,
+    group_scales,
+    group_zeros,
+    integers_of,
+    scale_tag,
+)
 
 KIND = "mlx"
 MODES: dict[str, tuple[FormatName, int, int]] = {
@@ -74,15 +87,17 @@ def _floats(c: Checkpoint, stem: str, name: FormatName, bits: int, block: int) -
 
 # ---- writing ------------------------------------------------------------------------------------
 
-NEAREST = {4: "mxfp4", 8: "mxfp8"}
+NEAREST = {**{bits: f"int{bits}:64" for bits in (2, 3, 4, 5, 6)}, 8: "int8:64+float16"}
 FORMATS = {name: (mode, bits, block) for mode, (name, bits, block) in MODES.items()}
+AFFINE = (2, 3, 4, 5, 6, 8)  # bits
+GROUPS = (128, 64, 32)
 
 
 def recipe(source: Source) -> Recipe:
-    """mxfp4, mxfp8, and nvfp4 whose global scale is 1."""
+    """Integers with zero points or minimums, mxfp4, mxfp8, and nvfp4 whose global scale is 1."""
     fmt, (*rows, depth) = source.format, source.shape
     if fmt.name not in FORMATS or fmt.options:
-        raise ValueError(f"MLX holds {', '.join(FORMATS)}")
+        return _affine_recipe(source)
     mode, bits, block = FORMATS[fmt.name]
     if depth % block or depth * bits % 32:
         raise ValueError(f"MLX has whole groups of {fmt}, not rows of {depth}")
@@ -102,6 +117,48 @@ def recipe(source: Source) -> Recipe:
     }
     said = {"group_size": block, "bits": bits, "mode": mode}
     return Recipe(specs, encode, mode, said, source.module)
+
+
+def _affine_recipe(source: Source) -> Recipe:
+    """Codes whose numbers are code * scale + bias: -zero * scale, or the minimum.
+
+    Scales and biases are float32, in which products of a code and a scale of 16 bits are exact: MLX
+    rounds to their dtype.
+    """
+    fmt, (rows, depth) = source.format, source.matrix("MLX")
+    found = integers_of(fmt, source.shape)
+    has_minimum = fmt.offset == "min" and isinstance(fmt.codec, Uniform)
+    block = fmt.block_size
+    if found is None and not (has_minimum and isinstance(block, int) and fmt.rule.dtype in FLOATS):
+        raise ValueError(f"MLX holds integers of groups, {', '.join(FORMATS)}")
+    own = found.group if found else int(str(block))
+    size = next((g for g in GROUPS if depth % g == 0 and finer(own, depth, g)), 0)
+    if not size or fmt.bits not in AFFINE or depth * fmt.bits % 32:
+        raise ValueError(f"MLX has groups of {GROUPS} and {AFFINE} bits, not {fmt} of {depth}")
+    if found:
+        scale_tag(source, ("F16", "BF16"))  # or ValueError: then biases are rounded
+    stem, groups = source.stem, depth // size
+
+    def encode(q: QuantArray) -> Tensors:
+        scales = np.repeat(group_scales(q, own).astype(np.float32), -(-own // size), axis=1)
+        if found:
+            bias = -group_zeros(q, own).astype(np.float32) * group_scales(q, own).astype(np.float32)
+        else:
+            bias = np.asarray(q.minimum, np.float32)
+        return {
+            source.name: dense_words(q, fmt.zero_code).view(np.uint32),
+            stem + "scales": np.ascontiguousarray(scales[:, :groups]),
+            stem + "biases": np.repeat(bias, -(-own // size), axis=1)[:, :groups],
+        }
+
+    specs: Specs = {
+        source.name: ("U32", (rows, depth * fmt.bits // 32)),
+        stem + "scales": ("F32", (rows, groups)),
+        stem + "biases": ("F32", (rows, groups)),
+    }
+    said = {"group_size": size, "bits": fmt.bits, "mode": "affine"}
+    axes = dict.fromkeys(specs, 0)
+    return Recipe(specs, encode, f"affine, groups of {size}", said, source.module, axes)
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,11 +12,19 @@ import numpy as np
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.codecs import Uniform
+from cuquant.formats.packing import Packing
+from cuquant.io.container.gguf.types import GgufType
 
 Specs = dict[str, tuple[Any, tuple[int, ...]]]  # dtype, tag or type, and shape, by tensor
 Tensors = dict[str, np.ndarray]
 WEIGHT = "weight"
+PARTS = {
+    "packed", "scale", "zero_point", "minimum", "blocks", "global_scale", "nested_scale",
+    "nested_offset",
+}  # fmt: skip
+CHUNK = 1 << 19  # elements whose codes are unpacked at a time
 SCALE_TAGS = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # dtypes of plain scales
 GGML_INTEGERS = ("q4_0", "q5_0", "q8_0")  # of which a block is codes and one float16
 
 
@@ -61,6 +69,15 @@ class Source:
         return self.shape[0], self.shape[1]
 
 
+def refuse_odd_parts(source: Source) -> None:
+    """ValueError where an array has components that no kind of others knows, or not in rows."""
+    parts = source.format.components(source.shape)
+    if odd := [part.name for part in parts if part.name not in PARTS]:
+        raise ValueError(f"it has a component {odd[0]!r}, which only files of cuquant keep")
+    if parts[0].shape[: len(source.shape) - 1] != source.shape[:-1]:
+        raise ValueError("its blocks run across rows")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What one array becomes.
@@ -77,6 +94,9 @@ class Recipe:
         What the configuration has to say of it.
     module
         Of the array; "" where that has none.
+    axes
+        The axis of each tensor that the rows of the array lie along: codes are unpacked for some
+        rows at a time. Tensors without one are the same of any rows. None: all rows at once.
     """
 
     specs: Specs
@@ -84,6 +104,44 @@ class Recipe:
     words: str
     said: Mapping[str, Any] = field(default_factory=dict)
     module: str = ""
+    axes: Mapping[str, int] | None = None
+
+    def tensors(self, q: QuantArray) -> Tensors:
+        """What the array becomes."""
+        if self.axes is None:
+            return self.encode(q)
+        made: Tensors = {}
+        done = dict.fromkeys(self.axes, 0)
+        for part in row_chunks(q):
+            for name, piece in self.encode(part).items():
+                axis = self.axes.get(name)
+                if part.shape == q.shape or axis is None:
+                    made[name] = piece
+                    continue
+                if name not in made:
+                    made[name] = np.empty(_whole(self.specs[name], piece), piece.dtype)
+                start, done[name] = done[name], done[name] + piece.shape[axis]
+                made[name][(slice(None),) * axis + (slice(start, done[name]),)] = piece
+        return made
+
+
+def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, ...]:
+    """The shape of an array that holds a whole tensor: of blocks, rows are in bytes."""
+    kind, shape = spec
+    return (*shape[:-1], piece.shape[-1]) if isinstance(kind, GgufType) else shape
+
+
+def row_chunks(q: QuantArray) -> Iterator[QuantArray]:
+    """A matrix by rows, of about CHUNK elements: a multiple of 32 rows."""
+    if q.ndim != 2:
+        yield q
+        return
+    rows = max(CHUNK // max(q.shape[1], 1) // 32, 1) * 32
+    if q.shape[0] <= rows:
+        yield q
+        return
+    for start in range(0, q.shape[0], rows):
+        yield q[start : start + rows]
 
 
 class Writer(Protocol):
@@ -141,7 +199,7 @@ def integers_of(fmt: Format, shape: tuple[int, ...]) -> Integers | None:
         return None
     if fmt.is_blocks and fmt.name not in GGML_INTEGERS:
         return None
-    if fmt.offset not in (None, "zero_point") or scale.dtype not in ("float16", "float32"):
+    if fmt.offset not in (None, "zero_point") or scale.dtype not in FLOATS:
         return None
     if isinstance(scale.block, tuple):
         return None
@@ -195,7 +253,7 @@ def common_zero(q: QuantArray) -> int | None:
 def holds(dtype: np.dtype, values: np.ndarray) -> bool:
     """Whether a dtype has all these numbers; NaN is none of them."""
     with np.errstate(over="ignore"):
-        return bool((values.astype(dtype).astype(np.float32) == values).all())
+        return bool((values.astype(dtype).astype(np.float32) == values.astype(np.float32)).all())
 
 
 def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> str:
@@ -207,8 +265,8 @@ def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> s
         Where none does.
     """
     tags = tuple(tags)
-    if source.format.rule.dtype == "float16" and "F16" in tags:
-        return "F16"
+    if (stored := FLOATS.get(source.format.rule.dtype)) in tags and stored in SCALE_TAGS:
+        return stored
     narrow = [tag for tag in tags if tag in SCALE_TAGS]
     if narrow and source.shape and 0 not in source.shape:
         scales = np.asarray(source.read().scale)
@@ -217,12 +275,22 @@ def scale_tag(source: Source, tags: Iterable[str] = ("F16", "BF16", "F32")) -> s
                 return tag
     if "F32" in tags:
         return "F32"
-    raise ValueError(f"its float32 scales are not those of {' or '.join(tags)}")
+    raise ValueError(f"its {source.format.rule.dtype} scales are not those of {' or '.join(tags)}")
 
 
 def as_tag(scales: np.ndarray, tag: str) -> np.ndarray:
     """Scales in the dtype that `scale_tag` has chosen."""
     return np.ascontiguousarray(scales.astype(SCALE_TAGS.get(tag, np.dtype(np.float32))))
+
+
+def dense_words(q: QuantArray, pad: int) -> np.ndarray:
+    """int32 [rows, words]: the codes of a matrix densely in words; `pad` fills the last one."""
+    packing, (_, columns) = q.format.row_packing, q.shape
+    dense = Packing(packing.bits, "dense")
+    is_dense = packing == dense or packing == Packing(packing.bits, "low")
+    if is_dense and not q.format.is_blocks and columns * packing.bits % 32 == 0:
+        return words_of(q.arrays()["packed"])
+    return words_of(dense.pack(codes_of(q), pad))
 
 
 def words_of(packed: np.ndarray) -> np.ndarray:
