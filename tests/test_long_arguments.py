@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from in_turn import in_turn
 from typer.testing import CliRunner
 
 import cuquant as cq
@@ -63,14 +64,15 @@ NOT_OURS = {
 }  # fmt: skip
 
 
+VALUES = {"str": LONG, "list": [LONG], "dict": {LONG: LONG}, "tuple": (LONG, LONG)}
+
+
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    "value", [LONG, [LONG], {LONG: LONG}, (LONG, LONG)], ids=["str", "list", "dict", "tuple"]
-)
+@in_turn("value", VALUES)
 def test_an_error_does_not_repeat_an_argument(door, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cq.save("w", {"w": Q})
-    call, arguments = DOORS[door]
+    (call, arguments), value = DOORS[door], VALUES[value]
     for at, name in enumerate(inspect.signature(call).parameters):
         ours = door in ("QuantLinear", "from_linear") and name == "activation"
         if name in NOT_OURS and not ours:

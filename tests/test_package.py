@@ -1,6 +1,7 @@
 """The package as a whole: layers, light imports, the wheel."""
 
 import ast
+import functools
 import importlib.util
 import inspect
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_turn import in_turn
 
 import cuquant as cq
 from cuquant.gpu.device import gpu_available
@@ -80,6 +82,7 @@ def owner(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """What a file imports, also inside its functions, as dotted names; not for types alone."""
     names = set()
@@ -96,7 +99,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@in_turn("path", SOURCES)
 def test_imports_go_one_way(path):
     level = level_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
     for name in imported(path):
@@ -105,7 +108,7 @@ def test_imports_go_one_way(path):
             assert target <= level, f"{path.name} imports {name}, from a layer above its own"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+@in_turn("path", SOURCES)
 def test_nothing_holds_a_lock_while_it_computes_a_property(path):
     assert "functools.cached_property" not in imported(path), "cuquant.lazy holds none"
 
@@ -127,7 +130,7 @@ def test_asm_is_in_kernels_device_alone():
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@in_turn("path", SOURCES)
 def test_no_file_imports_torch_or_what_executes_data(path):
     roots = {name.split(".")[0] for name in imported(path)}
     if owner(path) == "torch":  # cuquant.torch, which nothing else imports
@@ -324,12 +327,10 @@ def public_functions() -> list[tuple[str, object]]:
     return [(n, v) for n, v in found if not inspect.ismodule(v)]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), public_functions(), ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_public_names_are_documented(name, value):
-    text = inspect.getdoc(getattr(value, "__func__", value))
-    assert text and text.split("\n")[0].strip().endswith((".", ":", ";"))
+def test_public_names_are_documented():
+    for name, value in public_functions():
+        text = inspect.getdoc(getattr(value, "__func__", value))
+        assert text and text.split("\n")[0].strip().endswith((".", ":", ";")), name
 
 
 # ---- the checkout ---------------------------------------------------------------------------

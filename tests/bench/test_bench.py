@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from bench_results import quantize_results
 from fake_bench import MACHINE, FakeEngine, FakeGpu, QuickEngine
+from in_turn import in_turn
 from typer.testing import CliRunner
 
 import cuquant as cq
@@ -48,7 +49,7 @@ SMALL = ("--shape", "70x512", "--repeats", 10)
 
 
 @pytest.mark.parametrize("name", [*cq.list_formats(), "nf4+dq", "uint4:64", "int8:row"])
-@pytest.mark.parametrize("dtype", quantize.DTYPES)
+@in_turn("dtype", quantize.DTYPES)
 def test_bytes_are_the_values_and_what_is_stored(name, dtype):
     (fmt,) = quantize.parse_formats([name]).values()
     x = np.random.default_rng(0).standard_normal((6, 512), np.float32).astype(np.dtype(dtype))

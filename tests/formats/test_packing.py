@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_turn import in_turn
 
 from cuquant.formats import Packing
 
@@ -18,7 +19,7 @@ def bit_of(words: np.ndarray, position: int) -> int:
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=IDS)
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 31, 32, 33, 63, 64, 127, 1000])
+@in_turn("count", [1, 2, 7, 8, 31, 32, 33, 63, 64, 127, 1000])
 def test_unpack_inverts_pack(packing, count, rng):
     codes = rng.integers(0, 1 << packing.bits, (3, count), dtype=np.uint8)
     words = packing.pack(codes, pad=1)

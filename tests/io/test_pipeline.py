@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from in_turn import in_turn
 
 import cuquant as cq
 from cuquant.gpu import device as devices
@@ -446,7 +447,7 @@ def test_filters_are_kept_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize("name", cq.list_formats())
-@pytest.mark.parametrize("shape", [(4, 512), (0, 256), (3, 2, 256)])
+@in_turn("shape", [(4, 512), (0, 256), (3, 2, 256)])
 def test_components_do_not_overlap_in_the_staging_memory(name, shape):
     fmt = cq.get_format(name)
     end = 0

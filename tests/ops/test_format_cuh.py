@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Emulator, compiler
+from in_turn import in_turn
 
 import cuquant as cq
 from cuquant.formats import Codebook, Packing, Uniform
@@ -278,8 +279,8 @@ def test_stochastic_codecs(name, run, rng):
 # ---- packings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 997])
 @pytest.mark.parametrize("packing", PACKINGS, ids=facts.packing_type)
+@in_turn("count", [1, 31, 32, 997])
 def test_packings(packing, count, run, rng):
     """Codes out of a row, and words of a row whose tail is padded."""
     codes = rng.integers(0, 1 << packing.bits, (1, count), np.uint32)

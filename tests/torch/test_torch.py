@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from in_turn import in_turn
 from oracle import bits_equal
 from samples import sampled
 
@@ -21,8 +22,8 @@ def to_numpy(tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("dtype", DTYPES)
 def test_same_bytes_as_numpy(name, dtype):
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
     q = cq.quantize(x, name)

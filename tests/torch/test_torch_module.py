@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from in_turn import in_turn
 from oracle import bits_equal
 
 import cuquant as cq
@@ -95,8 +96,8 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("how", CASTS)
 @pytest.mark.parametrize("fmt", [*FEW, *VARIANTS])
+@in_turn("how", CASTS)
 def test_casts_change_no_code_and_no_scale(fmt, how):
     layer = QuantLinear.from_linear(linear(), VARIANTS.get(fmt, fmt))
     codes = {name: part.clone() for name, part in layer.named_buffers()}

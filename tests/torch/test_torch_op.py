@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 
 import pytest
+from in_turn import in_turn
 
 import cuquant as cq
 
@@ -75,8 +76,8 @@ def test_opcheck_of_odd_shapes(x):
     torch.library.opcheck(op.LINEAR, (transposed, *arguments(layer), layer.bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", [*NAMES, *VARIANTS])
+@in_turn("dtype", DTYPES)
 def test_equals_linear(fmt, dtype):
     """Bit for bit, for every format."""
     fmt = VARIANTS.get(fmt, fmt)

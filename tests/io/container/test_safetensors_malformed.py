@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_turn import in_turn
 from safetensors_files import TAGS, container, entry, write_file
 
 try:
@@ -324,7 +325,7 @@ AS_THE_OFFICIAL = [
 
 
 @pytest.mark.skipif(safetensors is None, reason="the official library is not installed")
-@pytest.mark.parametrize("text", AS_THE_OFFICIAL)
+@in_turn("text", AS_THE_OFFICIAL)
 def test_headers_are_taken_and_refused_as_by_the_official_library(path, text):
     path.write_bytes(container(text.replace("%s", PLAIN), b"1234"))
     agree_with_the_official(path)

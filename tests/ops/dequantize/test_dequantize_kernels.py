@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Emulator, Recorder, compiler
+from in_turn import in_turn
 from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, same_values, scales_of
 from on_emulator import OnEmulator
 from oracle import DTYPES, bits_equal
@@ -201,8 +202,8 @@ def test_random_bytes_of_ggml_blocks(name):
     check(random_blocks(name))
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 63])
 @pytest.mark.parametrize("name", BLOCKS)
+@in_turn("count", [1, 2, 7, 8, 9, 63])
 def test_any_number_of_ggml_blocks(name, count):
     fmt, rng = FORMATS[name], np.random.default_rng(count)
     raw = rng.integers(0, 60, (1, count, fmt.layout.nbytes), np.uint8)
@@ -292,8 +293,8 @@ def test_effective_scales(case):
         assert wanted is None or same_values(found, np.asarray(wanted, F32))
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 256), (3, 0)])
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("shape", [(0,), (0, 256), (3, 0)])
 def test_empty_arrays_launch_nothing(name, shape):
     q, recorder = cq.quantize(np.zeros(shape, F32), name), Recorder()
     run = OnEmulator(recorder)

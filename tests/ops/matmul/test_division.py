@@ -11,6 +11,7 @@ from division_cases import ARCHS, LAID, SHARED, TABLES, depths, processors, size
 from emulator import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
+from in_turn import in_turn
 from kernel_arrays import LEVELS
 
 import cuquant as cq
@@ -27,7 +28,7 @@ from cuquant.ops.matmul.problem import Dense, Problem, Product, Weight
 # ---- groups, tables, numbers --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", prepack_cases.ALL, ids=str)
+@in_turn("case", prepack_cases.ALL)
 def test_groups_are_those_of_the_layout(case):
     """As many as there are scales, and each 16 columns of a unit in the right one."""
     rows, depth = case.shape[-2:]

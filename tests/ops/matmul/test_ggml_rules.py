@@ -3,6 +3,7 @@
 import pytest
 from emulator import Recorder
 from ggml_products import NAMES, of_bytes
+from in_turn import in_turn
 from products import Products, normal
 
 import cuquant as cq
@@ -12,8 +13,8 @@ from cuquant.ops.matmul.ggml import Shape, divide, in_boxes
 from cuquant.ops.matmul.q8_1 import operand
 
 
-@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120, 999])
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("arch", [80, 86, 90, 100, 120, 999])
 def test_a_block_fits_and_all_strips_are_taken(name, arch):
     limit = SHARED.get(arch, SHARED[86])
     for rows in (1, 8, 9, 16):

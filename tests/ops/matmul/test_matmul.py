@@ -6,6 +6,7 @@ from typing import get_args
 import numpy as np
 import products
 import pytest
+from in_turn import in_turn
 from oracle import DTYPES, bits_equal
 from products import exact, is_close
 
@@ -20,8 +21,8 @@ def weight(name: str, shape=(24, 256), **options) -> cq.QuantArray:
     return products.weight(name, shape, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("dtype", DTYPES)
 def test_linear(name, dtype, rng):
     q = weight(name)
     x = rng.standard_normal((5, 256)).astype(DTYPES[dtype])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from emulator import ORDERS, Emulator, Recorder, compiler
 from functional_inputs import F32, FLOATS, WEIGHTS
+from in_turn import in_turn
 from kernel_arrays import DATA
 from oracle import bits_equal
 from q8_1_products import exact, operands, parts
@@ -63,8 +64,8 @@ SHAPES = [(1, 1, 1), (16, 8, 2), (17, 4, 3), (35, 17, 9), (3, 5, 33), (2, 2, 70)
 SHAPES += [(33, 4, 9), (49, 7, 70)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
+@in_turn("shape", SHAPES)
 def test_products(name, shape):
     weights, tokens = operands(name, *shape)
     found = run(Emulator90(), name, weights, tokens)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from in_turn import in_turn
 from oracle import DTYPES, bits_equal, quantize_row, single_scale_formats
 
 import cuquant as cq
@@ -39,8 +40,8 @@ def hard_rows(rng: np.random.Generator, columns: int) -> np.ndarray:
     ).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
+@in_turn("dtype", DTYPES)
 def test_equals_the_oracle(name, dtype, rng):
     """Codes, stored scales, zero points and values, block by block."""
     fmt = cq.get_format(name)
@@ -83,7 +84,7 @@ def test_packed_holds_the_codes_and_then_the_code_of_zero(name, rng):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("axis", [0, 1, 2, -2])
+@in_turn("axis", [0, 1, 2, -2])
 def test_axis_is_a_moved_axis(name, axis, rng):
     shape = [40, 33, 70]
     if name in BLOCKED:
@@ -119,7 +120,7 @@ def test_strides_do_not_matter(name, rng):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(0,), (0, 256), (3, 0), (2, 0, 256)])
+@in_turn("shape", [(0,), (0, 256), (3, 0), (2, 0, 256)])
 def test_empty(name, shape):
     q = cq.quantize(np.zeros(shape, np.float32), name)
     assert q.dequantize().shape == q.codes().shape == shape
@@ -168,7 +169,7 @@ def numbers(dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", OTHER.split())
-@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4", "q4_k", "fp16"])
+@in_turn("name", ["nf4", "int8", "mxfp4", "q4_k", "fp16"])
 def test_other_numbers_are_computed_as_float32(dtype, name):
     x = np.tile(numbers(dtype), 4)
     q, wanted = cq.quantize(x, name), cq.quantize(x.astype(np.float32), name)
@@ -311,8 +312,8 @@ def test_out_is_overwritten(name, rng):
         assert bits_equal(arrays[part], value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("dtype", DTYPES)
 def test_dequantize_rounds_once_to_its_dtype(name, dtype, rng):
     q = cq.quantize(rng.standard_normal((4, 512), dtype=np.float32), name)
     wanted = q.dequantize().astype(DTYPES[dtype])

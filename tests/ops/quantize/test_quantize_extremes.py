@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from in_turn import in_turn
 from oracle import DTYPES, bits_equal, single_scale_formats
 
 import cuquant as cq
@@ -13,7 +14,7 @@ BLOCKED = [n for n in NAMES if cq.get_format(n).is_blocks]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in BLOCKED])
-@pytest.mark.parametrize("block", ["own", "row", "tensor"])
+@in_turn("block", ["own", "row", "tensor"])
 def test_zeros_decode_to_positive_zero(name, block):
     """All codes are that of 0, all scales 0 (E8M0: byte 0), and no NaN byte anywhere."""
     fmt = cq.get_format(name)
@@ -34,9 +35,9 @@ def test_zero_blocks_of_ggml_decode_to_zero(name):
     assert (cq.quantize(np.zeros((2, 512), np.float32), name).dequantize() == 0).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("bad", [np.nan, np.inf, -np.inf])
+@in_turn("dtype", DTYPES)
 def test_nonfinite_makes_its_block_nan_and_no_other(name, dtype, bad, rng):
     x = rng.standard_normal((4, 1024)).astype(DTYPES[dtype])
     clean = cq.quantize(x, name, **({"global_scale": 0.01} if name == "nvfp4" else {}))
@@ -131,7 +132,7 @@ def test_fp16_saturates_and_bf16_rounds():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [1e-45, 1e-40, 1.2e-38, 2.0**-127, 2.0**-133])
+@in_turn("value", [1e-45, 1e-40, 1.2e-38, 2.0**-127, 2.0**-133])
 def test_subnormal_blocks_are_finite(name, value):
     x = np.zeros((1, 256), np.float32)
     x[0, ::3], x[0, 1::3] = value, -value
@@ -170,8 +171,8 @@ def test_negative_zero_becomes_zero_elsewhere(name):
 # ---- what once went wrong -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
+@in_turn("dtype", DTYPES)
 def test_the_largest_value_of_a_dtype_stays_finite(name, dtype):
     """127 * (FLT_MAX / 127) overflows, and so does 15 * half(65504 / 15) in float16."""
     top = float(ml_dtypes.finfo(DTYPES[dtype]).max)
@@ -253,8 +254,8 @@ def exact_scales(x: np.ndarray, fmt: cq.Format) -> np.ndarray:
     return rule / np.float32(fmt.scale.peak)
 
 
-@pytest.mark.parametrize("kind", ["normal", "uniform", "heavy"])
 @pytest.mark.parametrize("name", ROUNDED)
+@in_turn("kind", ["normal", "uniform", "heavy"])
 def test_a_small_scale_is_the_one_that_errs_less(name, kind):
     """Of the multiples of the smallest number below and above, tried as scales that are given."""
     fmt, rng = cq.get_format(name), np.random.default_rng(3)
@@ -326,8 +327,8 @@ def test_raise_reports_blocks_that_vanish(name):
     assert all(bits_equal(part, kept[key]) for key, part in q.arrays().items())
 
 
-@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-10, 1e-38, 1e-40, 1e-44])
 @pytest.mark.parametrize("name", [*NAMES, "nf4+dq", "fp4:128+dq", "int4:row", "k4:tensor"])
+@in_turn("size", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-10, 1e-38, 1e-40, 1e-44])
 def test_raise_reports_every_loss_of_all_bits(name, size):
     """q4_1 keeps a minimum where its scale is 0, nvfp4 has a global scale, fp16 has none."""
     x = (np.random.default_rng(0).standard_normal((4, 256)) * size).astype(np.float32)

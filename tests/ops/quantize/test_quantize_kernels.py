@@ -6,6 +6,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 from emulator import ORDERS, Emulator, Recorder, compiler
+from in_turn import in_turn
 from kernel_cases import FEW, FORMATS, NAMES, OWN, Case, differences
 from on_emulator import OnEmulator
 from oracle import DTYPES
@@ -276,8 +277,8 @@ def test_out_keeps_its_bytes_where_x_is_refused():
     assert all((out.arrays()[key] == part).all() for key, part in before.items())
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 256), (3, 0), (2, 0, 256)])
 @pytest.mark.parametrize("name", NAMES)
+@in_turn("shape", [(0,), (0, 256), (3, 0), (2, 0, 256)])
 def test_empty_arrays_launch_nothing(name, shape):
     x, recorder = np.zeros(shape, F32), Recorder()
     found = OnEmulator(recorder).quantize(x, FORMATS[name])

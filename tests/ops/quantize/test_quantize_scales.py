@@ -6,6 +6,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from in_turn import in_turn
 from oracle import bits_equal, single_scale_formats
 from samples import sampled
 
@@ -15,7 +16,7 @@ OWN = single_scale_formats()
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("block", [8, 24, 40, 4096, "row", "tensor"])
+@in_turn("block", [8, 24, 40, 4096, "row", "tensor"])
 def test_block_sizes(name, block, rng):
     """Each block stands alone: quantizing it by itself gives the same codes."""
     x = rng.standard_normal((3, 100), dtype=np.float32)
