@@ -116,7 +116,7 @@ def compare(a: Source, b: Source) -> Comparison:
     >>> w = np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64)
     >>> found = cq.compare({"w": w, "b": w}, {"w": cq.quantize(w, "q8_0")})
     >>> found.arrays[0].name, round(found.arrays[0].sqnr_db), found.only_a
-    ('w', 47, ('b',))
+    ('w', 57, ('b',))
     """
     with Comparing(a, b) as work:
         for _ in work.run():
