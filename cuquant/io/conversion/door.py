@@ -21,6 +21,7 @@ from cuquant.io.checkpoint import INDEX
 from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import GgufWriter
 from cuquant.io.container.safetensors import SafetensorsWriter
+from cuquant.io.container.shards import by_size
 from cuquant.io.conversion.models import model_for
 from cuquant.io.conversion.plan import (
     Step,
@@ -208,7 +209,7 @@ class Conversion(Closing):
                 yield step
 
     def _write_folder(self, folder: Path) -> Iterator[Step]:
-        shards = _shards(self.steps)
+        shards = by_size(self.steps, lambda step: step.bytes_out, SHARD_BYTES)
         weight_map = {}
         for number, steps in enumerate(shards, 1):
             name = "model.safetensors"
@@ -293,19 +294,6 @@ def _new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _shards(steps: list[Step]) -> list[list[Step]]:
-    """Steps by files of at most SHARD_BYTES, or of one array; at least one file."""
-    shards: list[list[Step]] = [[]]
-    left = SHARD_BYTES
-    for step in steps:
-        if shards[-1] and step.bytes_out > left:
-            shards.append([])
-            left = SHARD_BYTES
-        shards[-1].append(step)
-        left -= step.bytes_out
-    return shards
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from cuquant.io.container.gguf.layout import ALIGNMENT_KEY, alignment_of, up
 from cuquant.io.container.gguf.types import GgufTensor, gguf_type
 from cuquant.io.container.gguf.values import Value, string_bytes, value_bytes
 from cuquant.io.container.messages import known, quote
+from cuquant.io.container.shards import by_size
 
 CHUNK = 1 << 20  # elements copied at once
 
@@ -284,14 +285,7 @@ def _grouped(planned: list[GgufTensor], most: int | None) -> list[list[GgufTenso
         return [planned]
     if most < 1:
         raise ValueError(f"part_bytes is {most}; a positive number of bytes is wanted")
-    groups: list[list[GgufTensor]] = [[]]
-    left = most
-    for info in planned:
-        if groups[-1] and info.nbytes > left:
-            groups.append([])
-            left = most
-        groups[-1].append(info)
-        left -= info.nbytes
+    groups = by_size(planned, lambda info: info.nbytes, most)
     if len(groups) > splits.MAX_PARTS:
         raise ValueError(
             f"part_bytes={most} makes {len(groups)} parts; {splits.MAX_PARTS} is the limit"
