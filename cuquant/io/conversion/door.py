@@ -304,7 +304,10 @@ def _written(writer: GgufWriter | SafetensorsWriter, steps: list[Step]) -> Itera
 def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
     """Write the tensors of one array; they are gone when the next one is read."""
     for name, part in step.make().items():
-        writer.write(name, part)
+        if isinstance(part, Iterator):
+            writer.write_raw(name, part)
+        else:
+            writer.write(name, part)
 
 
 def _is_folder(target: Path, kind: str) -> bool:

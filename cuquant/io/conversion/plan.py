@@ -52,7 +52,8 @@ class Step:
     specs
         Of the tensors that are written.
     make
-        Reads the array and makes these.
+        Reads the array and makes these: arrays, or an iterator of the bytes of one, which comes
+        first.
     recipe
         Of a quantized array; None for plain ones.
     """
@@ -66,7 +67,7 @@ class Step:
     bytes_out: int
     rounds: bool
     specs: Specs
-    make: Callable[[], Tensors]
+    make: Callable[[], Mapping[str, Any]]
     recipe: Recipe | None = None
 
     @property
@@ -158,7 +159,7 @@ def _step(entry: Entry, writer: Writer, wish: Wish) -> Step:
     if wish.requantize and wish.formats is not None:
         fmt, _ = wish.formats.decide(names_of(entry), np.dtype(np.float32), entry.shape)
     if fmt is not None and fmt != entry.format:
-        rounded = replace(source, format=fmt, read=_rounded(source, fmt, wish))
+        rounded = replace(source, format=fmt, read=_rounded(source, fmt, wish), rows=None)
         return _quantized(entry, rounded, writer)
     try:
         return _quantized(entry, source, writer, rounds=False)
@@ -180,7 +181,9 @@ def _nearest(entry: Entry, source: Source, writer: Writer, wish: Wish) -> Step:
     """An array in the nearest format of a kind; decoded where its shape or name fits none."""
     try:
         near = nearest(writer, source)
-        rounded = replace(source, format=near, read=_rounded(source, near, wish), axes=None)
+        rounded = replace(
+            source, format=near, read=_rounded(source, near, wish), axes=None, rows=None
+        )
         return _quantized(entry, rounded, writer)
     except (ValueError, TypeError):
         decoded = replace(
@@ -206,7 +209,7 @@ def _source(entry: Entry) -> Source:
         return unpack(value) if isinstance(value, PackedWeight) else value
 
     assert isinstance(entry.format, Format)
-    return Source(entry.name, entry.format, entry.shape, entry.dtype, read, entry.axes)
+    return Source(entry.name, entry.format, entry.shape, entry.dtype, read, entry.axes, entry.rows)
 
 
 def _rounded(source: Source, fmt: Format, wish: Wish) -> Callable[[], QuantArray]:
@@ -224,8 +227,8 @@ def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True
         refuse_odd_parts(source)
     made = writer.recipe(source)
 
-    def make() -> Tensors:
-        return made.tensors(source.read())
+    def make() -> Mapping[str, Any]:
+        return made.tensors(source)
 
     was = str(entry.format or entry.dtype)
     return Step(
