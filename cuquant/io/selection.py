@@ -17,9 +17,10 @@ from cuquant.io.container.messages import quote
 
 @dataclass(frozen=True)
 class Selection:
-    """Formats by globs of names: the first that fits decides, and what none fits is kept.
+    """Formats by globs of names: an exact name decides, else the first glob that fits.
 
-    A glob fits a tensor's name, or its module's: "*.down_proj" and "*.down_proj.weight".
+    A glob fits a tensor's name, or its module's: "*.down_proj" and "*.down_proj.weight". What none
+    fits is kept.
 
     Attributes
     ----------
@@ -57,9 +58,16 @@ class Selection:
         made = tuple((g, None if f is None else get_format(f)) for g, f in rules.items())
         return cls(made, tuple(include), tuple(exclude))
 
+    def rule_of(self, names: Sequence[str]) -> tuple[str, Format | None]:
+        """The glob that decides on an array of these names, and its format; "" where none fits."""
+        exact = {*names, *(name.removesuffix(".weight") for name in names)}
+        fitting = [rule for rule in self.rules if rule[0] in exact]
+        fitting += [rule for rule in self.rules if fits(rule[0], names)]
+        return fitting[0] if fitting else ("", None)
+
     def format_of(self, *names: str) -> Format | None:
-        """Of an array of these names: what the first rule says that fits one of them."""
-        return next((fmt for glob, fmt in self.rules if fits(glob, names)), None)
+        """Of an array of these names; None: it is kept."""
+        return self.rule_of(names)[1]
 
     def decide(
         self, names: Sequence[str], dtype: np.dtype, shape: tuple[int, ...]

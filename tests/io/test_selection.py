@@ -31,10 +31,13 @@ def formats_in(path):
         return tuple(file[name].format and str(file[name].format) for name in NAMES)
 
 
-def test_the_first_glob_that_fits_decides():
+def test_an_exact_name_or_the_first_glob_that_fits_decides():
     chosen = Selection.of(PLAN)
     found = [chosen.format_of(name) for name in NAMES]
     assert tuple(fmt and str(fmt) for fmt in found) == BECOMES
+    named = Selection.of({"*": "nf4", "l.0.up": "int8", "l.0.down.weight": None})
+    found = [named.format_of(name) for name in NAMES[:3]]
+    assert [fmt and str(fmt) for fmt in found] == ["int8", None, "nf4"]
     shape, dtype = (64, 128), np.dtype(np.float32)
     only = Selection.of("nf4", include=["*.up"], exclude=["l.0.*"])
     why = [only.decide((name,), dtype, shape)[1] for name in NAMES]

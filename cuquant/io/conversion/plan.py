@@ -294,8 +294,7 @@ def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format |
     if writer.KIND in FOR_LINEAR:
         if len(entry.shape) != 2 or not entry.name.endswith("weight"):
             return None
-        meant = next((glob for glob, _ in formats.rules if fits(glob, names)), "*")
-        if meant == "*" and any(fits(glob, names) for glob in NOT_LINEAR):
+        if formats.rule_of(names)[0] == "*" and any(fits(glob, names) for glob in NOT_LINEAR):
             return None
     return formats.decide(names, entry.dtype, entry.shape)[0]
 
