@@ -19,7 +19,7 @@ FormatName = Literal[
     "q5_k", "q6_k",
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
-Span = Literal["row", "tensor"]
+Span = Literal["row", "tensor", "flat"]
 Nonfinite = Literal["propagate", "raise", "clamp"]
 
 
@@ -33,8 +33,10 @@ Levels = Literal["lloyd", "normal", "linear"] | Sequence[float] | _Array
 class FormatOptions(TypedDict, total=False):
     """The options of `get_format`; None is as good as none."""
 
-    block_size: int | Span | tuple[int, int] | None
+    block_size: int | Span | str | tuple[int, int] | None
     double_quant: bool | None
     levels: Levels | None
     packing: Packing | None
     scale_dtype: Literal["float32", "float16"] | None
+    permuted: bool | None
+    absmax: bool | None
