@@ -88,6 +88,7 @@ def gathered(array: Any, order: Any, axis: int) -> Any:
     """array[..., order, ...] along an axis, in the array's library."""
     kind = interop.kind(array)
     if kind == "torch":
+        order = order if interop.kind(order) == "torch" else interop.like(order, array)
         return array.index_select(axis, order)
     if kind == "numpy":
         return np.take(array, interop.to_numpy(order, ORDER), axis)
