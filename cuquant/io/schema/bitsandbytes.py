@@ -69,17 +69,12 @@ def _eight(c: Checkpoint, stem: str) -> Layer:
         raise refuse(codes.name, f"SCB is {scales.dtype}{list(scales.shape)}")
 
     def parts() -> Parts:
-        with np.errstate(all="ignore"):
-            scale = c.read(scales.name) * np.float32(1 / 127)
-        return {"packed": c.read(codes.name), "scale": scale}
+        return {"packed": c.read(codes.name), "scale": c.read(scales.name)}
 
     names = [codes.name, scales.name]
     names += [name for name in (stem + "weight_format",) if name in c]
-    notes = (
-        "scales are SCB / 127: values may differ from the owner's by one unit in the last place",
-    )
-    dtype = model_dtype(c)
-    return Layer(codes.name, get_format("int8"), codes.shape, dtype, tuple(names), parts, notes)
+    fmt = get_format("int8", absmax=True)
+    return Layer(codes.name, fmt, codes.shape, model_dtype(c), tuple(names), parts)
 
 
 def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
@@ -93,12 +88,9 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
     size = integer(said, "blocksize", 8, 1 << 20)
     if codes.nbytes != -(-math.prod(shape) // 2):
         raise refuse(name, f"{codes.nbytes} bytes do not hold {shape} codes of 4 bits")
-    if shape[-1] % size:
-        raise refuse(
-            name, f"blocks of {size} run across rows of {shape[-1]}, which is not read yet"
-        )
     nested = name + ".nested_absmax" in c
-    fmt = get_format(kind, block_size=size, double_quant=nested)
+    block = f"flat{size}" if shape[-1] % size else size
+    fmt = get_format(kind, block_size=block, double_quant=nested)
     ends = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if nested else [])]
     names = [f"{name}.{end}" for end in ends]
     for part in names:

@@ -24,8 +24,10 @@ from cuquant.io.schema.layer import (
     Parts,
     Unread,
     attempt,
+    column_order,
     integer,
     model_dtype,
+    permuted_rows,
     refuse,
     scale_dtype,
     scales_of,
@@ -88,29 +90,30 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     if not groups or not columns or codes.shape[1] != columns or codes.shape[0] * 32 % bits:
         raise refuse(name, f"codes {list(codes.shape)} do not fit scales {list(scales.shape)}")
     depth = codes.shape[0] * 32 // bits
-    g_idx = c.read(stem + "g_idx") if stem + "g_idx" in c else None
     size = _group_size(own, depth, groups, name)
-    if g_idx is not None and not _in_order(g_idx, depth, size):
-        raise refuse(
-            name,
-            "its columns are in the order of desc_act, which cuquant does not keep yet",
-        )
+    order = _order(c, own, stem, depth, size, groups)
     first = _is_first(own)
     packing = Packing(bits, "low" if bits in (4, 8) else "dense")
     kept = scale_dtype(scales, "scales")
-    fmt = get_format(f"uint{bits}", block_size=size if groups > 1 else "row", scale_dtype=kept)
+    fmt = get_format(
+        f"uint{bits}",
+        block_size=size if groups > 1 else "row",
+        scale_dtype=kept,
+        permuted=order is not None,
+    )
 
     def parts() -> Parts:
         words = np.ascontiguousarray(c.read(codes.name).T).view(np.uint32)
         stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
-        return {
-            "packed": words if packing.dtype == np.uint32 else words.view(np.uint8),
-            "scale": scales_of(c.read(scales.name).T, kept),
-            "zero_point": stored.T,
-        }
+        packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
+        found = {"scale": scales_of(c.read(scales.name).T, kept), "zero_point": stored.T}
+        if order is None:
+            return {"packed": packed, **found}
+        packed = permuted_rows(packed, packing, depth, fmt.row_packing, order, fmt.zero_code)
+        return {"packed": packed, "permutation": order, **found}
 
     tensors = [codes.name, zeros.name, scales.name]
-    if g_idx is not None:
+    if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts)
 
@@ -149,8 +152,17 @@ def _group_size(config: Mapping[str, Any], depth: int, groups: int, name: str) -
     return size
 
 
-def _in_order(g_idx: np.ndarray, depth: int, size: int) -> bool:
-    return g_idx.shape == (depth,) and np.array_equal(g_idx, np.arange(depth) // size)
+def _order(
+    c: Checkpoint, config: Mapping[str, Any], stem: str, depth: int, size: int, groups: int
+) -> np.ndarray | None:
+    """Columns sorted by group, where desc_act has them in another order; else None."""
+    if stem + "g_idx" in c:
+        return column_order(c.read(stem + "g_idx"), depth, size, groups, stem + "weight")
+    if config.get("desc_act") is True and groups > 1:
+        raise refuse(
+            stem + "weight", "desc_act is true and its g_idx is missing: groups are not known"
+        )
+    return None
 
 
 def _is_first(config: Mapping[str, Any]) -> bool:
