@@ -190,10 +190,14 @@ def _override(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
 # ---- writing ------------------------------------------------------------------------------------
 
 NEAREST = {2: "int2", 3: "int3", 4: "int4", 8: "int8:128+float16"}
+ODD = ("permuted",)
 
 
 def recipe(source: Source) -> Recipe:
-    """Integers of 2, 3, 4 or 8 bits with scales of float16, as "gptq_v2"."""
+    """Integers of 2, 3, 4 or 8 bits with scales of float16, as "gptq_v2".
+
+    Codes of permuted columns go back to their place, and g_idx says which group they are of.
+    """
     columns, depth = source.matrix("GPTQ")
     found = integers_of(source.format, source.shape)
     if found is None or found.bits not in BITS:
@@ -216,7 +220,7 @@ def recipe(source: Source) -> Recipe:
             stem + "qweight": np.ascontiguousarray(words.T),
             stem + "qzeros": words_of(packing.pack(zeros, 0)),
             stem + "scales": as_tag(group_scales(q, group).T, kept),
-            stem + "g_idx": (np.arange(depth) // group).astype(np.int32),
+            stem + "g_idx": _groups_of(q, group),
         }
 
     specs: Specs = {
@@ -230,9 +234,20 @@ def recipe(source: Source) -> Recipe:
         "group_size": group,
         "groups": groups,
         "sym": is_sym == 1 << (bits - 1),
+        "desc_act": source.format.permuted,
     }
     axes = {stem + "qweight": 1, stem + "qzeros": 1, stem + "scales": 1}
     return Recipe(specs, encode, f"{bits} bits, groups of {group}", said, source.module, axes)
+
+
+def _groups_of(q: QuantArray, group: int) -> np.ndarray:
+    """int32 [K]: the group of each column."""
+    groups = (np.arange(q.shape[-1]) // group).astype(np.int32)
+    if not q.format.permuted:
+        return groups
+    g_idx = np.empty_like(groups)
+    g_idx[q.arrays()["permutation"]] = groups
+    return g_idx
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
@@ -256,7 +271,7 @@ def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, 
             "bits": bits,
             "group_size": group_size,
             "sym": all(made.said["sym"] for made in recipes),
-            "desc_act": False,
+            "desc_act": any(made.said["desc_act"] for made in recipes),
             "checkpoint_format": "gptq_v2",
             "lm_head": any(made.module == "lm_head" for made in recipes),
             "dynamic": dynamic,
