@@ -8,7 +8,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from cuquant.formats import Format
 from cuquant.formats.scales import INVERSE_127
 
 if TYPE_CHECKING:
+    from cuquant.array.packed_weight import PackedWeight
     from cuquant.array.quant_array import QuantArray
+
+    S = TypeVar("S", bound=QuantArray | PackedWeight)
 
 ORDER = "permutation"
 
@@ -41,13 +44,16 @@ def check_permutation(parts: Mapping[str, Any]) -> None:
         raise FormatError(f"{ORDER} does not name column {int(np.argmin(seen))}, and another twice")
 
 
-def plain(q: "QuantArray[Any]") -> "QuantArray[Any]":
-    """The plain array that an odd one stores: columns as they lie; one axis where it is flat."""
+def plain(q: "S") -> "S":
+    """The plain array that an odd one stores: columns as they lie; one axis where it is flat.
+
+    Also of a PackedWeight, whose components but the permutation and absmax are a plain one's.
+    """
     fmt, parts = q.format, dict(q.components)
     if fmt.is_plain:
         return q
     if fmt.is_flat:
-        return q._with(format=fmt.plain, shape=(q.size,), axes=(0,))
+        return q._with(format=fmt.plain, shape=(math.prod(q.shape),), axes=(0,))
     check_permutation(parts)
     parts.pop(ORDER, None)
     if fmt.rule.absmax:
@@ -100,8 +106,8 @@ def from_stored(q: "QuantArray[Any]", values: Any) -> Any:
     """Values, or codes, of `plain(q)` as those of q."""
     if q.format.is_flat:
         stored = values.reshape(q.stored_shape)
-        return stored.permute(q.axes) if interop.kind(values) == "torch" else stored.transpose(
-            q.axes
+        return (
+            stored.permute(q.axes) if interop.kind(values) == "torch" else stored.transpose(q.axes)
         )
     if not q.format.permuted:
         return values

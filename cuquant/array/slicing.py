@@ -13,6 +13,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array.arranged import ORDER, ends_with_rows
 from cuquant.formats import Format, get_format
+from cuquant.formats.scales import FLAT
 
 Parts = dict[str, Any]
 State = tuple[Format, Parts, tuple[int, ...]]
@@ -65,7 +66,7 @@ def _take_flat(
     if ends_with_rows(fmt, stored):
         held = {c.name: parts[c.name].reshape(c.shape) for c in fmt.plain.components(stored)}
         made, taken, shape = take(fmt.plain, held, stored, index)
-        made = get_format(made, block_size=fmt.rule.block)
+        made = _flat(made)
         if not ends_with_rows(made, shape):
             raise ValueError(f"{shape[-1]} codes of {fmt} do not fill whole words")
         return made, {c.name: taken[c.name].reshape(c.shape) for c in made.components(shape)}, shape
@@ -90,7 +91,13 @@ def _take_flat(
             f"axis at multiples of {size // math.gcd(size, row)}; or slice q.dequantize()"
         )
     made, taken, _ = take(fmt.plain, parts, (total,), (slice(begin, end),))
-    return get_format(made, block_size=fmt.rule.block), taken, shape
+    return _flat(made), taken, shape
+
+
+def _flat(fmt: Format) -> Format:
+    """The format with its blocks over the flattened array."""
+    block: Any = f"{FLAT}{fmt.rule.block}"
+    return get_format(fmt, block_size=block)
 
 
 def _format_of_row(fmt: Format) -> Format:
@@ -269,8 +276,10 @@ def _join_odd(states: Sequence[State], axis: int) -> State:
             raise ValueError(f"{fmt} joins rows of one permutation; dequantize the arrays first")
         held = [(f.plain, {k: v for k, v in p.items() if k != ORDER}, s) for f, p, s in states]
         made, parts, stored = join(held, axis)
-        return get_format(made, permuted=True), {**parts, ORDER: interop.copied(first[ORDER])}, (
-            stored
+        return (
+            get_format(made, permuted=True),
+            {**parts, ORDER: interop.copied(first[ORDER])},
+            (stored),
         )
     sizes = [math.prod(stored) for _, _, stored in states]
     if axis or any(size % (fmt.rule.flat or 1) for size in sizes[:-1]):
@@ -281,7 +290,7 @@ def _join_odd(states: Sequence[State], axis: int) -> State:
     flat = [(f.plain, p, (size,)) for (f, p, _), size in zip(states, sizes, strict=True)]
     made, parts, _ = join(flat, 0)
     total = sum(stored[0] for _, _, stored in states)
-    return get_format(made, block_size=fmt.rule.block), parts, (total, *shape[1:])
+    return _flat(made), parts, (total, *shape[1:])
 
 
 def _check_alike(

@@ -67,9 +67,7 @@ class Format:
 
     @lazy
     def _hash(self) -> int:  # asked for at every call of an operation
-        return hash(
-            (self.name, self.codec, self.scale, self.offset, self.packing, self.permuted)
-        )
+        return hash((self.name, self.codec, self.scale, self.offset, self.packing, self.permuted))
 
     def __getstate__(self) -> dict[str, object]:  # another process hashes strings otherwise
         made = ("_hash", "plain")

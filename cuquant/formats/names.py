@@ -33,7 +33,7 @@ Levels = Literal["lloyd", "normal", "linear"] | Sequence[float] | _Array
 class FormatOptions(TypedDict, total=False):
     """The options of `get_format`; None is as good as none."""
 
-    block_size: int | Span | str | tuple[int, int] | None
+    block_size: int | Span | tuple[int, int] | None
     double_quant: bool | None
     levels: Levels | None
     packing: Packing | None

@@ -97,7 +97,12 @@ def _refuse_shared_rows(entry: Entry) -> None:
         return
     stored = fmt.components(entry.shape)[0].shape
     is_in_rows = stored[: len(entry.shape) - 1] == entry.shape[:-1] and not entry.axes
-    if isinstance(fmt.scale.block, tuple) or fmt.is_flat or fmt.scale.nested == "double" or not is_in_rows:
+    if (
+        isinstance(fmt.scale.block, tuple)
+        or fmt.is_flat
+        or fmt.scale.nested == "double"
+        or not is_in_rows
+    ):
         raise ValueError(
             f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another "
             "order; make it a file of cuquant's in another format first"

@@ -3,7 +3,8 @@
 4 bits: weight U8 [ceil(N K / 2), 1], or the same bytes as another dtype; absmax F32, or U8 codes
 with nested_absmax; quant_state.bitsandbytes__nf4 or __fp4, JSON as U8. 8 bits: weight I8 [N, K] and
 SCB F32 [N]: w = (code * SCB) * float32(1 / 127). Blocks of 4 bits run over the flattened weight:
-where they do not end with its rows, the format is flat. Source: bitsandbytes 0.50.2, functional.QuantState.
+where they do not end with its rows, the format is flat. Source: bitsandbytes 0.50.2,
+functional.QuantState.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.catalogue import MAPS
 from cuquant.formats.codecs import Codebook
+from cuquant.formats.scales import FLAT
 from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
@@ -90,8 +92,8 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
     if codes.nbytes != -(-math.prod(shape) // 2):
         raise refuse(name, f"{codes.nbytes} bytes do not hold {shape} codes of 4 bits")
     nested = name + ".nested_absmax" in c
-    block = f"flat{size}" if shape[-1] % size else size
-    fmt = get_format(kind, block_size=block, double_quant=nested)
+    flat = FLAT if shape[-1] % size else ""
+    fmt = get_format(f"{kind}:{flat}{size}", double_quant=nested)
     ends = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if nested else [])]
     names = [f"{name}.{end}" for end in ends]
     for part in names:

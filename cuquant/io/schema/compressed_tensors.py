@@ -182,9 +182,7 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
     return Layer(name, fmt, shape, model_dtype(c, scales), names, parts)
 
 
-def _order(
-    c: Checkpoint, stem: str, depth: int, extent: Extent, name: str
-) -> np.ndarray | None:
+def _order(c: Checkpoint, stem: str, depth: int, extent: Extent, name: str) -> np.ndarray | None:
     """Columns sorted by group, where actorder has them in another order; else None.
 
     A group of -1 says that they are in order.

@@ -122,9 +122,7 @@ def column_order(
     if np.array_equal(g_idx, sorted_groups):
         return None
     if g_idx.size and (g_idx.min() < 0 or g_idx.max() >= groups):
-        raise refuse(
-            name, f"g_idx holds {g_idx.min()}..{g_idx.max()}; groups are 0..{groups - 1}"
-        )
+        raise refuse(name, f"g_idx holds {g_idx.min()}..{g_idx.max()}; groups are 0..{groups - 1}")
     order = np.argsort(g_idx, kind="stable")
     if not np.array_equal(g_idx[order], sorted_groups):
         counts = np.bincount(g_idx, minlength=groups)

@@ -297,7 +297,12 @@ def dense_words(q: QuantArray, pad: int) -> np.ndarray:
     packing, (_, columns) = q.format.row_packing, q.shape
     dense = Packing(packing.bits, "dense")
     is_dense = packing == dense or packing == Packing(packing.bits, "low")
-    if is_dense and q.format.is_plain and not q.format.is_blocks and columns * packing.bits % 32 == 0:
+    if (
+        is_dense
+        and q.format.is_plain
+        and not q.format.is_blocks
+        and columns * packing.bits % 32 == 0
+    ):
         return words_of(q.arrays()["packed"])
     return words_of(dense.pack(codes_of(q), pad))
 

@@ -17,6 +17,13 @@ from cuquant.ops import geometry
 Quantize = Callable[..., QuantArray]
 
 
+def formats_of(fmt: Format) -> tuple[Format, ...]:
+    """The plain formats that `quantize` makes arrays of, for an array of this one."""
+    if fmt.scale is None or not fmt.scale.absmax:
+        return (fmt.plain,)
+    return fmt.plain, replace(fmt.plain, scale=replace(fmt.plain.rule, peak=1.0))
+
+
 def quantized(
     quantize: Quantize, x: Any, fmt: Format, axis: int, out: QuantArray | None, given: dict
 ) -> QuantArray:
@@ -64,8 +71,8 @@ def _with_absmax(
     """Codes by the scale absmax / 127; a scale to the peak 1 is absmax itself."""
     if given["scale"] is not None:
         raise ValueError("int8+absmax takes no scale=; pass it to int8")
-    made = quantize(x, fmt.plain, axis=axis, **given)
-    peak = replace(fmt.plain, scale=replace(fmt.plain.rule, peak=1.0))
+    own, peak = formats_of(fmt)
+    made = quantize(x, own, axis=axis, **given)
     policy = "clamp" if given["nonfinite"] == "clamp" else "propagate"
     absmax = quantize(x, peak, axis=axis, **{**given, "nonfinite": policy}).components["scale"]
     if out is None:
