@@ -21,16 +21,15 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
+from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Extent,
     Layer,
     Parts,
     Unread,
     attempt,
-    column_order,
     integer,
     model_dtype,
-    permuted_rows,
     refuse,
     scale_dtype,
     scales_of,

@@ -19,15 +19,14 @@ from cuquant.formats import get_format
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
+from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Layer,
     Parts,
     Unread,
     attempt,
-    column_order,
     integer,
     model_dtype,
-    permuted_rows,
     refuse,
     scale_dtype,
     scales_of,
