@@ -147,7 +147,7 @@ def test_absmax_near_the_largest_float_stays_finite():
     np.testing.assert_allclose(found[0], x[0], atol=top / 250)  # half a step
     np.testing.assert_array_equal(np.isnan(found[1:]), True)
     assert np.isfinite(q[:1].dequantize("float16")).all()
-    with pytest.raises(ValueError, match=r"NaN|nan|infinit"):
+    with pytest.raises(ValueError, match="holds inf at flat index 2"):
         cq.quantize(x, "int8+absmax", nonfinite="raise")
     with pytest.raises(ValueError, match="takes no scale="):
         cq.quantize(X, "int8+absmax", scale=1.0)
