@@ -1,4 +1,4 @@
-"""g_idx: columns of GPTQ's desc_act and of compressed-tensors' actorder, and what is wrong there."""
+"""g_idx: columns of GPTQ's desc_act and compressed-tensors' actorder, and what may be wrong."""
 
 import json
 from pathlib import Path
