@@ -115,18 +115,18 @@ def parse_device(text: str) -> str | None:
 
 
 def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
-    """A block size as it is typed: 64, row, tensor or 128x128.
+    """A block size as it is typed: 64, row, tensor, flat or 128x128.
 
     >>> parse_block_size("128x128")
     (128, 128)
     """
-    if text is None or text == "row" or text == "tensor":
+    if text is None or text == "row" or text == "tensor" or text == "flat":
         return text
     rows, cross, columns = text.partition("x")
     numbers = (rows, columns) if cross else (rows,)
     if not all(number.isdecimal() and len(number) <= 10 for number in numbers):  # below 2^31
         raise typer.BadParameter(
-            f"{clipped(text)} is no block size; pass a number, row, tensor or a pair such as "
+            f"{clipped(text)} is no block size; pass a number, row, tensor, flat or a pair such as "
             "128x128",
             param_hint="--block-size",
         )

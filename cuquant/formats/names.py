@@ -19,7 +19,7 @@ FormatName = Literal[
     "q5_k", "q6_k",
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
-Span = Literal["row", "tensor"]
+Span = Literal["row", "tensor", "flat"]
 Nonfinite = Literal["propagate", "raise", "clamp"]
 
 
@@ -38,3 +38,5 @@ class FormatOptions(TypedDict, total=False):
     levels: Levels | None
     packing: Packing | None
     scale_dtype: Literal["float32", "float16"] | None
+    permuted: bool | None
+    absmax: bool | None

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from cuquant import interop, reference
+from cuquant.array.arranged import check_permutation, plain
 from cuquant.array.components import OPERATIONS
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_components, unpack
 from cuquant.array.quant_array import QuantArray
@@ -152,6 +153,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     """ValueError where an array would decode to NaN or infinity."""
     if not q.size:
         return
+    q = plain(q)
     blocks = reference.effective(q.arrays(), q.format, q.stored_shape)
     bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
     if bad:
@@ -267,6 +269,10 @@ class Described:
         for component in wanted:
             part = reader.read(self.parts[component.name].name)
             parts[component.name] = part.view(component.dtype).reshape(component.shape)
+        try:
+            check_permutation(parts)
+        except FormatError as error:
+            raise FormatError(f"{quote(name)}: {error}") from error
         if self.layout is not None:
             return PackedWeight(self.format, self.layout, parts, self.shape, self.dtype)
         return QuantArray(self.format, self.shape, self.dtype, parts, self.axes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.arranged import ORDER
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError
@@ -97,7 +98,12 @@ def _refuse_shared_rows(entry: Entry) -> None:
         return
     stored = fmt.components(entry.shape)[0].shape
     is_in_rows = stored[: len(entry.shape) - 1] == entry.shape[:-1] and not entry.axes
-    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or not is_in_rows:
+    if (
+        isinstance(fmt.scale.block, tuple)
+        or fmt.is_flat
+        or fmt.scale.nested == "double"
+        or not is_in_rows
+    ):
         raise ValueError(
             f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another "
             "order; make it a file of cuquant's in another format first"
@@ -110,5 +116,9 @@ def by_rows(value: Any, rows: np.ndarray) -> Any:
         return RawBlocks(value.type, value.shape, value.blocks[rows])
     if not isinstance(value, QuantArray):
         return value[rows]
-    parts = {name: part[rows] if part.ndim else part for name, part in value.components.items()}
+    alone = {ORDER} & value.components.keys()  # of columns
+    parts = {
+        name: part[rows] if part.ndim and name not in alone else part
+        for name, part in value.components.items()
+    }
     return value._with(components=parts)

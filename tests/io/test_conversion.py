@@ -82,6 +82,9 @@ HELD = [
     ("nf4", "bitsandbytes", "nf4"),
     ("fp4:128", "bitsandbytes", "fp4:128"),
     ("nf4:32+dq", "bitsandbytes", "nf4:32+dq"),
+    ("fp4:flat128", "bitsandbytes", "fp4:128"),
+    ("int8+absmax", "bitsandbytes", "int8+absmax"),
+    ("int8:32+float16+permuted", "gptq", "uint8:32"),
     ("mxfp4", "mlx", "mxfp4"),
     ("mxfp8", "mlx", "mxfp8"),
     ("fp8_e4m3:128x128", "fp8", "fp8_e4m3:128x128"),
@@ -209,6 +212,9 @@ GOLDEN = {
     "gptq-4bit-asym-v1": ("gptq", "awq", "compressed-tensors"),
     "gptq-2bit-v2": ("gptq", "compressed-tensors"),
     "gptq-8bit": ("gptq", "compressed-tensors"),
+    "gptq-4bit-actorder": ("gptq", "cuquant"),
+    "gptq-autogptq-layers": ("gptq", "cuquant"),
+    "ct-old-actorder": ("gptq", "cuquant"),
     "awq-autoawq-gemm": ("gptq", "compressed-tensors"),
     "awq-gemm-gptqmodel": ("awq", "compressed-tensors"),
     "ct-w4a16": ("compressed-tensors", "gptq", "awq"),
@@ -220,6 +226,10 @@ GOLDEN = {
     "hf-fp8-block128": ("fp8", "compressed-tensors"),
     "mlx-mxfp4": ("mlx",),
     "bitsandbytes-nf4-double": ("bitsandbytes",),
+    "bitsandbytes-nf4": ("bitsandbytes", "cuquant"),
+    "bitsandbytes-fp4": ("bitsandbytes",),
+    "bitsandbytes-int8": ("bitsandbytes", "cuquant"),
+    "bitsandbytes-layers": ("cuquant",),
     "modelopt-int4": ("compressed-tensors",),
 }
 
@@ -228,13 +238,17 @@ GOLDEN = {
 def test_checkpoints_of_owners_become_others(tmp_path, name, kind):
     before = cq.load(ROOT / name)
     try:
-        steps = cq.convert(ROOT / name, tmp_path / "out", kind)
+        steps = cq.convert(ROOT / name, target(tmp_path, kind), kind)
     except ValueError as why:
         pytest.fail(str(why))
     assert not any(step.rounds for step in steps)
-    with cq.open(tmp_path / "out") as file:
+    with cq.open(target(tmp_path, kind)) as file:
         assert file.kind == kind
-    same_numbers(before, cq.load(tmp_path / "out"))
+    after = cq.load(target(tmp_path, kind))
+    same_numbers(before, after)
+    if kind == "cuquant" or (name.startswith(kind) and kind in ("gptq", "bitsandbytes")):
+        arrays = [key for key, value in before.items() if isinstance(value, cq.QuantArray)]
+        assert all(cq.array_equal(before[key], after[key]) for key in arrays)
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -246,6 +260,13 @@ LOST = [
     ("int3", "awq", "4 bits"),
     ("int4", "bitsandbytes", "nf4 and fp4"),
     ("bof4s", "bitsandbytes", "nf4 and fp4"),
+    ("int8", "bitsandbytes", "int8+absmax"),
+    ("int4+permuted", "awq", "columns are permuted"),
+    ("int4+permuted", "gguf", "columns are permuted"),
+    ("int8:tensor+permuted", "compressed-tensors", "columns are permuted"),
+    ("nf4:flat", "compressed-tensors", "blocks run across rows"),
+    ("uint4:flat", "gptq", "blocks run across rows"),
+    ("int8+absmax", "compressed-tensors", "absmax in place of scales"),
     ("int4", "fp8", "fp8_e4m3"),
     ("fp8_e4m3", "fp8", "for each block or matrix"),
     ("fp8_e5m2", "compressed-tensors", "holds integers"),

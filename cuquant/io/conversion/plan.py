@@ -224,7 +224,7 @@ def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
     if writer is not own:
-        refuse_odd_parts(source)
+        refuse_odd_parts(source, getattr(writer, "ODD", ()))
     made = writer.recipe(source)
 
     def make() -> Mapping[str, Any]:

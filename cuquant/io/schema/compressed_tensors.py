@@ -21,6 +21,7 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
+from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Extent,
     Layer,
@@ -141,8 +142,6 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         c.info(stem + "weight_packed"),
         c.info(stem + "weight_scale"),
     )
-    if stem + "weight_g_idx" in c:
-        raise refuse(name, "columns in the order of actorder are not read yet")
     bits = integer(weights, "num_bits", 2, 8)
     shape = _shape(c, stem, codes.shape, bits, name)
     words, depth = codes.shape[-1], shape[-1]
@@ -155,26 +154,46 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         raise refuse(name, f"zero points {list(c.info(zeros).shape)} are none of a matrix")
     extent = _extent(shape, scales, weights, name)
     kept = scale_dtype(scales, "scales")
-    if bits == 8 and not has_zeros:
-        fmt = get_format("int8", block_size=extent, scale_dtype=kept)
-    else:
-        fmt = get_format(f"{'u' * has_zeros}int{bits}", block_size=extent, scale_dtype=kept)
+    order = _order(c, stem, depth, extent, name)
+    fmt = get_format(
+        f"{'u' * has_zeros}int{bits}",
+        block_size=extent,
+        scale_dtype=kept,
+        permuted=order is not None,
+    )
 
     def parts() -> Parts:
         rows = c.read(codes.name).view(np.uint32).reshape(-1, words)
         used = 32 // bits * bits  # of a padded word
         padded = len(ways) > 1 and not np.any(rows >> np.uint32(used))
         stored = ways[-1] if padded else ways[0]
-        found = {
-            "packed": repacked(rows, stored, depth, fmt),
-            "scale": scales_of(c.read(scales.name), kept),
-        }
+        found = {"scale": scales_of(c.read(scales.name), kept)}
+        if order is None:
+            found["packed"] = repacked(rows, stored, depth, fmt)
+        else:
+            own = fmt.row_packing, order, fmt.zero_code
+            found |= {"packed": permuted_rows(rows, stored, depth, *own), "permutation": order}
         if has_zeros:
             found["zero_point"] = _zeros(c.read(zeros), bits, stored, scales.shape)
         return found
 
-    names = _names(c, stem, "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+    ends = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    names = _names(c, stem, *ends)
     return Layer(name, fmt, shape, model_dtype(c, scales), names, parts)
+
+
+def _order(c: Checkpoint, stem: str, depth: int, extent: Extent, name: str) -> np.ndarray | None:
+    """Columns sorted by group, where actorder has them in another order; else None.
+
+    A group of -1 says that they are in order.
+    """
+    if stem + "weight_g_idx" not in c:
+        return None
+    g_idx = c.read(stem + "weight_g_idx")
+    if g_idx.size and (g_idx == -1).all():
+        return None
+    size = extent if isinstance(extent, int) else depth
+    return column_order(g_idx, depth, size, -(-depth // size), name)
 
 
 def _shape(

@@ -22,6 +22,11 @@ PARTS = {
     "packed", "scale", "zero_point", "minimum", "blocks", "global_scale", "nested_scale",
     "nested_offset",
 }  # fmt: skip
+ODD = {
+    "permuted": "its columns are permuted, which files of gptq and cuquant keep",
+    "flat": "its blocks run across rows, which files of bitsandbytes and cuquant keep",
+    "absmax": "it has absmax in place of scales, which files of bitsandbytes and cuquant keep",
+}
 CHUNK = 1 << 19  # elements whose codes are unpacked at a time
 SCALE_TAGS = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # dtypes of plain scales
@@ -72,8 +77,12 @@ class Source:
         return self.shape[0], self.shape[1]
 
 
-def refuse_odd_parts(source: Source) -> None:
-    """ValueError where an array has components that no kind of others knows, or not in rows."""
+def refuse_odd_parts(source: Source, held: Sequence[str] = ()) -> None:
+    """ValueError where an array is odd in another way than a kind holds, or not in rows."""
+    if odd := [word for word in source.format.odd if word not in held]:
+        raise ValueError(ODD[odd[0]])
+    if not source.format.is_plain:
+        return
     parts = source.format.components(source.shape)
     if odd := [part.name for part in parts if part.name not in PARTS]:
         raise ValueError(f"it has a component {odd[0]!r}, which only files of cuquant keep")
@@ -328,7 +337,12 @@ def dense_words(q: QuantArray, pad: int) -> np.ndarray:
     packing, (_, columns) = q.format.row_packing, q.shape
     dense = Packing(packing.bits, "dense")
     is_dense = packing == dense or packing == Packing(packing.bits, "low")
-    if is_dense and not q.format.is_blocks and columns * packing.bits % 32 == 0:
+    if (
+        is_dense
+        and q.format.is_plain
+        and not q.format.is_blocks
+        and columns * packing.bits % 32 == 0
+    ):
         return words_of(q.arrays()["packed"])
     return words_of(dense.pack(codes_of(q), pad))
 

@@ -14,6 +14,7 @@ from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWrite
 ROOT = Path("tests/data/checkpoints")
 KINDS = (
     "awq-autoawq-gemm", "awq-autoawq-gemv", "bitsandbytes-layers", "bitsandbytes-int8",
+    "ct-old-actorder", "gptq-4bit-actorder",
     "ct-layers", "ct-fp8-block", "fbgemm-fp8", "gptq-3bit", "gptq-autogptq-layers",
     "hf-fp8-ragged", "hf-mxfp4-gpt-oss", "mlx-nvfp4", "modelopt-int4", "modelopt-nvfp4",
     "torchao-layers",
