@@ -203,7 +203,7 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
     tensors = tuple(info.name for info in array.parts.values())
     return Entry(
         name, array.format, array.shape, array.dtype, array.nbytes, tensors, (),
-        lambda: array.read(c),
+        lambda: array.read(c, name),
         None if array.axes == tuple(range(len(array.shape))) else array.axes, array.layout,
         rows=(lambda start, stop: array.rows(c, start, stop)) if array.has_rows else None,
     )  # fmt: skip

@@ -261,7 +261,7 @@ class Described:
             parts[component.name] = part.view(component.dtype).reshape(component.shape)
         return QuantArray(self.format, shape, self.dtype, parts, (0, 1))
 
-    def read(self, reader: Tensors) -> QuantArray | PackedWeight:
+    def read(self, reader: Tensors, name: str) -> QuantArray | PackedWeight:
         """The array itself."""
         stored = stored_shape(self.shape, self.axes)
         wanted = _components(self.format, stored, self.layout)

@@ -18,7 +18,8 @@ from cuquant.torch import QuantLinear, load_  # noqa: E402
 nn = torch.nn
 ROOT = Path("tests/data/checkpoints")
 SETS = (
-    "gptq-4bit", "gptq-3bit", "awq-gemm-gptqmodel", "awq-autoawq-gemv",
+    "gptq-4bit", "gptq-4bit-actorder", "gptq-3bit", "bitsandbytes-nf4", "bitsandbytes-int8",
+    "bitsandbytes-nf4-double", "awq-gemm-gptqmodel", "awq-autoawq-gemv",
     "ct-w4a16", "ct-w4a16-asym", "ct-w8a8-static", "ct-nvfp4",
     "ct-mxfp8", "ct-fp8-block", "hf-fp8-block128", "mlx-mxfp4", "modelopt-nvfp4", "torchao-int8",
 )  # fmt: skip
