@@ -223,11 +223,8 @@ def _plain_or_quantized(entry: Entry, writer: Writer, fmt: Format | None) -> Ste
     dtype = entry.dtype
     if writer is gguf and len(entry.shape) == 1 and dtype.name in interop.INPUT_DTYPES:
         dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
-    if writer is gguf:
-        kind: Any = gguf_type(dtype)
-        nbytes = kind.stored_nbytes(entry.shape)
-    else:
-        kind, nbytes = tag_of(dtype), entry.nbytes
+    kind: Any = gguf_type(dtype) if writer is gguf else tag_of(dtype)
+    nbytes = _nbytes(kind, entry.shape)
 
     def make() -> Tensors:
         value = entry.read()

@@ -18,9 +18,9 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     integer,
     model_dtype,
@@ -59,7 +59,7 @@ def recognises(c: Checkpoint) -> bool:
     return bool(found) and not any(stem + "g_idx" in c for stem in found)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules with qweight, qzeros and scales."""
     for stem in stems(c, "qweight"):
         if stem + "qzeros" in c and stem + "scales" in c:

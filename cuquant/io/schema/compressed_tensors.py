@@ -20,9 +20,10 @@ from cuquant.formats.names import FormatName
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
-from cuquant.io.schema import fp8
+from cuquant.io.schema import fp8, sparse
 from cuquant.io.schema.layer import (
     Extent,
+    Found,
     Layer,
     Parts,
     Unread,
@@ -61,15 +62,16 @@ def recognises(c: Checkpoint) -> bool:
     """By its configuration, or packed codes."""
     if c.method:
         return c.method == KIND
-    return any(stem + "weight_scale" in c for stem in stems(c, "weight_packed"))
+    if any(stem + "weight_scale" in c for stem in stems(c, "weight_packed")):
+        return True
+    return any(stem + "bitmask" in c for stem in stems(c, "compressed"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
-    """Modules that have scales, in the format of their group."""
+def layers(c: Checkpoint) -> Iterator[Found]:
+    """Modules that have scales, in the format of their group, and those of which half is zero."""
     for stem in stems(c, "compressed"):
         if stem + "bitmask" in c:
-            why = "weights with a bitmask (2 of 4) are not read yet"
-            yield Unread(stem + "weight", refuse(stem + "weight", why))
+            yield attempt(stem + "weight", sparse.layer, c, stem, _weights(group_of(c, stem)))
     for stem in stems(c, "scale_packed"):
         why = "marlin-24 is in the order of a kernel; take the original"
         yield Unread(stem + "weight", refuse(stem + "weight", why))
@@ -85,8 +87,13 @@ def _layer(c: Checkpoint, stem: str, codes: str) -> Layer:
     kind = group.get("format") or c.quantization.get("format")
     if not isinstance(kind, str) or kind not in READERS:
         kind = _kind(c, stem, codes)
-    weights = group.get("weights")
-    return READERS[kind](c, stem, weights if isinstance(weights, dict) else {})
+    return READERS[kind](c, stem, _weights(group))
+
+
+def _weights(group: Group) -> Group:
+    """What a group says of weights."""
+    found = group.get("weights")
+    return found if isinstance(found, dict) else {}
 
 
 def group_of(c: Checkpoint, stem: str) -> Group:

@@ -17,9 +17,9 @@ from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
@@ -42,7 +42,7 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight" in c for stem in stems(c, SCALES[0]))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight is of 8-bit floats and has a scale."""
     block = c.quantization.get("weight_block_size")
     for end in SCALES:

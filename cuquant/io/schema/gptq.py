@@ -20,9 +20,9 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     integer,
     model_dtype,
@@ -67,7 +67,7 @@ def settings(c: Checkpoint) -> Mapping[str, Any]:
     return c.quantization or next(filter(None, map(c.json, CONFIGS)), {})
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules with qweight, qzeros and scales."""
     config = settings(c)
     for stem in stems(c, "qweight"):

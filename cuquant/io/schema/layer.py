@@ -70,6 +70,39 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """An array of floats that several tensors of a checkpoint hold.
+
+    Attributes
+    ----------
+    name
+        The weight's own.
+    shape, dtype
+        Of the array.
+    tensors
+        Of the checkpoint, that hold it.
+    make
+        Makes it of these.
+    notes
+        What a reader of a report should know, in words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    tensors: tuple[str, ...]
+    make: Callable[[], np.ndarray]
+    notes: tuple[str, ...] = ()
+
+    def read(self) -> np.ndarray:
+        """The array; FormatError where its tensors do not fit together."""
+        try:
+            return self.make()
+        except (ValueError, OverflowError) as error:
+            raise refuse(self.name, str(error)) from error
+
+
+@dataclass(frozen=True)
 class Unread:
     """An array of a checkpoint that cannot be read; its tensors are listed as they lie.
 
@@ -85,8 +118,11 @@ class Unread:
     error: FormatError
 
 
-def attempt(name: str, make: Callable[..., Layer], *args: Any) -> Layer | Unread:
-    """The layer that a reader makes, or why there is none: others of the file can be read."""
+Found = Layer | Plain | Unread
+
+
+def attempt(name: str, make: Callable[..., Layer | Plain], *args: Any) -> Found:
+    """The array that a reader makes, or why there is none: others of the file can be read."""
     try:
         return make(*args)
     except FormatError as error:
@@ -107,8 +143,8 @@ class Schema(Protocol):
         """Whether a checkpoint is of this kind."""
         ...
 
-    def layers(self, c: Checkpoint) -> Iterator[Layer | Unread]:
-        """Its quantized arrays; other tensors are plain."""
+    def layers(self, c: Checkpoint) -> Iterator[Found]:
+        """Its arrays that are no tensors of their own; other tensors are plain."""
         ...
 
 

@@ -17,7 +17,7 @@ from cuquant.formats.codecs import Uniform
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.schema.layer import Layer, Unread, attempt, model_dtype, refuse, stems
+from cuquant.io.schema.layer import Found, Layer, attempt, model_dtype, refuse, stems
 from cuquant.io.schema.pieces import block_floats
 from cuquant.io.schema.recipe import (
     FLOATS,
@@ -55,7 +55,7 @@ def _modules(c: Checkpoint) -> Iterator[str]:
             yield stem
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight is of words."""
     for stem in _modules(c):
         yield attempt(stem + "weight", _layer, c, stem)

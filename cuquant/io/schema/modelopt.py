@@ -18,9 +18,9 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
@@ -42,7 +42,7 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight_scale" in c for stem in stems(c, "weight_scale_2"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight has a scale."""
     for stem in stems(c, "weight_scale"):
         if stem + "weight" in c:

@@ -21,9 +21,9 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
@@ -40,7 +40,7 @@ def recognises(c: Checkpoint) -> bool:
     return NAMES in c.metadata and any("_weight_qdata" in name for name in c)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Names of the list that are subclasses."""
     for name in _json(c, NAMES, list):
         if not isinstance(name, str) or name not in c.metadata:
