@@ -370,7 +370,7 @@ def test_a_minimum_too_large_for_its_dtype_saturates_and_is_told():
     with pytest.warns(RuntimeWarning, match="^3 scales or minimums of uint4:64.min are beyond"):
         q = cq.quantize(x, "uint4:64+min")
     assert q.minimum.tolist() == [[-65504.0], [65504.0]] and q.scale.tolist()[0] == [65504.0]
-    with pytest.raises(ValueError, match="^3 float16 entries of uint4 overflow"):
+    with pytest.raises(ValueError, match=r"^3 float16 entries of uint4 overflow"):
         cq.quantize(x, "uint4:64+min", nonfinite="raise")
     assert cq.quantize(x, "uint4:64+min+bfloat16", nonfinite="raise").minimum[1, 0] == 999_424
 
