@@ -113,10 +113,11 @@ class QuantArray(Stored[ArrayT]):
 
     @property
     def scale(self) -> Any:
-        """The effective scale of each block, float32 or float16; None for fp16 and bf16.
+        """The effective scale of each block; None for fp16 and bf16.
 
         Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor" and
-        [ceil(M / bm), ceil(K / bk)] for a pair. Nested pieces are multiplied out.
+        [ceil(M / bm), ceil(K / bk)] for a pair. float32; float16 or bfloat16 where it is stored so.
+        Nested pieces are multiplied out.
         """
         if "scale" in self.components and self.format.scale_is_plain:
             return self._view("scale")
@@ -124,7 +125,9 @@ class QuantArray(Stored[ArrayT]):
 
     @property
     def minimum(self) -> Any:
-        """What is added to each block's values (q4_1, q2_k, ...), like `scale`; else None."""
+        """What is added to each block's values (`+min`, q4_1, q2_k), like `scale`; else None."""
+        if "minimum" in self.components:
+            return self._view("minimum")
         return self._block_values("minimum") if self.format.offset == "min" else None
 
     @property

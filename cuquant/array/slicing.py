@@ -16,7 +16,7 @@ from cuquant.formats import Format, get_format
 Parts = dict[str, Any]
 State = tuple[Format, Parts, tuple[int, ...]]
 
-PER_BLOCK = ("scale", "zero_point")
+PER_BLOCK = ("scale", "zero_point", "minimum")
 
 
 def take(

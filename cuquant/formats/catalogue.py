@@ -15,7 +15,7 @@ from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import Block, Scale, check_block
+from cuquant.formats.scales import PLAIN, Block, Scale, check_block
 
 # Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
 # step lower moves a tie up. The steps are float32's.
@@ -305,8 +305,9 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
         `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
         alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
-        one of `levels`, `packing` or `scale_dtype`; a rule is floor, for MX formats, which have it.
-        `str(format)` is such a string; levels of one's own are printed as "custom" and not read.
+        one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is floor, for MX formats,
+        which have it. `str(format)` is such a string; levels of one's own are printed as "custom"
+        and not read.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns).
     double_quant
@@ -317,8 +318,13 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         scale).
     packing
         k2..k8 only: "dense" (a bit stream), "word" (32 // k codes a uint32) or "planes".
+    offset
+        uint2..uint8 only: "zero_point" (x' = (code - zero point) * scale, zero has a code) or "min"
+        (x' = code * scale + minimum, both of the scales' dtype, codes from each block's smallest to
+        its largest).
     scale_dtype
-        "float32" or "float16", for formats whose scales are one of these.
+        "float32", "float16" or "bfloat16", for formats whose scales are one of these; of fp4, fp6,
+        fp8 and int2..int8 also "e8m0", powers of two by OCP's rule: 2^(floor(log2 absmax) - emax).
 
     Raises
     ------
@@ -440,11 +446,37 @@ def _with_block(fmt: Format, block: object) -> Format:
 
 
 def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
-    if dtype not in ("float32", "float16"):
-        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {clipped(dtype)}")
-    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in ("float32", "float16"):
+    if not isinstance(dtype, str) or dtype not in (*PLAIN, "e8m0"):
+        raise ValueError(
+            f"scale_dtype must be one of {', '.join(PLAIN)} or e8m0, got {clipped(dtype)}"
+        )
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in PLAIN:
         raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
+    if dtype == "e8m0":
+        return _with_powers_of_two(fmt, fmt.scale)
     return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
+
+
+def _with_powers_of_two(fmt: Format, scale: Scale) -> Format:
+    """OCP MX's rule; that of MXINT8 is the one of other integers too."""
+    if isinstance(fmt.codec, Minifloat):
+        peak = fmt.codec.peak
+    elif isinstance(fmt.codec, Uniform) and fmt.codec.low < 0:
+        peak = float(fmt.codec.high)
+    else:
+        raise ValueError(
+            f"{fmt.name} takes no scales of e8m0, which are positive powers of two; "
+            "fp4, fp6, fp8 and int2..int8 do"
+        )
+    return replace(fmt, scale=replace(scale, rule="e8m0", peak=peak, dtype="e8m0"))
+
+
+def _with_offset(fmt: Format, offset: object) -> Format:
+    if not isinstance(offset, str) or offset not in ("zero_point", "min"):
+        raise ValueError(f"offset must be 'zero_point' or 'min', got {clipped(offset)}")
+    if fmt.is_blocks or fmt.offset is None:
+        raise ValueError(f"{fmt.name} takes no offset=; uint2..uint8 do")
+    return replace(fmt, offset=offset)
 
 
 def _with_double_quant(fmt: Format, flag: object) -> Format:
@@ -455,11 +487,14 @@ def _with_double_quant(fmt: Format, flag: object) -> Format:
             f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
             "pass another format or get_format(..., scale_dtype='float32')"
         )
+    if fmt.offset == "min":
+        raise ValueError("double_quant has no place for minimums; leave out one of +dq and +min")
     return replace(fmt, scale=replace(fmt.scale, nested="double"))
 
 
 _CHANGES: dict[str, Callable[[Format, object], Format]] = {
     "block_size": _with_block,
+    "offset": _with_offset,
     "scale_dtype": _with_scale_dtype,
     "double_quant": _with_double_quant,
 }
@@ -479,6 +514,7 @@ def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
         "block_size": usual.block_size,
         "levels": "lloyd",
         "packing": getattr(usual.packing, "order", None),
+        "offset": usual.offset,
         "scale_dtype": usual.scale.dtype if usual.scale else None,
     }
     return {option: value for option, value in kept.items() if defaults.get(option) != value}

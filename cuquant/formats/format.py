@@ -12,7 +12,7 @@ from cuquant.formats import strings
 from cuquant.formats.blocks import BlockLayout
 from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import DTYPES, NESTED_BLOCK, Block, Scale
+from cuquant.formats.scales import DTYPES, NESTED_BLOCK, PLAIN, Block, Scale
 from cuquant.lazy import lazy
 
 MOST_BITS = 1.5  # times those of long rows, from which on an array is kept as it is
@@ -117,8 +117,8 @@ class Format:
 
     @property
     def scale_is_plain(self) -> bool:
-        """Whether the stored scale is the effective one, in float32 or float16."""
-        return self.scale is not None and not self.scale.nested and self.scale.dtype != "e8m0"
+        """Whether the stored scale is the effective one, in float32, float16 or bfloat16."""
+        return self.scale is not None and not self.scale.nested and self.scale.dtype in PLAIN
 
     @property
     def has_integer_codes(self) -> bool:
@@ -167,6 +167,8 @@ class Format:
             ]
         else:
             parts.append(Component("scale", DTYPES[self.scale.dtype], shape))
+        if self.offset == "min":
+            parts.append(Component("minimum", DTYPES[self.scale.dtype], shape))
         if self.offset == "zero_point":
             parts.append(Component("zero_point", np.dtype(np.uint8), shape))
         if self.scale.nested == "global":

@@ -19,6 +19,7 @@ FormatName = Literal[
     "q5_k", "q6_k",
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
 Span = Literal["row", "tensor"]
 Nonfinite = Literal["propagate", "raise", "clamp"]
 
@@ -37,4 +38,5 @@ class FormatOptions(TypedDict, total=False):
     double_quant: bool | None
     levels: Levels | None
     packing: Packing | None
-    scale_dtype: Literal["float32", "float16"] | None
+    offset: Literal["zero_point", "min"] | None
+    scale_dtype: ScaleDtype | None

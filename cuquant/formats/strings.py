@@ -1,6 +1,6 @@
 """A format in one string, `NAME[:BLOCK][+OPTION...][^RULE]`, and back.
 
-`nf4:32+dq`, `int4:row`, `fp8_e4m3:128x128`, `k3:32+normal+word`, `mxfp8^floor`.
+`nf4:32+dq`, `uint4:64+min`, `fp8_e4m3:128x128+e8m0`, `k3:32+normal+word`, `mxfp8^floor`.
 """
 
 import re
@@ -16,9 +16,16 @@ WORDS: dict[str, tuple[str, object]] = {
     "double_quant": ("double_quant", True),
     **{name: ("levels", name) for name in ("lloyd", "normal", "linear")},
     **{name: ("packing", name) for name in ("dense", "word", "planes")},
-    **{name: ("scale_dtype", name) for name in ("float32", "float16")},
+    "min": ("offset", "min"),
+    **{name: ("scale_dtype", name) for name in ("float32", "float16", "bfloat16", "e8m0")},
 }
-OPTIONS = ("double_quant", "levels", "packing", "scale_dtype")  # in the order they are written
+OPTIONS = (  # in the order they are written
+    "double_quant",
+    "levels",
+    "packing",
+    "offset",
+    "scale_dtype",
+)
 RULES = ("floor", "ceil", "even", "4over6", "mse")
 SHAPE = "NAME[:BLOCK][+OPTION...][^RULE], such as nf4:32+dq or fp8_e4m3:128x128"
 

@@ -95,8 +95,8 @@ def _count(scale: np.ndarray, largest: np.ndarray, error: np.ndarray) -> int:
 
 
 def _is_subnormal(scale: np.ndarray) -> np.ndarray:
-    """Whether the exponent is 0, of float16 or float32."""
-    exponent = 0x7C00 if scale.dtype.itemsize == 2 else 0x7F800000
+    """Whether the exponent is 0, of float16, bfloat16 or float32."""
+    exponent = {"float16": 0x7C00, "bfloat16": 0x7F80}.get(scale.dtype.name, 0x7F800000)
     return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
 
 
