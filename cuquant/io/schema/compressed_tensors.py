@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from cuquant.io.schema.recipe import (
     dense_words,
     group_zeros,
     integers_of,
+    of_all_rows,
     scale_tag,
     words_of,
 )
@@ -292,7 +294,9 @@ FLOATS = {  # of which codes and exponents lie as ours: format, tensor of the co
 
 
 def recipe(source: Source) -> Recipe:
-    """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4."""
+    """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4; of matrices, or of experts."""
+    if len(source.shape) == 3:
+        return _experts_recipe(source)
     source.matrix("compressed-tensors")
     name = source.format.name
     if name in FLOATS and not source.format.options:
@@ -305,6 +309,21 @@ def recipe(source: Source) -> Recipe:
             f"compressed-tensors holds integers, fp8_e4m3, {', '.join(FLOATS)}, with their scales"
         )
     return _integer_recipe(source, found)
+
+
+def _experts_recipe(source: Source) -> Recipe:
+    """[E, N, K], of which `weight_shape` has three numbers."""
+    made = of_all_rows(source, recipe)
+    shape, zeros = source.stem + "weight_shape", source.stem + "weight_zero_point"
+    if zeros in made.specs:
+        raise ValueError("compressed-tensors has no zero points of experts")
+    if shape not in made.specs:
+        return made
+
+    def encode(q: QuantArray) -> Tensors:
+        return {**made.encode(q), shape: np.array(source.shape, np.int64)}
+
+    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, encode=encode)
 
 
 def _strategy(source: Source) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -123,6 +124,40 @@ class Recipe:
                 start, done[name] = done[name], done[name] + piece.shape[axis]
                 made[name][(slice(None),) * axis + (slice(start, done[name]),)] = piece
         return made
+
+
+def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
+    """What several matrices [E, N, K] become: that of one with all their rows, whose tensors have
+    the matrices' axis in front.
+
+    Raises
+    ------
+    ValueError
+        Where rows of two matrices, or all of them, share scales.
+    """
+    fmt, (count, rows, columns) = source.format, source.shape
+    if isinstance(fmt.rule.block, tuple) or fmt.rule.block == "tensor" or fmt.rule.nested:
+        raise ValueError(f"{fmt} of several matrices has scales that they share")
+    shape = (count * rows, columns)
+    made = recipe(replace(source, shape=shape, read=lambda: flattened(source.read())))
+    specs = {
+        name: (kind, (count, rows, *rest) if first == shape[0] and rest else (first, *rest))
+        for name, (kind, (first, *rest)) in made.specs.items()
+    }
+
+    def encode(q: QuantArray) -> Tensors:
+        found = made.tensors(flattened(q))
+        return {name: part.reshape(specs[name][1]) for name, part in found.items()}
+
+    return replace(made, specs=specs, encode=encode, axes=None)
+
+
+def flattened(q: QuantArray) -> QuantArray:
+    """A matrix of all rows of an array [E, N, K], whose blocks lie in rows."""
+    shape = (math.prod(q.shape[:-1]), q.shape[-1])
+    wanted = {part.name: part.shape for part in q.format.components(shape)}
+    parts = {name: part.reshape(wanted[name]) for name, part in q.arrays().items()}
+    return QuantArray(q.format, shape, q.dtype, parts, (0, 1))
 
 
 def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, ...]:
