@@ -274,7 +274,7 @@ def test_what_would_be_lost_is_named_and_nothing_is_written(tmp_path, name, kind
     assert after.dtype == (np.float32 if kind == "gguf" else np.float16)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "bitsandbytes", "mlx", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["gptq", "bitsandbytes", "mlx", "fp8"])
 def test_what_fits_no_format_of_a_kind_is_decoded(tmp_path, kind):
     experts = weights("uint5:32", (2, 8, 40))
     source = saved(
