@@ -26,7 +26,6 @@ from cuquant.io.schema.layer import (
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.recipe import (
@@ -93,7 +92,7 @@ def _gemm(
         transposed = np.ascontiguousarray(in_order(c.read(codes.name)).T)
         return {
             "packed": NIBBLES.pack(transposed, fmt.zero_code),
-            "scale": scales_of(c.read(scales.name).T, kept),
+            "scale": c.read(scales.name).T,
             "zero_point": in_order(c.read(zeros.name)).T,
         }
 
@@ -116,7 +115,7 @@ def _gemv(
         words = c.read(zeros.name).view(np.uint32)
         return {
             "packed": c.read(codes.name).view(np.uint8),
-            "scale": scales_of(c.read(scales.name)[:, :groups], kept),
+            "scale": c.read(scales.name)[:, :groups],
             "zero_point": Packing(4, "dense").unpack(words, groups),
         }
 

@@ -33,7 +33,6 @@ from cuquant.io.schema.layer import (
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.patterns import matches
@@ -175,7 +174,7 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         stored = ways[-1] if padded else ways[0]
         found = {
             "packed": repacked(rows, stored, depth, fmt),
-            "scale": scales_of(c.read(scales.name), kept),
+            "scale": c.read(scales.name),
         }
         if has_zeros:
             found["zero_point"] = _zeros(c.read(zeros), bits, stored, scales.shape)

@@ -28,7 +28,6 @@ from cuquant.io.schema.layer import (
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.patterns import matches
@@ -105,7 +104,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
         stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
         return {
             "packed": words if packing.dtype == np.uint32 else words.view(np.uint8),
-            "scale": scales_of(c.read(scales.name).T, kept),
+            "scale": c.read(scales.name).T,
             "zero_point": stored.T,
         }
 

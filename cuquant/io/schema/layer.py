@@ -12,15 +12,15 @@ from cuquant import interop
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, shortened
 from cuquant.formats import Format
+from cuquant.formats.names import ScaleDtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import TensorInfo
 
 Parts = dict[str, np.ndarray]
 Extent = int | Literal["row", "tensor"] | tuple[int, int]  # what shares a scale
-ScaleDtype = Literal["float32", "float16"]
-SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "float32", "F32": "float32"}
-"""How scales of a checkpoint are kept: float32 holds every bfloat16."""
+SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""What formats call the dtypes of scales in a checkpoint, which keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,6 @@ def scale_dtype(info: TensorInfo, what: str) -> ScaleDtype:
     if info.dtype not in SCALE_DTYPES:
         raise FormatError(f"{quote(info.name)}: {what} of dtype {info.dtype} are unknown")
     return SCALE_DTYPES[info.dtype]
-
-
-def scales_of(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales as a format of that `scale_dtype` keeps them: bfloat16 becomes float32."""
-    return array.astype(dtype) if array.dtype != dtype else array
 
 
 def integer(config: Mapping[str, Any], key: str, least: int, most: int) -> int:

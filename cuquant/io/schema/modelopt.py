@@ -25,7 +25,6 @@ from cuquant.io.schema.layer import (
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.pieces import block_floats
@@ -90,7 +89,7 @@ def _int4(c: Checkpoint, stem: str, codes: TensorInfo, scales: TensorInfo) -> La
         stored = c.read(codes.name)
         rows = np.stack([stored & 15, stored >> 4], axis=1).reshape(2 * pairs, depth)
         packed = Packing(4, "low").pack(rows ^ np.uint8(8), fmt.zero_code)
-        return {"packed": packed, "scale": scales_of(c.read(scales.name), kept)}
+        return {"packed": packed, "scale": c.read(scales.name)}
 
     names = (codes.name, scales.name)
     return Layer(codes.name, fmt, (2 * pairs, depth), model_dtype(c), names, parts)

@@ -10,7 +10,7 @@ from cuquant.formats import get_format
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
-from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype, scales_of
+from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype
 
 
 def extent_of(
@@ -58,7 +58,7 @@ def integers(
 
     def parts() -> Parts:
         stored = c.read(codes.name)
-        found = {"packed": stored, "scale": scales_of(c.read(scales.name), kept)}
+        found = {"packed": stored, "scale": c.read(scales.name)}
         if zeros:
             found["packed"] = stored.view(np.uint8) ^ np.uint8(128)
             found["zero_point"] = c.read(zeros).astype(np.int8).view(np.uint8) ^ np.uint8(128)

@@ -20,7 +20,7 @@ OWN = None  # the dtype of the array: that of its scales
 SETS = {
     "awq-autoawq-gemm": ("awq", "float32", {"uint4", "uint4:32", "uint4:64"}),
     "awq-autoawq-gemv": ("awq", "float32", {"uint4", "uint4:32", "uint4:64"}),
-    "awq-gemm-gptqmodel": ("awq", "float16", {"uint4+float32"}),
+    "awq-gemm-gptqmodel": ("awq", "float16", {"uint4+bfloat16"}),
     "bitsandbytes-fp4": ("bitsandbytes", "float32", {"fp4"}),
     "bitsandbytes-nf4": ("bitsandbytes", "float32", {"nf4"}),
     "bitsandbytes-nf4-double": ("bitsandbytes", "float32", {"nf4+dq"}),
@@ -30,21 +30,25 @@ SETS = {
         {"fp8_e4m3:tensor", "fp8_e5m2:tensor", "int8:tensor", "int8", "nvfp4"},
     ),
     "comfyui-scaled-fp8": ("comfyui", "float32", {"fp8_e4m3:tensor"}),
-    "ct-fp8-block": ("compressed-tensors", OWN, {"fp8_e4m3:128x128", "fp8_e4m3:tensor"}),
-    "ct-fp8-channel": ("compressed-tensors", OWN, {"fp8_e4m3"}),
-    "ct-fp8-tensor": ("compressed-tensors", OWN, {"fp8_e4m3:tensor"}),
-    "ct-layers": ("compressed-tensors", OWN, {"int2:32", "uint3:32+float32", "int7:row", "nvfp4"}),
+    "ct-fp8-block": (
+        "compressed-tensors",
+        OWN,
+        {"fp8_e4m3:128x128+float16", "fp8_e4m3:tensor+float16"},
+    ),
+    "ct-fp8-channel": ("compressed-tensors", OWN, {"fp8_e4m3+bfloat16"}),
+    "ct-fp8-tensor": ("compressed-tensors", OWN, {"fp8_e4m3:tensor+bfloat16"}),
+    "ct-layers": ("compressed-tensors", OWN, {"int2:32", "uint3:32+bfloat16", "int7:row", "nvfp4"}),
     "ct-mxfp4": ("compressed-tensors", OWN, {"mxfp4"}),
     "ct-mxfp8": ("compressed-tensors", OWN, {"mxfp8"}),
     "ct-nvfp4": ("compressed-tensors", OWN, {"nvfp4"}),
-    "ct-old-padded": ("compressed-tensors", OWN, {"int3:32", "int6:row", "int5:row+float32"}),
-    "ct-old-w3a16": ("compressed-tensors", OWN, {"uint8:32+float32"}),
-    "ct-w3a16": ("compressed-tensors", OWN, {"int3:32+float32"}),
+    "ct-old-padded": ("compressed-tensors", OWN, {"int3:32", "int6:row", "int5:row+bfloat16"}),
+    "ct-old-w3a16": ("compressed-tensors", OWN, {"uint8:32+bfloat16"}),
+    "ct-w3a16": ("compressed-tensors", OWN, {"int3:32+bfloat16"}),
     "ct-w4a16": ("compressed-tensors", OWN, {"int4", "int4:row"}),
-    "ct-w4a16-asym": ("compressed-tensors", OWN, {"uint4:32+float32"}),
-    "ct-w4a16-gptq": ("compressed-tensors", OWN, {"int4:32+float32"}),
-    "ct-w8a8-channel": ("compressed-tensors", OWN, {"int8"}),
-    "ct-w8a8-static": ("compressed-tensors", OWN, {"int8:tensor"}),
+    "ct-w4a16-asym": ("compressed-tensors", OWN, {"uint4:32+bfloat16"}),
+    "ct-w4a16-gptq": ("compressed-tensors", OWN, {"int4:32+bfloat16"}),
+    "ct-w8a8-channel": ("compressed-tensors", OWN, {"int8+bfloat16"}),
+    "ct-w8a8-static": ("compressed-tensors", OWN, {"int8:tensor+bfloat16"}),
     "fbgemm-fp8": ("fp8", "float32", {"fp8_e4m3"}),
     "gptq-2bit-v2": ("gptq", "float16", {"uint2:32"}),
     "gptq-3bit": ("gptq", "float16", {"uint3:32"}),
@@ -58,6 +62,12 @@ SETS = {
     "hf-fp8-block32": ("fp8", "float32", {"fp8_e4m3:32x32"}),
     "hf-fp8-ragged": ("fp8", "float32", {"fp8_e4m3:64x64"}),
     "hf-mxfp4-gpt-oss": ("mxfp4", "float32", {"mxfp4"}),
+    "mlx-affine": ("mlx", "float32", {"uint4:64+min"}),
+    "mlx-affine-mixed": (
+        "mlx",
+        "float32",
+        {"uint3:32+min+bfloat16", "uint6:32+min+bfloat16"},
+    ),
     "mlx-mxfp4": ("mlx", "float32", {"mxfp4"}),
     "mlx-nvfp4": ("mlx", "float32", {"nvfp4"}),
     "modelopt-fp8": ("modelopt", "float32", {"fp8_e4m3:tensor"}),
@@ -78,7 +88,6 @@ UNREAD = {
     "ct-old-marlin24": "order of a kernel",
     "gptq-4bit-actorder": "desc_act",
     "gptq-autogptq-layers": "desc_act",
-    "mlx-affine": "have a bias",
     "torchao-layers": "Int4Tensor",
 }
 WHOLE = {"hqq-layers": "HQQ", "quanto-layers": "optimum-quanto", "quanto-qint4": "optimum-quanto"}
@@ -137,7 +146,7 @@ def test_every_set_is_tested():
     there = {path.name for path in ROOT.iterdir()}
     assert there == SETS.keys() | UNREAD.keys() | WHOLE.keys() | {
         "bitsandbytes-int8", "bitsandbytes-layers", "ct-old-sparse24", "gptq-autogptq-zero",
-        "mlx-affine-mixed", "mlx-layers",
+        "mlx-layers",
     }  # fmt: skip
 
 
