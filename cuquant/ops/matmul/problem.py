@@ -212,7 +212,7 @@ class Weight:
             return struct.pack("<Q56s2q", blocks, lookup, self.row_step, rows.nbytes)
         packed = backend.pointer(self.parts["packed"])
         return struct.pack(
-            "<Q48s56s48s2q3if",
+            "<Q56s56s48s2q3if",
             packed,
             scale_arrays(backend, self.fmt, dict(self.parts)),
             lookup,
