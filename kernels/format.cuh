@@ -11,7 +11,7 @@ namespace cuquant {
 // zero, vanishing and non-finite blocks.
 __device__ inline bool usable(float inverse) { return (bits_of(inverse) << 1) - 1u < 0xFEFFFFFFu; }
 
-enum class Stored { None, Float32, Float16, E8M0, E4M3, Double };  // how a scale is held
+enum class Stored { None, Float32, Float16, BFloat16, E8M0, E4M3, Double };  // how a scale is held
 enum class Offset { None, ZeroPoint, Minimum };
 
 // Where the bits of ggml's blocks lie; defined in format/blocks.cuh.

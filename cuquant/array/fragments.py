@@ -35,7 +35,7 @@ words]: word `first + j` of lane l, in a section of `count` words from `first` o
 Components
 ----------
 codes         uint32 [E?, ceil(N / 16), ceil(K / 64), 32 b]
-scale, zero_point
+scale, zero_point, minimum
               where they have a value for each row and group ("row": one group), with their dtype
               [E?, ceil(N / 16), groups, 16]: entry 2 g + h of a strip is row g + 8 h; rows of the
               padding have 0
@@ -272,7 +272,7 @@ class Fragments:
         if isinstance(self.fmt.rule.block, tuple) or self.fmt.rule.block == "tensor":
             return ()
         parts = self.fmt.components(self.shape)
-        own = (part for part in parts if part.name in ("scale", "zero_point"))
+        own = (part for part in parts if part.name in ("scale", "zero_point", "minimum"))
         return tuple(Strips(part.name, part.dtype, part.shape[-1]) for part in own)
 
     @lazy

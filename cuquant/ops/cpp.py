@@ -26,7 +26,13 @@ RULES = {
 }
 ROUNDINGS = {"half_even": "HalfEven", "half_away": "HalfAway", "half_up": "HalfUp"}
 SPECIALS = {(4, 3): "OneNan", (5, 2): "Ieee", (5, 10): "Ieee", (8, 7): "Ieee"}
-STORED = {"float32": "Float32", "float16": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}
+STORED = {
+    "float32": "Float32",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "e8m0": "E8M0",
+    "e4m3": "E4M3",
+}
 OFFSETS = {None: "None", "zero_point": "ZeroPoint", "min": "Minimum"}
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat16"}
 WORDS = {1: "u8", 2: "u16", 4: "u32"}
@@ -324,11 +330,11 @@ def _lookup(codec: Codebook, at: int) -> bytes:
 
 def scale_arrays(backend: Backend, fmt: Format, parts: Mapping[str, Any]) -> bytes:
     """The ScaleArrays struct of dequantize/dequantize.cu."""
-    names = ("scale", "zero_point", "global_scale", "nested_scale", "nested_offset")
+    names = ("scale", "zero_point", "minimum", "global_scale", "nested_scale", "nested_offset")
     pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
     nested = fmt.scale is not None and fmt.scale.nested == "double"
     table = 0
     if nested:
         values = get_format("dynamic8").codec.values  # type: ignore[union-attr]
         table = backend.pointer(backend.upload(values))
-    return struct.pack("<6Q", *pointers, table)
+    return struct.pack("<7Q", *pointers, table)

@@ -39,14 +39,14 @@ __global__ void vanished(
     const float scale = scale_at<Format::stored>(arrays, block);
     if (!is_small<Format::stored>(arrays, block, scale)) return;
     const Tile tile(tiles, block);
-    const float shift = shift_of<Format>(arrays, block);
+    const float shift = shift_of<Format>(arrays, block), minimum = minimum_at<Format>(arrays, block);
     const int lane = threadIdx.x % kWarp;
     float largest = 0.0f, error = 0.0f;
     each<T, 0>(x, source, tile, lane, tile.chunks(), kWarp, [&](float value, i64 place) {
         const i64 r = tile.tall == 1 ? 0 : place / tile.wide, column = tile.column + place - r * tile.wide;
         const u32 code = Format::Packing::get(packed + (tile.row + r) * row_words, column);
         largest = fmaxf(largest, fabsf(value));
-        error = fmaxf(error, fabsf(__fsub_rn(value, value_of<Format>(code, scale, shift, tables))));
+        error = fmaxf(error, fabsf(__fsub_rn(value, value_of<Format>(code, scale, minimum, shift, tables))));
     });
     largest = lanes_max<kWarp>(largest);
     error = lanes_max<kWarp>(error);
