@@ -27,7 +27,7 @@ from cuquant.io.schema.layer import (
     refuse,
     stems,
 )
-from cuquant.io.schema.pieces import of_slabs
+from cuquant.io.schema.pieces import ONE_BIT, of_slabs
 
 KIND = "hqq"
 CODES = "W_q"
@@ -46,7 +46,6 @@ SETTINGS = (
     "stores_quant_config", "unpack_view_dtype", "view_as_float",
 )  # fmt: skip
 ROUNDS = "values are those of exact arithmetic, which HQQ rounds twice in its compute_dtype"
-NARROW = "codes of 1 bit take 2"
 
 
 def recognises(c: Checkpoint) -> bool:
@@ -110,7 +109,7 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
 
     names = (codes.name, scales.name, zeros.name)
     settings = tuple(stem + end for end in SETTINGS if stem + end in c)
-    notes = (*(() if whole else (ROUNDS,)), *((NARROW,) if bits == 1 else ()))
+    notes = (*(() if whole else (ROUNDS,)), *((ONE_BIT,) if bits == 1 else ()))
     made = _dtype(c, stem)
     return Layer(name, fmt, (rows, depth), made, (*names, *settings), parts, notes)
 

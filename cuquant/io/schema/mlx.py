@@ -17,6 +17,7 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.formats import get_format
 from cuquant.formats.codecs import Uniform
 from cuquant.formats.names import FormatName
+from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import (
@@ -30,7 +31,7 @@ from cuquant.io.schema.layer import (
     scale_dtype,
     stems,
 )
-from cuquant.io.schema.pieces import block_floats
+from cuquant.io.schema.pieces import ONE_BIT, block_floats
 from cuquant.io.schema.recipe import (
     FLOATS,
     Recipe,
@@ -98,23 +99,28 @@ def _affine(c: Checkpoint, stem: str, own: Mapping[str, Any]) -> Layer:
     bits = width * 32 // max(depth, 1)
     if depth * bits != width * 32 or scales.shape[:-1] != codes.shape[:-1]:
         raise refuse(name, f"scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
-    if bits not in AFFINE or own.get("bits") != bits:
+    if bits not in (1, *AFFINE) or own.get("bits") != bits:
         said = quote(own.get("bits"))
         raise refuse(name, f"codes of {bits} bits in groups of {size} are not read; bits is {said}")
     if (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
         raise refuse(name, f"biases {biases.dtype}{list(biases.shape)} are not those of scales")
     kept = scale_dtype(scales, "scales")
-    fmt = get_format(f"uint{bits}", block_size=size, offset="min", scale_dtype=kept)
+    fmt = get_format(f"uint{max(bits, 2)}", block_size=size, offset="min", scale_dtype=kept)
 
     def parts() -> Parts:
+        words = c.read(name)
+        if bits == 1:
+            fields = Packing(1, "dense").unpack(words.reshape(-1, width), depth)
+            words = fmt.row_packing.pack(fields, fmt.zero_code)
         return {
-            "packed": c.read(name).view(fmt.row_packing.dtype),
+            "packed": words.view(fmt.row_packing.dtype),
             "scale": c.read(scales.name),
             "minimum": c.read(biases.name),
         }
 
-    names = (name, scales.name, biases.name)
-    return Layer(name, fmt, (*codes.shape[:-1], depth), model_dtype(c, scales), names, parts)
+    names, notes = (name, scales.name, biases.name), (ONE_BIT,) if bits == 1 else ()
+    shape = (*codes.shape[:-1], depth)
+    return Layer(name, fmt, shape, model_dtype(c, scales), names, parts, notes)
 
 
 def _floats(c: Checkpoint, stem: str, name: FormatName, bits: int, block: int) -> Layer:

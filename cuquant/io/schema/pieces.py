@@ -12,6 +12,8 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype
 
+ONE_BIT = "codes of 1 bit take 2"  # a note of layers, of which cuquant has no format
+
 
 def extent_of(
     codes: tuple[int, ...],

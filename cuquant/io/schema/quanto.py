@@ -125,9 +125,8 @@ def _columns(c: Checkpoint, stem: str) -> int | None:
     """Of a linear layer of transformers' models; None where config.json does not tell."""
     module = stem.removesuffix(".").rpartition(".")[2]
     config = c.config
-    heads, wide = config.get("num_attention_heads"), config.get("hidden_size")
-    if module == "o_proj" and type(heads) is type(wide) is int and heads > 0:
-        own = config.get("head_dim")
-        return heads * own if type(own) is int and own > 0 else wide
-    found = config.get(COLUMNS.get(module, ""))
-    return found if type(found) is int and found > 0 else None
+    keys = ("num_attention_heads", "head_dim", COLUMNS.get(module, "hidden_size"))
+    heads, own, found = (n if type(n := config.get(key)) is int and n > 0 else None for key in keys)
+    if module == "o_proj":
+        return heads * own if heads and own else found
+    return found if module in COLUMNS else None
