@@ -42,8 +42,19 @@ SETTINGS = (
     Setting("attn_logit_softcapping", "attn_logit_softcapping", np.float32),
     Setting("final_logit_softcapping", "final_logit_softcapping", np.float32),
 )
+EXPERTS = (  # of architectures that have some; `counted` is the first one's key
+    Setting("expert_count", "", np.uint32),
+    Setting("expert_used_count", "num_experts_per_tok", np.uint32),
+    Setting("expert_feed_forward_length", "moe_intermediate_size", np.uint32),
+)
 NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 ROPES = ("default", "linear", "yarn", "llama3")  # ways to stretch positions that are written
+
+
+def _settings(found: Architecture) -> tuple[Setting, ...]:
+    if not found.experts:
+        return SETTINGS
+    return (*SETTINGS, *(s if s.hf else s._replace(hf=found.counted) for s in EXPERTS))
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]] | None:
@@ -66,7 +77,10 @@ def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     made: dict[str, Any] = {"general.architecture": found.name}
     if isinstance(name := config.get("_name_or_path"), str) and name:
         made["general.name"] = name.rstrip("/").rpartition("/")[2]
-    for key, source, dtype in SETTINGS:
+    for key, usual in found.fixed.items():
+        if config.get(key) != usual:
+            raise ValueError(f"config.json has {key} {quote(config.get(key))}; GGUF has {usual}")
+    for key, source, dtype in _settings(found):
         value = told.get(source)
         if value is None:
             continue
@@ -129,8 +143,9 @@ def to_config(found: Architecture, metadata: Mapping[str, Any], is_tied: bool) -
         "architectures": [found.model_class],
         "model_type": found.model_types[0],
         "tie_word_embeddings": is_tied,
+        **found.fixed,
     }
-    for key, name, _ in SETTINGS:
+    for key, name, _ in _settings(found):
         value = metadata.get(f"{found.name}.{key}")
         if isinstance(value, np.integer):
             config[name] = int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ WRITERS = {module.KIND: module for module in _MODULES}
 # Weights that loaders of these kinds take for no linear layer.
 FOR_LINEAR = {gptq.KIND, awq.KIND, compressed_tensors.KIND, bitsandbytes.KIND, fp8.KIND}
 NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "*.gate.weight", "*router*")
+ROUTERS = "*.ffn_gate_inp.weight"  # of GGUF, which llama.cpp keeps in float32
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ def _plain_or_quantized(entry: Entry, writer: Writer, fmt: Format | None) -> Ste
     if entry.axes is not None:
         raise ValueError("its axes are in another order")
     dtype = entry.dtype
-    if writer is gguf and len(entry.shape) == 1 and dtype.name in interop.INPUT_DTYPES:
+    is_float32 = len(entry.shape) == 1 or fnmatchcase(entry.name, ROUTERS)
+    if writer is gguf and is_float32 and dtype.name in interop.INPUT_DTYPES:
         dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
     kind: Any = gguf_type(dtype) if writer is gguf else tag_of(dtype)
     nbytes = _nbytes(kind, entry.shape)
@@ -244,7 +247,8 @@ def _is_chosen(entry: Entry, writer: Writer, fmt: Format) -> bool:
         if len(entry.shape) != 2 or not entry.name.endswith("weight"):
             return False
         return why_kept(entry.name, entry.dtype, entry.shape, fmt, exclude=NOT_LINEAR) is None
-    return why_kept(entry.name, entry.dtype, entry.shape, fmt) is None
+    kept = (ROUTERS,) if writer is gguf else ()
+    return why_kept(entry.name, entry.dtype, entry.shape, fmt, exclude=kept) is None
 
 
 def _raw(entry: Entry, writer: Writer) -> Step:
