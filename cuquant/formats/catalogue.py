@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
-from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
+from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
@@ -215,7 +216,19 @@ def _nvfp4(name: str, **_: object) -> Format:
     return Format(name, E2M1, scale, None, NIBBLES)
 
 
+def _doubled_e2m1() -> Codebook:
+    """ggml's, where code 8 is 0.0 too; what lies between two numbers goes to the smaller one."""
+    borders = np.array([(a + b) / 2 for a, b in pairwise(FLOAT_LEVELS)], np.float32)
+    below = np.nextafter(-borders[::-1], np.float32(-np.inf))
+    return Codebook(
+        levels=(*(float(-v) for v in FLOAT_LEVELS[:0:-1]), 0.0, *map(float, FLOAT_LEVELS)),
+        thresholds=(*below.tolist(), BELOW_ZERO, *borders.tolist()),
+        code_of_rank=(*range(15, 7, -1), *range(8)),
+    )
+
+
 IQ4 = Codebook(tuple(float(v) for v in IQ4_LEVELS))
+DOUBLED_E2M1 = _doubled_e2m1()
 _GGML: dict[str, tuple[Codebook | Uniform, str, float, str | None]] = {
     # codec, scale rule, peak, offset; the K-quants and IQ4 search for their scales
     "q4_0": (Uniform(-8, 7, "half_up"), "signed_max", -8.0, None),
@@ -231,13 +244,16 @@ _GGML: dict[str, tuple[Codebook | Uniform, str, float, str | None]] = {
     "q4_k": (Uniform(0, 15), "search", 1.0, "min"),
     "q5_k": (Uniform(0, 31), "search", 1.0, "min"),
     "q6_k": (Uniform(-32, 31), "search", 1.0, None),
+    "ggml_mxfp4": (DOUBLED_E2M1, "e8m0", 6.0, None),
+    "ggml_nvfp4": (DOUBLED_E2M1, "absmax", 6.0, None),
 }
 
 
 def _ggml(name: str, **_: object) -> Format:
     codec, rule, peak, offset = _GGML[name]
     layout = BLOCK_LAYOUTS[name]
-    scale = Scale(rule, peak, layout.sub_block, "float16", "exact")
+    dtype = {"half_e8m0": "e8m0", "half_e4m3": "e4m3"}.get(layout.scale_kind, "float16")
+    scale = Scale(rule, peak, layout.sub_block, dtype, "exact")
     return Format(name, codec, scale, offset, layout)
 
 
@@ -279,7 +295,7 @@ ALIASES = {
 }
 
 # Members of gguf.GGMLQuantizationType that are called like a format with other bytes.
-_OTHERS_OF_GGML = {"mxfp4": "OCP's rule", "nvfp4": "a global scale"}
+_OF_GGML = {"mxfp4": "ggml_mxfp4", "nvfp4": "ggml_nvfp4"}
 
 _OPTIONS = tuple(FormatOptions.__annotations__)
 
@@ -402,12 +418,7 @@ def _name_of(member: Enum) -> str:
         raise TypeError(
             f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {clipped(member)}"
         )
-    if name in _OTHERS_OF_GGML:
-        raise ValueError(
-            f"ggml's own rule for {member.name} is not available yet; pass {name!r}, which has "
-            f"{_OTHERS_OF_GGML[name]} and becomes ggml's bytes by to_blocks()"
-        )
-    return name
+    return _OF_GGML.get(name, name)
 
 
 def _new_format(name: str, options: dict[str, object]) -> Format:

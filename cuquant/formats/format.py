@@ -125,6 +125,11 @@ class Format:
         """Whether codes are integers, which have no place for NaN."""
         return isinstance(self.codec, Uniform)
 
+    @property
+    def holds_nan(self) -> bool:
+        """Whether a block can be NaN: ggml's scales of a byte have no such number."""
+        return not self.is_blocks or self.layout.has_half_scale
+
     def check_shape(self, stored: tuple[int, ...]) -> None:
         """ValueError where an array stored as [rows..., K] cannot have this format."""
         if not stored:
