@@ -20,6 +20,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
 from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
+from cuquant.io.schema.modelopt import PRE_SCALE
 from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer, refuse_odd_parts
 from cuquant.io.streaming import why_kept
 from cuquant.ops.quantize.door import quantize
@@ -117,6 +118,8 @@ def plan(
     steps, lost = [], []
     for entry in entries.values():
         try:
+            if writer is not own and entry.name.endswith(f".{PRE_SCALE}"):
+                raise ValueError(f"x is multiplied by it, which no {writer.KIND} file can say")
             steps.append(_step(entry, writer, fmt, requantize))
         except (ValueError, TypeError) as why:
             lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")

@@ -26,6 +26,7 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import Found, Layer, Parts, attempt, refuse, stems
+from cuquant.io.schema.modelopt import PRE_NOTE, PRE_SCALE
 from cuquant.io.schema.pieces import block_floats, extent_of, integers
 
 KIND = "comfyui"
@@ -112,7 +113,9 @@ def _layer(c: Checkpoint, stem: str, listed: Said, dtype: np.dtype) -> Layer:
     if not isinstance(kind, str) or kind not in READERS:
         raise refuse(name, f"ComfyUI's format {quote(kind)} is not read")
     made = READERS[kind](c, stem, dtype)
-    return replace(made, tensors=(*made.tensors, own)) if own in c else made
+    notes = (PRE_NOTE,) if stem + PRE_SCALE in c else ()
+    tensors = (*made.tensors, own) if own in c else made.tensors
+    return replace(made, tensors=tensors, notes=(*made.notes, *notes))
 
 
 def _scaled(

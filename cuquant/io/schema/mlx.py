@@ -41,6 +41,7 @@ from cuquant.io.schema.recipe import (
     as_tag,
     dense_words,
     finer,
+    group_minimums,
     group_scales,
     group_zeros,
     integers_of,
@@ -178,10 +179,10 @@ def _affine_recipe(source: Source) -> Recipe:
     fmt, (rows, depth) = source.format, source.matrix("MLX")
     found = integers_of(fmt, source.shape)
     has_minimum = fmt.offset == "min" and isinstance(fmt.codec, Uniform)
-    block = fmt.block_size
-    if found is None and not (has_minimum and isinstance(block, int) and fmt.rule.dtype in FLOATS):
+    is_square = isinstance(fmt.rule.block, tuple) or fmt.rule.dtype not in FLOATS
+    if found is None and (is_square or not has_minimum):
         raise ValueError(f"MLX holds integers of groups, {', '.join(FORMATS)}")
-    own = found.group if found else int(str(block))
+    own = found.group if found else min(fmt.rule.tile(1, depth)[1], max(depth, 1))
     size = next((g for g in GROUPS if depth % g == 0 and finer(own, depth, g)), 0)
     if not size or fmt.bits not in AFFINE or depth * fmt.bits % 32:
         raise ValueError(f"MLX has groups of {GROUPS} and {AFFINE} bits, not {fmt} of {depth}")
@@ -195,7 +196,7 @@ def _affine_recipe(source: Source) -> Recipe:
         if found:
             bias = -group_zeros(q, own).astype(np.float32) * scales.astype(np.float32)
         else:
-            bias = np.asarray(q.minimum)
+            bias = group_minimums(q, own)
         spread = [np.repeat(part, times, axis=1)[:, :groups] for part in (scales, bias)]
         return {
             source.name: dense_words(q, fmt.zero_code).view(np.uint32),

@@ -260,6 +260,11 @@ def group_zeros(q: QuantArray, group: int) -> np.ndarray:
     return _by_group(np.asarray(zero), q.shape, group)
 
 
+def group_minimums(q: QuantArray, group: int) -> np.ndarray:
+    """Minimums [rows, ceil(K / group)]."""
+    return _by_group(np.asarray(q.minimum), q.shape, group)
+
+
 def _by_group(values: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:
     rows, groups = int(np.prod(shape[:-1], dtype=np.int64)), -(-shape[-1] // group)
     if not values.ndim:
