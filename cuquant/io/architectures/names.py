@@ -153,6 +153,7 @@ ARCHITECTURES = (
     ),
     Architecture("gemma", ("gemma",), "GemmaForCausalLM", adds_one=True),
     Architecture("gemma2", ("gemma2",), "Gemma2ForCausalLM", GEMMA_2, adds_one=True),
+    Architecture("gemma3", ("gemma3_text",), "Gemma3ForCausalLM", GEMMA_2, adds_one=True),
     Architecture("phi3", ("phi3",), "Phi3ForCausalLM", PHI),
 )  # fmt: skip
 

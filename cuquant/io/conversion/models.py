@@ -9,8 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cuquant.io.architectures.metadata import ROPE_FACTORS, from_config, rope_factors, to_config
+from cuquant.io.architectures.metadata import from_config, to_config
 from cuquant.io.architectures.names import of_gguf
+from cuquant.io.architectures.positions import (
+    LONG,
+    ROPE_FACTORS,
+    SHORT,
+    rope_tensors,
+    to_longrope,
+)
 from cuquant.io.architectures.tokenizer import from_json
 from cuquant.io.checkpoint import read_json
 from cuquant.io.entries import Entry, Opened
@@ -92,8 +99,7 @@ def _to_gguf(file: Opened) -> Model:
         if new in entries:
             raise ValueError(f"two arrays are {new} in GGUF")
         entries[new] = changed(entry, new, new, found, heads, to_gguf=True)
-    if (factors := rope_factors(config)) is not None:
-        entries[ROPE_FACTORS] = _made(ROPE_FACTORS, factors)
+    entries |= {name: _made(name, factors) for name, factors in rope_tensors(config).items()}
     tokens, warning = _tokens(folder, config, found)
     warnings = [warning] if warning else []
     if unknown:
@@ -130,6 +136,9 @@ def _from_gguf(file: Opened) -> Model:
         warnings.append(
             "rope_freqs.weight stays behind: config.json needs the original's rope_scaling"
         )
-    if unknown := [name for name in file if found.in_hf(name) is None and name != ROPE_FACTORS]:
+    if LONG in file and SHORT in file:
+        config |= to_longrope(found, file.metadata, *(entries.pop(n).read() for n in (LONG, SHORT)))
+    held = (ROPE_FACTORS, LONG, SHORT)
+    if unknown := [name for name in file if found.in_hf(name) is None and name not in held]:
         warnings.append(f"{len(unknown)} tensors have no name in transformers: {unknown[0]}")
     return Model(entries, config, warnings)
