@@ -104,7 +104,8 @@ def load(
         CuPy where `device` is a GPU.
     names
         Of the arrays to read. None: all. "hf": all of a GGUF file by the names, and with the order
-        of rows, that transformers has for llama, mistral, qwen2, qwen3, gemma, gemma2 and phi3.
+        of rows, that transformers has for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma,
+        gemma2, gemma3 and phi3; experts are matrices of their own then.
     max_header_bytes
         A larger header is refused.
 
