@@ -11,7 +11,8 @@ namespace cuquant {
 // zero, vanishing and non-finite blocks.
 __device__ inline bool usable(float inverse) { return (bits_of(inverse) << 1) - 1u < 0xFEFFFFFFu; }
 
-enum class Stored { None, Float32, Float16, E8M0, E4M3, Double };  // how a scale is held
+// How a scale is held. Those of a byte of ggml's are halves of what OCP's are, since its levels are e2m1's twice.
+enum class Stored { None, Float32, Float16, BFloat16, E8M0, E4M3, Double, HalfE8M0, HalfE4M3 };
 enum class Offset { None, ZeroPoint, Minimum };
 
 // Where the bits of ggml's blocks lie; defined in format/blocks.cuh.

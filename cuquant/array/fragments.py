@@ -35,7 +35,7 @@ words]: word `first + j` of lane l, in a section of `count` words from `first` o
 Components
 ----------
 codes         uint32 [E?, ceil(N / 16), ceil(K / 64), 32 b]
-scale, zero_point
+scale, zero_point, minimum
               where they have a value for each row and group ("row": one group), with their dtype
               [E?, ceil(N / 16), groups, 16]: entry 2 g + h of a strip is row g + 8 h; rows of the
               padding have 0
@@ -56,7 +56,8 @@ sub_scale, sub_minimum
 These lie as scales do.
 
 Codes have 1 to 8 bits, and a block that does not hold the whole row has 16, 32 or a multiple of 64
-columns, so that each 16 columns of a unit share a group. Other formats stay in "rows/1". The
+columns, so that each 16 columns of a unit share a group. Other formats, and those of ggml's blocks
+that have a byte for a scale, stay in "rows/1". The
 columns that fill up the last unit may lie beyond the last group.
 """
 
@@ -176,7 +177,7 @@ def takes(fmt: Format, shape: tuple[int, ...]) -> bool:
     """Whether this layout is one for a weight [N, K] or [E, N, K] of a format."""
     if fmt.scale is None or fmt.bits > 8 or len(shape) not in (2, 3) or fmt.is_flat:
         return False
-    if fmt.is_blocks and shape[-1] % fmt.layout.elements:
+    if fmt.is_blocks and (shape[-1] % fmt.layout.elements or not fmt.layout.has_half_scale):
         return False
     block = fmt.scale.block[1] if isinstance(fmt.scale.block, tuple) else fmt.scale.block
     return isinstance(block, str) or block >= shape[-1] or block in (16, 32) or block % UNIT == 0
@@ -272,7 +273,7 @@ class Fragments:
         if isinstance(self.fmt.rule.block, tuple) or self.fmt.rule.block == "tensor":
             return ()
         parts = self.fmt.components(self.shape)
-        own = (part for part in parts if part.name in ("scale", "zero_point"))
+        own = (part for part in parts if part.name in ("scale", "zero_point", "minimum"))
         return tuple(Strips(part.name, part.dtype, part.shape[-1]) for part in own)
 
     @lazy

@@ -115,12 +115,13 @@ class QuantArray(Stored[ArrayT]):
 
     @property
     def scale(self) -> Any:
-        """The effective scale of each block, float32 or float16; None for fp16 and bf16.
+        """The effective scale of each block; None for fp16 and bf16.
 
         Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor", [ceil(M / bm),
-        ceil(K / bk)] for a pair and [ceil(size / block)] for "flat". Nested pieces are multiplied
-        out. With absmax it is absmax / 127, and values may differ from code * scale by one unit in
-        the last place; of permuted columns blocks are those of the columns as they are stored.
+        ceil(K / bk)] for a pair and [ceil(size / block)] for "flat". float32; float16 or bfloat16
+        where it is stored so. Nested pieces are multiplied out. With absmax it is absmax / 127, and
+        values may differ from code * scale by one unit in the last place; of permuted columns
+        blocks are those of the columns as they are stored.
         """
         if "scale" in self.components and self.format.scale_is_plain:
             return self._view("scale")
@@ -128,7 +129,9 @@ class QuantArray(Stored[ArrayT]):
 
     @property
     def minimum(self) -> Any:
-        """What is added to each block's values (q4_1, q2_k, ...), like `scale`; else None."""
+        """What is added to each block's values (`+min`, q4_1, q2_k), like `scale`; else None."""
+        if "minimum" in self.components:
+            return self._view("minimum")
         return self._block_values("minimum") if self.format.offset == "min" else None
 
     @property

@@ -18,7 +18,7 @@ from cuquant.formats.scales import FLAT
 Parts = dict[str, Any]
 State = tuple[Format, Parts, tuple[int, ...]]
 
-PER_BLOCK = ("scale", "zero_point")
+PER_BLOCK = ("scale", "zero_point", "minimum")
 
 
 def take(

@@ -14,6 +14,9 @@ HALF_MAX = 65504  # the largest finite float16
 # What a code of iq4_nl and iq4_xs stands for, before the scale.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# e2m1's numbers twice, so that they are integers; a code above 7 is 8 more than that of its size.
+FLOAT_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -84,7 +87,8 @@ class BlockLayout:
         Elements that share an effective scale.
     bits
         Of a code. Codes are unsigned: an integer type's value is code - 2^(bits - 1), or the code
-        itself where `has_min`; iq4_* index IQ4_LEVELS; mxfp4 and nvfp4 hold e2m1 bits.
+        itself where `has_min`; iq4_* index IQ4_LEVELS, the others of 4 bits FLOAT_LEVELS (as ggml
+        reads mxfp4 and nvfp4) or e2m1's (as OCP does).
     code_fields
         Where the bits of the codes lie.
     sc_runs, m_runs
@@ -93,6 +97,8 @@ class BlockLayout:
         Offsets of the float16 numbers (`scale_byte`: of `scale_kind`); None: there is none.
     scale_kind
         "half"; "e8m0": 2^(byte - 127), 255 is NaN; "e4m3": unsigned, bit 7 is ignored, 127 is NaN.
+        Of ggml's own, which are halves since levels are doubled: "half_e8m0": 2^(byte - 128), no
+        NaN; "half_e4m3": the unsigned number / 2, of which byte 127 is 0 and byte 255 is 240.
     sc_zero
         A sub-block scale is stored as sc + sc_zero.
     signed
@@ -130,8 +136,13 @@ class BlockLayout:
 
     @property
     def _scale_bytes(self) -> slice:
-        count = {"half": 2, "e8m0": 1, "e4m3": self.sub_blocks}[self.scale_kind]
+        count = 2 if self.has_half_scale else self.sub_blocks
         return slice(self.scale_byte, self.scale_byte + count)
+
+    @property
+    def has_half_scale(self) -> bool:
+        """Whether the scale is a float16; else each sub-block has a byte."""
+        return self.scale_kind == "half"
 
     def unpack(self, blocks: np.ndarray) -> Fields:
         """Codes and effective scales of `blocks` (uint8 [n, nbytes]).
@@ -141,7 +152,7 @@ class BlockLayout:
         """
         parts = self.stored(blocks)
         stored = parts["scale"] if parts["scale"].ndim == 2 else parts["scale"][:, None]
-        scale = _decode_scale(stored, self.scale_kind)
+        scale = self.decoded_scale(stored)
         with np.errstate(all="ignore"):  # float16 infinities and NaN are a block's to have
             if self.sc_runs:
                 scale = scale * parts["sc"].astype(F32)
@@ -151,6 +162,10 @@ class BlockLayout:
             if self.m_runs:
                 minimum = -(minimum * parts["m"].astype(F32))
         return Fields(parts["codes"], scale, minimum)
+
+    def decoded_scale(self, stored: np.ndarray) -> np.ndarray:
+        """float32: what the stored scales of blocks, or of sub-blocks, are as numbers."""
+        return _decode_scale(stored, self.scale_kind)
 
     def stored(self, blocks: np.ndarray) -> dict[str, np.ndarray]:
         """The fields as the block holds them: `pack(**stored(blocks))` gives `blocks` again.
@@ -165,7 +180,7 @@ class BlockLayout:
         codes = _read(blocks, self.code_runs, self.elements)
         if self.signed:
             codes ^= 0x80
-        if self.scale_kind == "half":
+        if self.has_half_scale:
             parts = {"codes": codes, "scale": _read_half(blocks, self.scale_byte)}
         else:
             scale = blocks[:, self._scale_bytes]
@@ -220,7 +235,7 @@ class BlockLayout:
         n = len(codes)
         blocks = np.zeros((n, self.nbytes), np.uint8)
         _write(blocks, self.code_runs, codes ^ np.uint8(0x80) if self.signed else codes)
-        if self.scale_kind != "half":
+        if not self.has_half_scale:
             blocks[:, self._scale_bytes] = scale.reshape(n, self.sub_blocks)
             return blocks
         halves = {
@@ -294,13 +309,21 @@ def _decode_scale(stored: np.ndarray, kind: str) -> np.ndarray:
     """float32 values of stored scales, float16 or bytes of `kind`."""
     if kind == "half":
         return stored.astype(F32)
+    if kind == "half_e8m0":
+        return np.ldexp(F32(1), stored.astype(np.int32) - 128)
+    if kind == "half_e4m3":
+        return np.where(stored == 127, F32(0), _unsigned_e4m3(stored) * F32(0.5))
     if kind == "e8m0":
         scale = np.ldexp(F32(1), np.minimum(stored, 254).astype(np.int32) - 127)
         return np.where(stored == 255, F32(np.nan), scale)
+    return np.where((stored & 127) == 127, F32(np.nan), _unsigned_e4m3(stored))
+
+
+def _unsigned_e4m3(stored: np.ndarray) -> np.ndarray:
+    """The lower 7 bits as a number; of 127 it would be 480."""
     exponent = (stored >> 3 & 15).astype(np.int32)
     mantissa = (stored & 7).astype(F32) + F32(8) * (exponent > 0)
-    scale = np.ldexp(mantissa, np.maximum(exponent, 1) - 10)  # mantissas in eighths, bias 7
-    return np.where((stored & 127) == 127, F32(np.nan), scale)
+    return np.ldexp(mantissa, np.maximum(exponent, 1) - 10)  # mantissas in eighths, bias 7
 
 
 def _runs(byte: int, fields: int, bits: int, span: int, shift: int = 0) -> tuple[Run, ...]:
@@ -400,5 +423,7 @@ _LAYOUTS = (
     ),
     BlockLayout("mxfp4", 32, 17, 32, 4, (Field(1, 4, 16),), scale_kind="e8m0"),
     BlockLayout("nvfp4", 64, 36, 16, 4, (Field(4, 4, 8),), scale_kind="e4m3"),
+    BlockLayout("ggml_mxfp4", 32, 17, 32, 4, (Field(1, 4, 16),), scale_kind="half_e8m0"),
+    BlockLayout("ggml_nvfp4", 64, 36, 16, 4, (Field(4, 4, 8),), scale_kind="half_e4m3"),
 )
 BLOCK_LAYOUTS: dict[str, BlockLayout] = {layout.name: layout for layout in _LAYOUTS}

@@ -5,18 +5,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
-from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS
+from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS
 from cuquant.formats.changes import with_absmax, with_flat_blocks, with_permuted
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import FLAT, Block, Scale, check_block, is_flat
+from cuquant.formats.scales import FLAT, PLAIN, Block, Scale, check_block, is_flat
 
 # Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
 # step lower moves a tie up. The steps are float32's.
@@ -218,7 +219,19 @@ def _nvfp4(name: str, **_: object) -> Format:
     return Format(name, E2M1, scale, None, NIBBLES)
 
 
+def _doubled_e2m1() -> Codebook:
+    """ggml's, where code 8 is 0.0 too; what lies between two numbers goes to the smaller one."""
+    borders = np.array([(a + b) / 2 for a, b in pairwise(FLOAT_LEVELS)], np.float32)
+    below = np.nextafter(-borders[::-1], np.float32(-np.inf))
+    return Codebook(
+        levels=(*(float(-v) for v in FLOAT_LEVELS[:0:-1]), 0.0, *map(float, FLOAT_LEVELS)),
+        thresholds=(*below.tolist(), BELOW_ZERO, *borders.tolist()),
+        code_of_rank=(*range(15, 7, -1), *range(8)),
+    )
+
+
 IQ4 = Codebook(tuple(float(v) for v in IQ4_LEVELS))
+DOUBLED_E2M1 = _doubled_e2m1()
 _GGML: dict[str, tuple[Codebook | Uniform, str, float, str | None]] = {
     # codec, scale rule, peak, offset; the K-quants and IQ4 search for their scales
     "q4_0": (Uniform(-8, 7, "half_up"), "signed_max", -8.0, None),
@@ -234,13 +247,16 @@ _GGML: dict[str, tuple[Codebook | Uniform, str, float, str | None]] = {
     "q4_k": (Uniform(0, 15), "search", 1.0, "min"),
     "q5_k": (Uniform(0, 31), "search", 1.0, "min"),
     "q6_k": (Uniform(-32, 31), "search", 1.0, None),
+    "ggml_mxfp4": (DOUBLED_E2M1, "e8m0", 6.0, None),
+    "ggml_nvfp4": (DOUBLED_E2M1, "absmax", 6.0, None),
 }
 
 
 def _ggml(name: str, **_: object) -> Format:
     codec, rule, peak, offset = _GGML[name]
     layout = BLOCK_LAYOUTS[name]
-    scale = Scale(rule, peak, layout.sub_block, "float16", "exact")
+    dtype = {"half_e8m0": "e8m0", "half_e4m3": "e4m3"}.get(layout.scale_kind, "float16")
+    scale = Scale(rule, peak, layout.sub_block, dtype, "exact")
     return Format(name, codec, scale, offset, layout)
 
 
@@ -282,7 +298,7 @@ ALIASES = {
 }
 
 # Members of gguf.GGMLQuantizationType that are called like a format with other bytes.
-_OTHERS_OF_GGML = {"mxfp4": "OCP's rule", "nvfp4": "a global scale"}
+_OF_GGML = {"mxfp4": "ggml_mxfp4", "nvfp4": "ggml_nvfp4"}
 
 _OPTIONS = tuple(FormatOptions.__annotations__)
 
@@ -308,9 +324,9 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
         `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
         alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
-        permuted, absmax, or one of `levels`, `packing` or `scale_dtype`; a rule is floor, for MX
-        formats, which have it. `str(format)` is such a string; levels of one's own are printed as
-        "custom" and not read.
+        permuted, absmax, or one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is
+        floor, for MX formats, which have it. `str(format)` is such a string; levels of one's own
+        are printed as "custom" and not read.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor", a pair (rows, columns) or
         "flat": the format's own number of elements of the flattened array, across rows as
@@ -323,8 +339,13 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         scale).
     packing
         k2..k8 only: "dense" (a bit stream), "word" (32 // k codes a uint32) or "planes".
+    offset
+        uint2..uint8 only: "zero_point" (x' = (code - zero point) * scale, zero has a code) or "min"
+        (x' = code * scale + minimum, both of the scales' dtype, codes from each block's smallest to
+        its largest).
     scale_dtype
-        "float32" or "float16", for formats whose scales are one of these.
+        "float32", "float16" or "bfloat16", for formats whose scales are one of these; of fp4, fp6,
+        fp8 and int2..int8 also "e8m0", powers of two by OCP's rule: 2^(floor(log2 absmax) - emax).
     permuted
         True: columns are stored sorted by group, with the permutation beside them (GPTQ's
         desc_act). `quantize` leaves them where they are.
@@ -407,12 +428,7 @@ def _name_of(member: Enum) -> str:
         raise TypeError(
             f"format must be a name, a Format or a gguf.GGMLQuantizationType, got {clipped(member)}"
         )
-    if name in _OTHERS_OF_GGML:
-        raise ValueError(
-            f"ggml's own rule for {member.name} is not available yet; pass {name!r}, which has "
-            f"{_OTHERS_OF_GGML[name]} and becomes ggml's bytes by to_blocks()"
-        )
-    return name
+    return _OF_GGML.get(name, name)
 
 
 def _new_format(name: str, options: dict[str, object]) -> Format:
@@ -453,11 +469,37 @@ def _with_block(fmt: Format, block: object) -> Format:
 
 
 def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
-    if dtype not in ("float32", "float16"):
-        raise ValueError(f"scale_dtype must be 'float32' or 'float16', got {clipped(dtype)}")
-    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in ("float32", "float16"):
+    if not isinstance(dtype, str) or dtype not in (*PLAIN, "e8m0"):
+        raise ValueError(
+            f"scale_dtype must be one of {', '.join(PLAIN)} or e8m0, got {clipped(dtype)}"
+        )
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in PLAIN:
         raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
+    if dtype == "e8m0":
+        return _with_powers_of_two(fmt, fmt.scale)
     return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
+
+
+def _with_powers_of_two(fmt: Format, scale: Scale) -> Format:
+    """OCP MX's rule; that of MXINT8 is the one of other integers too."""
+    if isinstance(fmt.codec, Minifloat):
+        peak = fmt.codec.peak
+    elif isinstance(fmt.codec, Uniform) and fmt.codec.low < 0:
+        peak = float(fmt.codec.high)
+    else:
+        raise ValueError(
+            f"{fmt.name} takes no scales of e8m0, which are positive powers of two; "
+            "fp4, fp6, fp8 and int2..int8 do"
+        )
+    return replace(fmt, scale=replace(scale, rule="e8m0", peak=peak, dtype="e8m0"))
+
+
+def _with_offset(fmt: Format, offset: object) -> Format:
+    if not isinstance(offset, str) or offset not in ("zero_point", "min"):
+        raise ValueError(f"offset must be 'zero_point' or 'min', got {clipped(offset)}")
+    if fmt.is_blocks or fmt.offset is None:
+        raise ValueError(f"{fmt.name} takes no offset=; uint2..uint8 do")
+    return replace(fmt, offset=offset)
 
 
 def _with_double_quant(fmt: Format, flag: object) -> Format:
@@ -468,11 +510,14 @@ def _with_double_quant(fmt: Format, flag: object) -> Format:
             f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
             "pass another format or get_format(..., scale_dtype='float32')"
         )
+    if fmt.offset == "min":
+        raise ValueError("double_quant has no place for minimums; leave out one of +dq and +min")
     return replace(fmt, scale=replace(fmt.scale, nested="double"))
 
 
 _CHANGES: dict[str, Callable[[Format, object], Format]] = {
     "block_size": _with_block,
+    "offset": _with_offset,
     "scale_dtype": _with_scale_dtype,
     "double_quant": _with_double_quant,
     "permuted": with_permuted,
@@ -497,6 +542,7 @@ def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
         "block_size": usual.block_size,
         "levels": "lloyd",
         "packing": getattr(usual.packing, "order", None),
+        "offset": usual.offset,
         "scale_dtype": usual.scale.dtype if usual.scale else None,
     }
     return {option: value for option, value in kept.items() if defaults.get(option) != value}

@@ -165,8 +165,11 @@ class Uniform:
 
     @property
     def numbers(self) -> np.ndarray:
-        """float32: all the numbers that codes stand for, before a zero point is taken off."""
-        return np.arange(self.low, self.high + 1, dtype=F32)
+        """float32: all the numbers that codes stand for, before a zero point is taken off.
+
+        A code of 0 that nobody encodes, -128 of int8, is one of them.
+        """
+        return np.arange(min(self.low, -self.offset), self.high + 1, dtype=F32)
 
     @property
     def offset(self) -> int:

@@ -12,7 +12,7 @@ from cuquant.formats import strings
 from cuquant.formats.blocks import BlockLayout
 from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import DTYPES, FLAT, NESTED_BLOCK, Block, Scale
+from cuquant.formats.scales import DTYPES, FLAT, NESTED_BLOCK, PLAIN, Block, Scale
 from cuquant.lazy import lazy
 
 MOST_BITS = 1.5  # times those of long rows, from which on an array is kept as it is
@@ -157,14 +157,19 @@ class Format:
 
     @property
     def scale_is_plain(self) -> bool:
-        """Whether the stored scale is the effective one, in float32 or float16."""
+        """Whether the stored scale is the effective one, in float32, float16 or bfloat16."""
         rule = self.scale
-        return rule is not None and not (rule.nested or rule.absmax or rule.dtype == "e8m0")
+        return rule is not None and not (rule.nested or rule.absmax) and rule.dtype in PLAIN
 
     @property
     def has_integer_codes(self) -> bool:
         """Whether codes are integers, which have no place for NaN."""
         return isinstance(self.codec, Uniform)
+
+    @property
+    def holds_nan(self) -> bool:
+        """Whether a block can be NaN: ggml's scales of a byte have no such number."""
+        return not self.is_blocks or self.layout.has_half_scale
 
     def check_shape(self, stored: tuple[int, ...]) -> None:
         """ValueError where an array stored as [rows..., K] cannot have this format."""
@@ -213,6 +218,8 @@ class Format:
             ]
         else:
             parts.append(Component("scale", DTYPES[self.scale.dtype], shape))
+        if self.offset == "min":
+            parts.append(Component("minimum", DTYPES[self.scale.dtype], shape))
         if self.offset == "zero_point":
             parts.append(Component("zero_point", np.dtype(np.uint8), shape))
         if self.scale.nested == "global":

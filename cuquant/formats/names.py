@@ -16,9 +16,10 @@ FormatName = Literal[
     "uint5", "uint4", "uint3", "uint2", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp6_e2m3",
     "fp6_e3m2", "fp4_e2m1", "mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "nvfp4",
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl", "iq4_xs", "q2_k", "q3_k", "q4_k",
-    "q5_k", "q6_k",
+    "q5_k", "q6_k", "ggml_mxfp4", "ggml_nvfp4",
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
 Span = Literal["row", "tensor", "flat"]
 Nonfinite = Literal["propagate", "raise", "clamp"]
 
@@ -37,6 +38,7 @@ class FormatOptions(TypedDict, total=False):
     double_quant: bool | None
     levels: Levels | None
     packing: Packing | None
-    scale_dtype: Literal["float32", "float16"] | None
+    offset: Literal["zero_point", "min"] | None
+    scale_dtype: ScaleDtype | None
     permuted: bool | None
     absmax: bool | None

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from cuquant.errors import clipped
@@ -12,9 +13,11 @@ RULES = ("absmax", "signed_max", "range", "mean_abs", "e8m0")
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "e8m0": np.dtype(np.uint8),  # the exponent byte of 2^(byte - 127); 255 is NaN
     "e4m3": np.dtype(np.uint8),  # the bits of a float8_e4m3fn
 }
+PLAIN = ("float32", "float16", "bfloat16")  # stored as the number that decoding multiplies by
 NESTED_BLOCK = 256
 LARGEST_BLOCK = 2**31 - 8
 FLAT = "flat"  # blocks run over the flattened array: "flat64"
@@ -31,17 +34,19 @@ class Scale:
     ----------
     rule
         "absmax", "signed_max" (the first element furthest from zero, sign kept), "range"
-        (max - min), "mean_abs", or "e8m0" (OCP MX: the power of two 2^(floor(log2 absmax) - emax)).
+        (max - min), "mean_abs", or "e8m0" (OCP MX: the power of two 2^(floor(log2 absmax) - emax),
+        where 2^emax is the largest power of two that the codec has: 2^(bits - 2) of integers).
     peak
         The number of the codec that the statistic maps to: scale = statistic / peak.
     block
         Elements that share a scale: an int along the last axis, "row", "tensor", (rows, columns) or
         "flatN": N elements of the flattened array, across its rows.
     dtype
-        How a scale is stored: "float32", "float16", "e8m0" or "e4m3". Below the smallest normal
-        number of float16 or e4m3 there are multiples of one step (2^-24, 2^-9) alone: of those
-        below and above the one is stored that leaves the smaller squared error. The mean of sizes
-        ("mean_abs") and scales that codes do not depend on ("exact") are rounded to the nearest.
+        How a scale, and the minimum beside it, is stored: "float32", "float16", "bfloat16", "e8m0"
+        or "e4m3". Below the smallest normal number of float16 or e4m3 there are multiples of one
+        step (2^-24, 2^-9) alone: of those below and above the one is stored that leaves the smaller
+        squared error. The mean of sizes ("mean_abs") and scales that codes do not depend on
+        ("exact") are rounded to the nearest, and so are those of bfloat16.
     encode_with
         "stored": codes use the scale as it was rounded to `dtype`; "exact": as it was before.
     nested

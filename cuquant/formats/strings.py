@@ -1,6 +1,6 @@
 """A format in one string, `NAME[:BLOCK][+OPTION...][^RULE]`, and back.
 
-`nf4:32+dq`, `int4:row`, `fp8_e4m3:128x128`, `k3:32+normal+word`, `mxfp8^floor`.
+`nf4:32+dq`, `uint4:64+min`, `fp8_e4m3:128x128+e8m0`, `k3:32+normal+word`, `mxfp8^floor`.
 """
 
 import re
@@ -18,13 +18,14 @@ WORDS: dict[str, tuple[str, object]] = {
     **{name: ("packing", name) for name in ("dense", "word", "planes")},
     "permuted": ("permuted", True),
     "absmax": ("absmax", True),
-    **{name: ("scale_dtype", name) for name in ("float32", "float16")},
+    "min": ("offset", "min"),
+    **{name: ("scale_dtype", name) for name in ("float32", "float16", "bfloat16", "e8m0")},
 }
-# In the order they are written.
-OPTIONS = (
+OPTIONS = (  # in the order they are written
     "double_quant",
     "levels",
     "packing",
+    "offset",
     "scale_dtype",
     "permuted",
     "absmax",

@@ -80,7 +80,7 @@ def _scale(fmt: Format) -> str:
     if fmt.scale is None:
         return ""
     if fmt.scale.rule == "e8m0":
-        return "power of two, e8m0"
+        return f"power of two, {fmt.scale.dtype}"
     nested = ", float32 over all" if fmt.scale.nested == "global" else ""
     rule, dtype = fmt.scale.rule.replace("_", " "), fmt.scale.dtype
     if fmt.is_blocks and fmt.layout.sc_runs:

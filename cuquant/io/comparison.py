@@ -191,7 +191,7 @@ class Comparing:
 
 
 def _is_known(side: Any) -> bool:
-    return of_gguf(side.metadata.get("general.architecture")) is not None
+    return of_gguf(side.metadata) is not None
 
 
 def _badness(found: Difference) -> tuple[float, str]:

@@ -24,7 +24,7 @@ from cuquant.io.foreign import find_sign
 from cuquant.io.quantized import Described, described
 from cuquant.io.renaming import in_hf
 from cuquant.io.schema import schema_of
-from cuquant.io.schema.layer import Layer, Unread
+from cuquant.io.schema.layer import Found, Plain, Unread
 
 OWN, PLAIN, GGUF = "cuquant", "safetensors", "gguf"
 MAX_HEADER_BYTES = 100_000_000
@@ -104,7 +104,8 @@ def load(
         CuPy where `device` is a GPU.
     names
         Of the arrays to read. None: all. "hf": all of a GGUF file by the names, and with the order
-        of rows, that transformers has for llama, mistral, qwen2, qwen3, gemma, gemma2 and phi3.
+        of rows, that transformers has for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma,
+        gemma2, gemma3 and phi3; experts are matrices of their own then.
     max_header_bytes
         A larger header is refused.
 
@@ -179,16 +180,16 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
             why = f"{shown}, whose files cuquant does not read"
             return sign[0], {name: _plain(c, name) for name in c}, why
         return PLAIN, {name: _plain(c, name) for name in c}, ""
-    layers: dict[str, Layer | Unread] = {}
+    layers: dict[str, Found] = {}
     for layer in schema.layers(c):
         if layer.name in layers:
             raise FormatError(f"{c.path}: {quote(layer.name)} is there twice")
         layers[layer.name] = layer
-    read = [layer for layer in layers.values() if isinstance(layer, Layer)]
+    read = [layer for layer in layers.values() if not isinstance(layer, Unread)]
     used = {name for layer in read for name in layer.tensors}
     rest = {name: _plain(c, name) for name in c if name not in used}
     if clash := rest.keys() & {layer.name for layer in read}:
-        raise FormatError(f"{c.path}: {quote(min(clash))} is both quantized and a tensor")
+        raise FormatError(f"{c.path}: {quote(min(clash))} is both made of tensors and one of them")
     return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}, ""
 
 
@@ -209,14 +210,14 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
     )  # fmt: skip
 
 
-def _foreign(c: Checkpoint, layer: Layer | Unread) -> Entry:
+def _foreign(c: Checkpoint, layer: Found) -> Entry:
     if isinstance(layer, Unread):
         return _unread(c, layer)
     nbytes = sum(c.info(name).nbytes for name in layer.tensors)
+    fmt = None if isinstance(layer, Plain) else layer.format
     return Entry(
-        layer.name, layer.format, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes,
-        layer.read,
-    )  # fmt: skip
+        layer.name, fmt, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes, layer.read
+    )
 
 
 def _unread(c: Checkpoint, layer: Unread) -> Entry:

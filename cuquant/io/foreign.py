@@ -95,6 +95,7 @@ SIGNS = (
     Sign("ExLlamaV3", "trellis", ("I16",), ("suh", "svh")),
     Sign("AQLM", "codes", PACKED, ("scales",), axes=3),  # VQ has codes beside codebooks too
     Sign("QuIP#", "Qidxs", ("I64", *PACKED), ("SU", "SV", "Wscale")),
+    Sign("ComfyUI", "comfy_quant", ("U8",)),
     Sign("FP8 (ComfyUI)", "scaled_fp8", FLOAT8),
     Sign("FP8", "weight", FLOAT8, SCALES, axes=2),
     Sign("another library", "weight", PACKED, (*SCALES, "zeros", "qzeros"), axes=2),

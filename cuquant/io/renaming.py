@@ -17,6 +17,7 @@ from cuquant.interop import INPUT_DTYPES
 from cuquant.io.architectures.names import ARCHITECTURES, Architecture, of_gguf, row_order
 from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry, Opened
+from cuquant.io.experts import split
 
 Heads = Mapping[str, int]  # "head_count" and "head_count_kv"
 
@@ -32,7 +33,7 @@ def in_hf(file: Opened) -> dict[str, Entry]:
         For metadata that does not say how many heads there are, or not those of the tensors.
     """
     told = file.metadata.get("general.architecture")
-    found = of_gguf(told)
+    found = of_gguf(file.metadata)
     if found is None:
         known = ", ".join(a.name for a in ARCHITECTURES)
         raise ValueError(
@@ -44,13 +45,17 @@ def in_hf(file: Opened) -> dict[str, Entry]:
     }
     made: dict[str, Entry] = {}
     for name, entry in file.items():
-        new = found.in_hf(name) or name
-        if new in made:
-            raise FormatError(f"{file.path}: two tensors are transformers' {quote(new)}")
+        known = found.in_hf(name)
+        new = known or name
         try:
-            made[new] = changed(entry, new, name, found, heads, to_gguf=False)
+            renamed = changed(entry, new, name, found, heads, to_gguf=False)
+            parts = list(split(renamed, known)) if known and "{}" in known else [renamed]
         except ValueError as error:
             raise FormatError(f"{file.path}: {quote(name)}: {error}") from error
+        for part in parts:
+            if part.name in made:
+                raise FormatError(f"{file.path}: two tensors are transformers' {quote(part.name)}")
+            made[part.name] = part
     return made
 
 

@@ -1,6 +1,7 @@
 """What kernels are told about a format: a C++ struct of facts, and tables as arguments."""
 
 import hashlib
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -26,7 +27,20 @@ RULES = {
 }
 ROUNDINGS = {"half_even": "HalfEven", "half_away": "HalfAway", "half_up": "HalfUp"}
 SPECIALS = {(4, 3): "OneNan", (5, 2): "Ieee", (5, 10): "Ieee", (8, 7): "Ieee"}
-STORED = {"float32": "Float32", "float16": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}
+STORED = {
+    "float32": "Float32",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "e8m0": "E8M0",
+    "e4m3": "E4M3",
+}
+SCALE_KINDS = {  # of ggml's blocks
+    "half": "Float16",
+    "e8m0": "E8M0",
+    "e4m3": "E4M3",
+    "half_e8m0": "HalfE8M0",
+    "half_e4m3": "HalfE4M3",
+}
 OFFSETS = {None: "None", "zero_point": "ZeroPoint", "min": "Minimum"}
 ELEMENTS = {"float32": "float", "float16": "Half", "bfloat16": "Bfloat16"}
 WORDS = {1: "u8", 2: "u16", 4: "u32"}
@@ -133,12 +147,12 @@ def layout_struct(layout: BlockLayout) -> str:
     fields = ", ".join(
         f"Field<{f.byte}, {f.bits}, {f.span}, {f.shift}>" for f in layout.code_fields
     )
-    wide = all(f.byte % 4 == 0 for f in layout.code_fields) and layout.nbytes % 4 == 0
+    places = math.gcd(layout.nbytes, *(f.byte for f in layout.code_fields))
     numbers = {
         "elements": layout.elements,
         "bytes": layout.nbytes,
         "sub_block": layout.sub_block,
-        "align": 4 if wide else 2,
+        "align": math.gcd(places, 4),
         "scale_byte": layout.scale_byte,
         "minimum_byte": -1 if layout.minimum_byte is None else layout.minimum_byte,
         "sum_byte": -1 if layout.sum_byte is None else layout.sum_byte,
@@ -147,6 +161,7 @@ def layout_struct(layout: BlockLayout) -> str:
     }
     lines = [
         *(f"static constexpr int {name} = {value};" for name, value in numbers.items()),
+        f"static constexpr Stored stored = Stored::{SCALE_KINDS[layout.scale_kind]};",
         f"using Codes = Fields<{fields}>;",
         f"using ScaleRuns = Runs<{_runs(layout.sc_runs)}>;",
         f"using MinimumRuns = Runs<{_runs(layout.m_runs)}>;",
@@ -324,11 +339,11 @@ def _lookup(codec: Codebook, at: int) -> bytes:
 
 def scale_arrays(backend: Backend, fmt: Format, parts: Mapping[str, Any]) -> bytes:
     """The ScaleArrays struct of dequantize/dequantize.cu."""
-    names = ("scale", "zero_point", "global_scale", "nested_scale", "nested_offset")
+    names = ("scale", "zero_point", "minimum", "global_scale", "nested_scale", "nested_offset")
     pointers = [backend.pointer(parts[name]) if name in parts else 0 for name in names]
     nested = fmt.scale is not None and fmt.scale.nested == "double"
     table = 0
     if nested:
         values = get_format("dynamic8").codec.values  # type: ignore[union-attr]
         table = backend.pointer(backend.upload(values))
-    return struct.pack("<6Q", *pointers, table)
+    return struct.pack("<7Q", *pointers, table)

@@ -27,7 +27,7 @@ class Blocks:
 def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, ...]) -> Blocks:
     """The scale and minimum each block is decoded with, whatever nested pieces store them.
 
-    `.scale` is the stored array itself where it is a float32 or float16 one.
+    `.scale` and `.minimum` are the stored arrays themselves where these are plain numbers.
     """
     if fmt.scale is None:
         return Blocks(None)
@@ -48,7 +48,7 @@ def effective(parts: Mapping[str, np.ndarray], fmt: Format, stored: tuple[int, .
             values = scale.view(ml_dtypes.float8_e4m3fn).astype(F32)
             world = parts["global_scale"]
             return Blocks(np.asarray(_kept_finite(values * world, values, world)))
-    return Blocks(scale)
+    return Blocks(scale, parts.get("minimum"))
 
 
 def nested_scales(
@@ -105,36 +105,40 @@ def dequantize(
         return result
     matrices = result.reshape(tiles.shape)
     blocks = Blocks(None) if fmt.is_blocks else effective(parts, fmt, stored)
-    scale = blocks.scale if blocks.scale is None else blocks.scale.reshape(tiles.grid)
-    zero_point = parts.get("zero_point")
-    zero_point = zero_point if zero_point is None else zero_point.reshape(tiles.grid)
+    own = (blocks.scale, parts.get("zero_point"), blocks.minimum)
+    spread = tuple(part if part is None else part.reshape(tiles.grid) for part in own)
     top = F32(ml_dtypes.finfo(result.dtype).max)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        may_overflow = not _reach(fmt, scale) <= top
+        may_overflow = not _reach(fmt, spread[0], spread[2]) <= top
         for piece, part, fields in _unpacked(parts, fmt, tiles):
-            near = [None, None]
+            near = [None, None, None]
             if fields is not None:
                 values = decode_blocks(part, fmt, fields)
             else:
-                near = [None if v is None else tiles.spread(v, piece) for v in (scale, zero_point)]
+                near = [None if v is None else tiles.spread(v, piece) for v in spread]
                 values = _decode(part, fmt, *near)
             if may_overflow:
-                values = _saturate(values, part, fmt, near[0], top)
+                values = _saturate(values, part, fmt, near[0], near[2], top)
             matrices[piece.index] = values
     if out is not None and not np.shares_memory(matrices, out):  # reshape had to copy
         out[...] = matrices.reshape(out.shape)
     return result
 
 
-def _reach(fmt: Format, scale: np.ndarray | None) -> float:
-    """A bound of what finite scales give; inf where only decoding tells (ggml's blocks)."""
+def _reach(fmt: Format, scale: np.ndarray | None, minimum: np.ndarray | None) -> float:
+    """A bound of what finite scales and minimums give; inf where only decoding tells (ggml)."""
     if fmt.is_blocks:
         return float("inf")
     largest = float(np.abs(fmt.codec.numbers).max())
     if scale is None:
         return largest
-    size = np.abs(scale.astype(F32, copy=False)).reshape(-1)
-    return largest * float(size.max(initial=0, where=np.isfinite(size)))
+    reach = largest * _largest_finite(scale)
+    return reach if minimum is None else reach + _largest_finite(minimum)
+
+
+def _largest_finite(values: np.ndarray) -> float:
+    size = np.abs(values.astype(F32, copy=False)).reshape(-1)
+    return float(size.max(initial=0, where=np.isfinite(size)))
 
 
 def _saturate(
@@ -142,6 +146,7 @@ def _saturate(
     part: np.ndarray,
     fmt: Format,
     scale: np.ndarray | None,
+    minimum: np.ndarray | None,
     top: np.float32,
 ) -> np.ndarray:
     """Finite values within +-top. Infinities stay where codes or scales stand for them."""
@@ -149,11 +154,17 @@ def _saturate(
     if scale is None:
         return np.where(np.isinf(values), values, clipped)
     infinite = np.isinf(scale) | np.isinf(fmt.codec.decode(part))  # e5m2 has codes of infinity
+    if minimum is not None:
+        infinite |= np.isinf(minimum)
     return np.where(infinite, values, clipped)
 
 
 def _decode(
-    part: np.ndarray, fmt: Format, scale: np.ndarray | None, zero_point: np.ndarray | None
+    part: np.ndarray,
+    fmt: Format,
+    scale: np.ndarray | None,
+    zero_point: np.ndarray | None,
+    minimum: np.ndarray | None,
 ) -> np.ndarray:
     if isinstance(fmt.codec, Uniform) and zero_point is not None:
         values = fmt.codec.decode(part, zero_point.astype(F32))
@@ -164,6 +175,8 @@ def _decode(
     values *= scale.astype(F32, copy=False)
     if not fmt.codec.signed_zero:
         values += F32(0)  # a codec without -0.0 never decodes to it, whatever the scale's sign
+    if minimum is not None:
+        values += minimum.astype(F32, copy=False)
     return values
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
 from cuquant.reference.decode import nested_scales
+from cuquant.reference.float_blocks import float_codes, scale_bytes
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
 from cuquant.reference.refuse import (
@@ -30,6 +31,11 @@ NONFINITE = ("propagate", "raise", "clamp")
 E8M0_NAN, E4M3_NAN, E4M3_PEAK = 255, 0x7F, 448
 # The smallest number of a scale dtype and how many of them are its smallest normal one.
 STEPS = {"float16": (F32(2.0**-24), 1024), "e4m3": (F32(2.0**-9), 8)}
+CAST = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+}
 HALF_NAN = np.array([0x00, 0x7E], np.uint8)  # the canonical float16 NaN, little-endian
 
 
@@ -79,9 +85,12 @@ def quantize(
     tiles = Tiles.of(fmt, stored)
     # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
     clamp = nonfinite == "clamp" or (fmt.has_integer_codes and given.scale is not None)
+    clamp |= not fmt.holds_nan
     source = Source(x, axis % x.ndim, tiles, clamp)
     if fmt.scale is not None and fmt.rule.rule == "search":
         return _told(_search_blocks(source, fmt, stored, nonfinite), fmt, saturates)
+    if fmt.is_blocks and not fmt.layout.has_half_scale:
+        return _float_blocks(source, fmt, stored, nonfinite, saturates)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     _report_saturation(fmt, scales, saturates)
     if fmt.is_blocks:
@@ -129,6 +138,7 @@ class Scales:
     """What encoding needs, in arrays of the grid's shape, and the components to store.
 
     `exact` is the scale before it was rounded to its dtype (nvfp4: relative to the global one).
+    `saturated` counts finite scales and minimums that their dtype cannot hold.
     """
 
     stored: Components
@@ -136,6 +146,7 @@ class Scales:
     inverse: np.ndarray | None = None
     minimum: np.ndarray | None = None
     zero_point: np.ndarray | None = None
+    saturated: int = 0
 
 
 def _scales(
@@ -165,14 +176,19 @@ def _scales(
                 exact = np.minimum(exact, F32(E4M3_PEAK))
             exact = _settled(source, fmt, tiles, found, exact, world)
         exact[bad] = np.nan
-        if nonfinite == "raise":
-            refuse_count(fmt, int(_cast(exact, fmt)[1].sum()))
-        minimum = None
+        minimum, saturated = None, int(_cast(exact, fmt)[1].sum())
         if fmt.offset == "min":
             minimum = np.where(bad, F32(np.nan), found["low"])
+            if not fmt.is_blocks:
+                saturated += int(_cast(minimum, fmt)[1].sum())
+        if nonfinite == "raise":
+            refuse_count(fmt, saturated)
         if fmt.is_blocks:  # ggml rounds when it packs, and keeps what overflows
             return Scales({}, exact, _inverse(exact), minimum)
         stored, effective = _store(exact, fmt, world)
+        if minimum is not None:
+            stored["minimum"], _ = _cast(minimum, fmt)
+            minimum = stored["minimum"].astype(F32)
         zero_point = None
         if fmt.offset == "zero_point":
             zero_point = _zero_point(found, fmt, tiles, effective, given)
@@ -181,7 +197,7 @@ def _scales(
         inverse = _inverse(encoding)
         if fmt.rule.rule == "mean_abs" and not stochastic:  # codes are signs, whatever the scale
             inverse = (inverse != 0).astype(F32)
-        return Scales(stored, exact, inverse, None, zero_point)
+        return Scales(stored, exact, inverse, minimum, zero_point, saturated)
 
 
 def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | None) -> np.ndarray:
@@ -259,7 +275,9 @@ def _losses(
     Errors are rounded to 2^-15 of the codec's peak times the scale above.
     """
     sums = np.zeros(tiles.grid, np.uint64)
-    inverse, point = _inverse(tried.effective), None
+    inverse, point, minimum = _inverse(tried.effective), None, None
+    if fmt.offset == "min":
+        minimum = _cast(found["low"], fmt)[0].astype(F32)
     if fmt.offset == "zero_point":
         point = _zero_point(found, fmt, tiles, tried.effective, Calibration()).astype(F32)
     fine = F32(2**15) / np.abs(F32(fmt.rule.peak))
@@ -269,6 +287,8 @@ def _losses(
         if not chosen.any():
             continue
         x = tiles.gather(source[piece], piece)[chosen]
+        if minimum is not None:
+            x = x - minimum[where][chosen][:, None]
         here = [part[where][chosen][:, None] for part in (inverse, tried.above, tried.share)]
         points = () if point is None else (point[where][chosen][:, None],)
         level = fmt.codec.decode(fmt.codec.encode(x * here[0], *points), *points)
@@ -309,7 +329,7 @@ def _cast(exact: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
 
     Those saturate. NaN stays. A zero is a positive one.
     """
-    dtype = {"float16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}.get(fmt.rule.dtype, F32)
+    dtype = CAST.get(fmt.rule.dtype, F32)
     rounded = exact.astype(dtype)
     over = ~np.isfinite(rounded) & ~np.isnan(exact)
     top = np.asarray(ml_dtypes.finfo(dtype).max, F32)
@@ -444,6 +464,34 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
     return {"blocks": blocks}
 
 
+def _float_blocks(
+    source: Source,
+    fmt: Format,
+    stored: tuple,
+    nonfinite: str,
+    saturates: Callable[[int], object] | None,
+) -> Components:
+    """ggml's mxfp4 and nvfp4: a byte for the scale of each sub-block, and the nearest levels."""
+    layout = fmt.layout
+    blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
+    flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
+    done = large = vanished = 0
+    for piece in Tiles.of(fmt, stored).panels(layout.elements):
+        values = source[piece].reshape(-1, layout.elements)
+        scales, beyond = scale_bytes(values.reshape(-1, layout.sub_block), layout)
+        packed = layout.pack(float_codes(values, scales, layout), scales)
+        large += beyond
+        if nonfinite == "raise":
+            refuse_count(fmt, large)
+            vanished += vanished_blocks(values, packed, fmt)
+        flat[done : done + len(packed)] = packed
+        done += len(packed)
+    if large and saturates:
+        saturates(large)
+    refuse_vanished(fmt, vanished)
+    return {"blocks": blocks}
+
+
 # ---- what is told and refused -------------------------------------------------------------------
 
 
@@ -458,11 +506,5 @@ def _told(parts: Components, fmt: Format, saturates: Callable[[int], object] | N
 def _report_saturation(
     fmt: Format, scales: Scales, saturates: Callable[[int], object] | None
 ) -> None:
-    if saturates is None or fmt.is_blocks or scales.exact is None:
-        return
-    if fmt.rule.dtype not in STEPS:
-        return
-    with np.errstate(over="ignore"):
-        count = int(_cast(scales.exact, fmt)[1].sum())
-    if count:
-        saturates(count)
+    if saturates is not None and scales.saturated and fmt.rule.dtype in CAST:
+        saturates(scales.saturated)

@@ -56,7 +56,7 @@ def refuse_vanished(fmt: Format, blocks: int) -> None:
 
 def infinite_blocks(blocks: np.ndarray, layout: BlockLayout) -> int:
     """Of ggml's blocks uint8 [..., nbytes], how many have an infinite scale or minimum."""
-    if layout.scale_kind != "half":
+    if not layout.has_half_scale:
         return 0
     places = (layout.scale_byte, layout.minimum_byte)
     halves = (blocks[..., at : at + 2].copy().view(np.float16) for at in places if at is not None)
@@ -66,6 +66,7 @@ def infinite_blocks(blocks: np.ndarray, layout: BlockLayout) -> int:
 # A block has underflowed where its scale is 0 or subnormal, and a number is wrong by as much as the
 # largest of them: all are stored as 0, or as others. Where the scale is 0 codes say nothing, and an
 # eighth is enough: a minimum may be left, and be right.
+SMALLEST_NORMAL = {"half_e8m0": 2.0**-126, "half_e4m3": 2.0**-7}  # of ggml's scales of a byte
 LOST_OF_ZERO = np.float32(0.125)
 
 
@@ -95,8 +96,8 @@ def _count(scale: np.ndarray, largest: np.ndarray, error: np.ndarray) -> int:
 
 
 def _is_subnormal(scale: np.ndarray) -> np.ndarray:
-    """Whether the exponent is 0, of float16 or float32."""
-    exponent = 0x7C00 if scale.dtype.itemsize == 2 else 0x7F800000
+    """Whether the exponent is 0, of float16, bfloat16 or float32."""
+    exponent = {"float16": 0x7C00, "bfloat16": 0x7F80}.get(scale.dtype.name, 0x7F800000)
     return scale.view(f"u{scale.dtype.itemsize}") & exponent == 0
 
 
@@ -118,7 +119,12 @@ def _largest(read: Read, tiles: Tiles, wanted: np.ndarray) -> np.ndarray:
 
 
 def vanished_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
-    """The same of ggml's blocks: x [n, elements] and their bytes."""
+    """The same of ggml's blocks: x [n, elements] and their bytes.
+
+    Those with a byte for the scale of each sub-block are counted by these.
+    """
+    if not fmt.layout.has_half_scale:
+        return _vanished_sub_blocks(x, packed, fmt)
     small = packed[:, fmt.layout.scale_byte + 1] & 0x7C == 0
     if not small.any():
         return 0
@@ -127,3 +133,13 @@ def vanished_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
     with np.errstate(all="ignore"):
         error = np.abs(x - decode_blocks(fields.codes, fmt, fields)).max(-1)
     return _count(zero, np.abs(x).max(-1), error)
+
+
+def _vanished_sub_blocks(x: np.ndarray, packed: np.ndarray, fmt: Format) -> int:
+    fields = fmt.layout.unpack(packed)
+    subs, scale = x.reshape(fields.scale.size, -1), fields.scale.reshape(-1)
+    small = scale < SMALLEST_NORMAL[fmt.layout.scale_kind]
+    if not small.any():
+        return 0
+    error = np.abs(subs - decode_blocks(fields.codes, fmt, fields).reshape(subs.shape)).max(-1)
+    return _count(scale[small], np.abs(subs).max(-1)[small], error[small])

@@ -53,7 +53,8 @@ def statistics(source: Source, fmt: Format, tiles: Tiles) -> dict[str, np.ndarra
     found = {name: np.zeros(tiles.grid, np.float64 if name == "sum" else F32) for name in names}
     seen = np.zeros(tiles.grid, bool)
     for piece in tiles.whole_tiles():
-        blocks = tiles.gather(source[piece], piece)
+        # Blocks that need not hold 0 must not find the zeros of a partial one.
+        blocks = tiles.gather(source[piece], piece, "edge" if fmt.offset == "min" else "zero")
         where = tiles.tile_index(piece)
         fresh = not seen[where].any()
         _gather_statistics(found, fmt, blocks, where, fresh)

@@ -118,15 +118,17 @@ class Tiles:
             slice(piece.column // self.wide, -(-piece.column_end // self.wide)),
         )
 
-    def gather(self, x: np.ndarray, piece: Piece) -> np.ndarray:
-        """Elements of a piece by tile: [tile rows, tile columns, elements], missing ones 0.
+    def gather(self, x: np.ndarray, piece: Piece, missing_as: str = "zero") -> np.ndarray:
+        """Elements of a piece by tile: [tile rows, tile columns, elements].
 
+        Those that the last tiles miss are 0, or `missing_as`="edge": equal to ones that they have.
         The piece consists of whole tiles, or is a part of one.
         """
         rows, columns = x.shape
         tall, wide = min(self.tall, rows), min(self.wide, columns)
         missing = (-rows % tall, -columns % wide)
-        grown = np.pad(x, ((0, missing[0]), (0, missing[1]))) if any(missing) else x
+        mode = "edge" if missing_as == "edge" else "constant"
+        grown = np.pad(x, ((0, missing[0]), (0, missing[1])), mode) if any(missing) else x
         if tall == 1:
             return grown.reshape(rows, -1, wide)
         tiles = grown.reshape(len(grown) // tall, tall, -1, wide).swapaxes(1, 2)

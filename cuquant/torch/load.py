@@ -121,7 +121,7 @@ def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any],
     A bias that is not zero is part of what a layer computes: it is not left out.
     """
     with open(path) as file:
-        kind, is_known = file.kind, of_gguf(file.metadata.get("general.architecture")) is not None
+        kind, is_known = file.kind, of_gguf(file.metadata) is not None
     found = load(path, library="torch", names="hf" if kind == GGUF and is_known else None)
     if kind in (OWN, PLAIN):
         return found, []

@@ -1,4 +1,4 @@
-// Unpack and rescale: decode(code) * scale, rounded once to the element type.
+// Unpack and rescale: decode(code) * scale + minimum, rounded once to the element type.
 // dequantize: a thread makes kChunks chunks of contiguous rows. dequantize_plain: one chunk of an
 // output with any strides, from codes that may lie anywhere. effective: the scale of every block.
 #include "dequantize/values.cuh"
@@ -6,7 +6,7 @@
 namespace cuquant {
 
 // kFlat: blocks are 2^shift chunks of the whole array; else `tiles` says where a chunk's block is.
-// Values above `limit` times the block's scale may not fit into T.
+// Values of blocks whose scale or minimum is above `limit` may not fit into T.
 template <class Format, typename T, int kThreads, int kChunks, int kFlat>
 __global__ void __launch_bounds__(kThreads) dequantize(
     const u8* __restrict__ packed, ScaleArrays arrays, T* __restrict__ out, Lookup lookup, Tiles tiles,
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(
     __shared__ typename Codec::DecodeTables tables;
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * kChunks) + threadIdx.x;
     u64 bits[kChunks];
-    float scale[kChunks], zero[kChunks];
+    float scale[kChunks], minimum[kChunks], zero[kChunks];
 #pragma unroll
     for (int u = 0; u < kChunks; ++u) {
         const i64 c = min(first + u * kThreads, chunks - 1);
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(
         }
         bits[u] = load_packed<Packing>(packed, c, last_word);
         scale[u] = scale_at<Format::stored>(arrays, block);
+        minimum[u] = minimum_at<Format>(arrays, block);
         zero[u] = shift_of<Format>(arrays, block);
     }
     if constexpr (Codec::is_codebook) {
@@ -41,11 +42,11 @@ __global__ void __launch_bounds__(kThreads) dequantize(
         float x[kChunk];
 #pragma unroll
         for (int i = 0; i < kChunk; ++i)
-            x[i] = value_of<Format>(code_at<Packing>(bits[u], i), scale[u], zero[u], tables);
-        if (fabsf(scale[u]) > limit) {
+            x[i] = value_of<Format>(code_at<Packing>(bits[u], i), scale[u], minimum[u], zero[u], tables);
+        if (fmaxf(fabsf(scale[u]), fabsf(minimum[u])) > limit) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i)
-                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), scale[u], zero[u], tables);
+                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), scale[u], minimum[u], zero[u], tables);
         }
         store_values(out + c * kChunk, x, c < chunks);
     }
@@ -84,9 +85,10 @@ __global__ void dequantize_plain(
     for (int i = 0; i < kChunk && column + i < tiles.columns; ++i) {
         const i64 block = Format::stored == Stored::None ? 0 : tiles.block(row, column + i);
         const u32 code = Format::Packing::get(from, column + i);
-        const float scale = scale_at<Format::stored>(arrays, block), shift = shift_of<Format>(arrays, block);
-        const float x = value_of<Format>(code, scale, shift, tables);
-        const float kept = saturated_value<Format, T>(x, code, scale, shift, tables);
+        const float scale = scale_at<Format::stored>(arrays, block), minimum = minimum_at<Format>(arrays, block);
+        const float shift = shift_of<Format>(arrays, block);
+        const float x = value_of<Format>(code, scale, minimum, shift, tables);
+        const float kept = saturated_value<Format, T>(x, code, scale, minimum, shift, tables);
         Element<T>::store(to + (column + i) * target.column_stride, kept);
     }
 }

@@ -1,4 +1,4 @@
-// From codes to values: decode(code) * scale, with a format's scales in whatever form they are stored.
+// From codes to values: decode(code) * scale + minimum, with a format's scales in whatever form they are stored.
 #pragma once
 #include "format/strided.cuh"
 
@@ -8,22 +8,31 @@ namespace cuquant {
 struct ScaleArrays {
     const void* scale;
     const u8* zero_point;
+    const void* minimum;         // as scales are stored
     const float* global_scale;   // nvfp4
     const float* nested_scale;   // double quantization: [ceil(blocks / 256)]
     const float* nested_offset;
     const float* nested_map;     // [256], the values of its codes
 };
 
-// What is made of finite numbers never becomes infinite: of an element; one whose scale is infinite stays so, and one whose code stands for infinity (e5m2 has two).
+// What is made of finite numbers never becomes infinite: of an element; one whose scale or minimum is infinite stays so, and one
+// whose code stands for infinity (e5m2 has two).
 template <class Format, typename T>
-__device__ float saturated_value(float x, u32 code, float scale, float shift, const typename Format::Codec::DecodeTables& tables) {
-    return is_finite(scale) && is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
+__device__ float saturated_value(float x, u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
+    return is_finite(scale) && is_finite(minimum) && is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
+}
+
+// Of an array of float32, float16 or bfloat16.
+template <Stored kStored>
+__device__ float number_at(const void* array, i64 block) {
+    if constexpr (kStored == Stored::Float32) return static_cast<const float*>(array)[block];
+    const u32 bits = static_cast<const u16*>(array)[block];
+    return kStored == Stored::Float16 ? float_of_half(bits) : float_of(bits << 16);
 }
 
 template <Stored kStored>
 __device__ float scale_at(const ScaleArrays& arrays, i64 block) {
-    if constexpr (kStored == Stored::Float32) return static_cast<const float*>(arrays.scale)[block];
-    if constexpr (kStored == Stored::Float16) return float_of_half(static_cast<const u16*>(arrays.scale)[block]);
+    if constexpr (kStored == Stored::Float32 || kStored == Stored::Float16 || kStored == Stored::BFloat16) return number_at<kStored>(arrays.scale, block);
     if constexpr (kStored == Stored::E8M0) {
         const u32 byte = static_cast<const u8*>(arrays.scale)[block];
         return float_of(byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u);
@@ -41,14 +50,22 @@ __device__ float scale_at(const ScaleArrays& arrays, i64 block) {
     return 1.0f;
 }
 
-// decode(code) * scale of one element; `shift` is the codec's own for the block's zero point.
+// What is added to a block's values, 0 where the format has no such number.
 template <class Format>
-__device__ float value_of(u32 code, float scale, float shift, const typename Format::Codec::DecodeTables& tables) {
+__device__ float minimum_at(const ScaleArrays& arrays, i64 block) {
+    if constexpr (Format::offset == Offset::Minimum) return number_at<Format::stored>(arrays.minimum, block);
+    return 0.0f;
+}
+
+// decode(code) * scale + minimum of one element; `shift` is the codec's own for the block's zero point.
+template <class Format>
+__device__ float value_of(u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
     const float value = Format::Codec::decode(code, shift, tables);
     if constexpr (Format::stored == Stored::None) return value;
     // A codec without a -0.0 never decodes to it, whatever the scale's sign.
-    if constexpr (!Format::signed_zero) return __fadd_rn(__fmul_rn(value, scale), 0.0f);
-    return __fmul_rn(value, scale);
+    float product = __fmul_rn(value, scale);
+    if constexpr (!Format::signed_zero) product = __fadd_rn(product, 0.0f);
+    return Format::offset == Offset::Minimum ? __fadd_rn(product, minimum) : product;
 }
 
 template <class Format>

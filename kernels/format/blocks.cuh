@@ -3,6 +3,7 @@
 //   elements, bytes, sub_block (elements that share an effective scale), align (of a block's fields)
 //   Codes: the Fields of the codes; is_signed: codes are stored as two's complement of code - 128
 //   scale_byte, minimum_byte, sum_byte: offsets of float16 numbers, -1 where there is none
+//   stored: how a scale is, if other than Float16: a byte for each sub-block from scale_byte on
 //   ScaleRuns, MinimumRuns, scale_zero: the integer scales and minimums of sub-blocks
 #pragma once
 #include "format/chunk.cuh"
@@ -16,6 +17,11 @@ __device__ inline u64 read_8_bytes(const u8* from) {
     if constexpr (kAlign % 4 == 0) {
         const u32* words = reinterpret_cast<const u32*>(from);
         return static_cast<u64>(words[1]) << 32 | words[0];
+    } else if constexpr (kAlign == 1) {
+        u64 bytes = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bytes |= static_cast<u64>(from[i]) << 8 * i;
+        return bytes;
     } else {
         const u16* words = reinterpret_cast<const u16*>(from);
         return static_cast<u64>(words[3] << 16 | words[2]) << 32 | static_cast<u32>(words[1] << 16 | words[0]);
@@ -101,6 +107,16 @@ struct Runs {
 
 __device__ inline float read_half(const u8* from) { return float_of_half(from[0] | from[1] << 8); }
 
+// A scale of a byte.
+template <Stored kStored>
+__device__ float scale_of_byte(u32 byte) {
+    if constexpr (kStored == Stored::E8M0) return float_of(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+    if constexpr (kStored == Stored::HalfE8M0) return float_of(byte < 2 ? 0x00200000u << byte : (byte - 1) << 23);
+    if constexpr (kStored == Stored::HalfE4M3)
+        return byte == 127 ? 0.0f : __fmul_rn(Minifloat<4, 3, Specials::None>::decode(byte & 0x7Fu), 0.5f);
+    return Minifloat<4, 3, Specials::OneNan>::decode(byte & 0x7Fu);
+}
+
 // Codes and the effective scale and minimum of 8 neighbouring elements.
 struct ChunkFields {
     u64 codes;
@@ -110,6 +126,11 @@ struct ChunkFields {
 // The effective scale and minimum of sub-block `sub`: products in float32, as in ggml.
 template <class Layout>
 __device__ void read_scale(const u8* block, int sub, float& scale, float& minimum) {
+    if constexpr (Layout::stored != Stored::Float16) {
+        scale = scale_of_byte<Layout::stored>(block[Layout::scale_byte + sub]);
+        minimum = 0.0f;
+        return;
+    }
     scale = read_half(block + Layout::scale_byte);
     if constexpr (Layout::ScaleRuns::any) {
         const int factor = Layout::ScaleRuns::read(block, sub) - Layout::scale_zero;

@@ -16,8 +16,10 @@ struct Given {
 struct Scales {
     void* scale;      // [blocks] of the stored type
     u8* zero_point;   // [blocks]
-    float* encoding;  // [blocks, 2] or null: inverse and zero point, for a kernel that encodes later
-    u32* overflow;    // or null: counts scales that their type cannot hold
+    void* minimum;    // [blocks] of the stored type
+    float* encoding;  // [blocks, 2] or null: inverse, and zero point or minimum, for a kernel that encodes later
+    u32* overflow;    // or null: counts scales and minimums that their type cannot hold
+    __device__ Scales uncounted() const { return {scale, zero_point, minimum, encoding, nullptr}; }
 };
 
 struct Numbers {
@@ -26,7 +28,8 @@ struct Numbers {
     float minimum;   // taken off x before that
     int zero_point;
     u32 stored;      // the bits of the stored scale
-    bool overflow;
+    u32 stored_minimum;
+    u32 overflows;   // of both
 };
 
 // A float64 in float16's precision: through the float32 that keeps, in its last bit, whether
@@ -49,6 +52,12 @@ __device__ void store_of(float exact, float global, u32& stored, float& effectiv
             stored = lost ? 0x7E00u : stored - 1;  // 65504 of the same sign
         }
         effective = float_of_half(stored);
+    } else if constexpr (kStored == Stored::BFloat16) {
+        const u32 bits = bits_of(exact), sign = bits >> 16 & 0x8000u;
+        stored = lost ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+        overflow = !lost && (stored & 0x7FFFu) == 0x7F80u;
+        if (overflow) stored = sign | 0x7F7Fu;
+        effective = float_of(stored << 16);
     } else if constexpr (kStored == Stored::E8M0) {
         const u32 bits = bits_of(exact);
         stored = lost ? 255u : exact == 0.0f ? 0u : bits >> 23;
@@ -99,10 +108,18 @@ __device__ Numbers numbers_of(typename Format::Rule::State found, i64 elements, 
     numbers.exact = exact;
     numbers.minimum = 0.0f;
     numbers.zero_point = 0;
-    if constexpr (Format::offset == Offset::Minimum)
-        numbers.minimum = lost ? float_of(0x7FC00000u) : Rule::low(found, false);
     float effective;
-    store_of<Format::stored>(exact, global, numbers.stored, effective, numbers.overflow);
+    bool overflow;
+    store_of<Format::stored>(exact, global, numbers.stored, effective, overflow);
+    numbers.overflows = overflow;
+    if constexpr (Format::offset == Offset::Minimum) {
+        numbers.minimum = lost ? float_of(0x7FC00000u) : Rule::low(found, false);
+        if constexpr (!Format::encode_exact) {  // ggml's are rounded when blocks are packed
+            const float low = numbers.minimum;
+            store_of<Format::stored>(low, 1.0f, numbers.stored_minimum, numbers.minimum, overflow);
+            numbers.overflows += overflow;
+        }
+    }
     numbers.inverse = __frcp_rn(Format::encode_exact ? exact : effective);
     if constexpr (zero && (kFlags & kGiven)) {
         numbers.zero_point = given.zero_point[block];
@@ -121,18 +138,25 @@ __device__ Numbers numbers_of(typename Format::Rule::State found, i64 elements, 
     return numbers;
 }
 
+// Stored bits to their array. A zero is a positive one.
+template <Stored kStored>
+__device__ void store_bits(void* to, i64 block, u32 bits) {
+    if constexpr (kStored == Stored::Float16 || kStored == Stored::BFloat16)
+        static_cast<u16*>(to)[block] = static_cast<u16>(bits == 0x8000u ? 0u : bits);
+    else if constexpr (kStored == Stored::E8M0 || kStored == Stored::E4M3)
+        static_cast<u8*>(to)[block] = static_cast<u8>(bits);
+    else
+        static_cast<u32*>(to)[block] = bits == 0x80000000u ? 0u : bits;
+}
+
 template <class Format>
 __device__ void store_scale(const Scales& scales, i64 block, const Numbers& numbers) {
-    // A zero is a positive one.
-    if constexpr (Format::stored == Stored::Float16)
-        static_cast<u16*>(scales.scale)[block] = static_cast<u16>(numbers.stored == 0x8000u ? 0u : numbers.stored);
-    else if constexpr (Format::stored == Stored::E8M0 || Format::stored == Stored::E4M3)
-        static_cast<u8*>(scales.scale)[block] = static_cast<u8>(numbers.stored);
-    else
-        static_cast<u32*>(scales.scale)[block] = numbers.stored == 0x80000000u ? 0u : numbers.stored;
+    store_bits<Format::stored>(scales.scale, block, numbers.stored);
     if constexpr (Format::offset == Offset::ZeroPoint)
         scales.zero_point[block] = static_cast<u8>(numbers.zero_point);
-    if (scales.overflow && numbers.overflow) atomicAdd(scales.overflow, 1u);
+    if constexpr (Format::offset == Offset::Minimum)
+        store_bits<Format::stored>(scales.minimum, block, numbers.stored_minimum);
+    if (scales.overflow && numbers.overflows) atomicAdd(scales.overflow, numbers.overflows);
 }
 
 }  // namespace cuquant

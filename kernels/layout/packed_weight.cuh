@@ -12,7 +12,7 @@ struct Prepacked {  // null where the format has none
     const u32* codes;           // [strips, units, 32 * bits]; by rows: [rows, 2 * units * bits]
     const void* scale;          // [strips, groups, 16], or by rows: see `tall`; ggml: [strips, blocks, 16]
     const u8* zero_point;       // the same
-    const void* minimum;        // ggml: [strips, blocks, 16]
+    const void* minimum;        // as `scale`
     const u8* sub_scale;        // K-quants: [strips, groups, 16]
     const u8* sub_minimum;
     const float* global_scale;  // nvfp4
@@ -32,9 +32,9 @@ template <class Format, class = void> struct HasLayout { static constexpr bool v
 template <class... > using Void = void;
 template <class Format> struct HasLayout<Format, Void<typename Format::Layout>> { static constexpr bool value = true; };
 
-// What ggml's blocks hold beside codes and a scale.
+// What there is beside codes and a scale.
 template <class Format, bool kBlocks> struct Pieces {
-    static constexpr bool sub_scales = false, minimums = false;
+    static constexpr bool sub_scales = false, minimums = Format::offset == Offset::Minimum;
     static constexpr int zero = 0, per_block = 1;  // groups of a block
 };
 template <class Format> struct Pieces<Format, true> {
@@ -60,16 +60,18 @@ struct Group {
     static constexpr Stored stored = blocks ? Stored::Float16 : Format::stored;
     static constexpr bool zeros = !blocks && Format::offset == Offset::ZeroPoint;
     using Parts = Pieces<Format, blocks>;
-    static constexpr int bytes = stored == Stored::Float32 ? 4 : stored == Stored::Float16 ? 2 : 1;
+    static constexpr bool minimums = !blocks && Parts::minimums;  // one for each scale, and stored as that is
+    static constexpr int bytes = stored == Stored::Float32 ? 4 : stored == Stored::Float16 || stored == Stored::BFloat16 ? 2 : 1;
+    using Both = u32[bytes == 4 ? 2 : 1];  // of rows g and g + 8
 
-    u32 scale[stored == Stored::Float32 ? 2 : 1];
-    u32 zero, minimum, sub_scale, sub_minimum;
+    Both scale, minimum;
+    u32 zero, sub_scale, sub_minimum;
     float nested[2];  // the scale itself, of double quantization
 
     // Where the next groups of a strip are.
     struct Cursor {
         i64 strip, group;
-        const u8 *scale, *zero;
+        const u8 *scale, *zero, *minimum;
         i64 apart;  // groups from row g to row g + 8, of which the last may not exist
 
         __device__ void set(const Prepacked& w, i64 own_strip, i64 own_group, int g) {
@@ -79,17 +81,20 @@ struct Group {
                 apart = (min(strip * kStrip + g + 8, w.rows - 1) - row) * w.groups;
                 scale = static_cast<const u8*>(w.scale) + at * bytes;
                 if constexpr (zeros) zero = w.zero_point + at;
+                if constexpr (minimums) minimum = static_cast<const u8*>(w.minimum) + at * bytes;
                 return;
             }
             const i64 at = (strip * w.groups + group) * kStrip + 2 * g;
             scale = static_cast<const u8*>(w.scale) + at * bytes;
             if constexpr (zeros && kLie == kInStrips) zero = w.zero_point + at;
+            if constexpr (minimums && kLie == kInStrips) minimum = static_cast<const u8*>(w.minimum) + at * bytes;
         }
         __device__ void move(int groups) {
             constexpr int apart = kLie == kInStrips ? kStrip : 1;
             group += groups;
             scale += static_cast<i64>(groups) * (apart * bytes);
             if constexpr (zeros) zero += static_cast<i64>(groups) * apart;
+            if constexpr (minimums) minimum += static_cast<i64>(groups) * (apart * bytes);
         }
     };
 
@@ -109,11 +114,12 @@ struct Group {
                 apart = min((row + 8) / w.tall, w.scale_rows - 1) * w.groups - first;
                 scale = static_cast<const u8*>(w.scale) + first * bytes;
                 if constexpr (zeros) zero = w.zero_point + first;
+                if constexpr (minimums) minimum = static_cast<const u8*>(w.minimum) + first * bytes;
             } else {
                 const i64 at = (before + strip) * w.groups * kStrip + 2 * g, block = blocks ? (before + strip) * w.blocks * kStrip + 2 * g : at;
                 scale = static_cast<const u8*>(w.scale) + block * bytes;
                 if constexpr (zeros) zero = w.zero_point + at;
-                if constexpr (Parts::minimums) minimum = static_cast<const u8*>(w.minimum) + block * 2;
+                if constexpr (Parts::minimums) minimum = static_cast<const u8*>(w.minimum) + block * bytes;
                 if constexpr (Parts::sub_scales) sub_scale = w.sub_scale + at;
                 if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = w.sub_minimum + at;
             }
@@ -135,19 +141,16 @@ struct Group {
         if constexpr (blocks) {
             const u32 block = group / Parts::per_block * (kStrip * 2);
             scale[0] = beside ? beside->scale[0] : *reinterpret_cast<const u32*>(from.scale + block);
-            if constexpr (Parts::minimums) minimum = beside ? beside->minimum : *reinterpret_cast<const u32*>(from.minimum + block);
+            if constexpr (Parts::minimums) minimum[0] = beside ? beside->minimum[0] : *reinterpret_cast<const u32*>(from.minimum + block);
             if constexpr (Parts::sub_scales) sub_scale = *reinterpret_cast<const u16*>(from.sub_scale + group * kStrip);
             if constexpr (Parts::sub_scales && Parts::minimums) sub_minimum = *reinterpret_cast<const u16*>(from.sub_minimum + group * kStrip);
         } else if constexpr (kLie == kInBlocks) {
-            by_rows(from.scale, group, from.apart + group);
+            by_rows(scale, from.scale, group, from.apart + group);
+            if constexpr (minimums) by_rows(minimum, from.minimum, group, from.apart + group);
             if constexpr (zeros) zero = from.zero[group] | from.zero[from.apart + group] << 8;
-        } else if constexpr (bytes == 4) {
-            const uint2 v = *reinterpret_cast<const uint2*>(from.scale + group * (kStrip * 4));
-            scale[0] = v.x; scale[1] = v.y;
-        } else if constexpr (bytes == 2) {
-            scale[0] = *reinterpret_cast<const u32*>(from.scale + group * (kStrip * 2));
         } else {
-            scale[0] = *reinterpret_cast<const u16*>(from.scale + group * kStrip);
+            side_by_side(scale, from.scale + group * (kStrip * bytes));
+            if constexpr (minimums) side_by_side(minimum, from.minimum + group * (kStrip * bytes));
         }
         if constexpr (stored == Stored::Double) {
 #pragma unroll
@@ -167,19 +170,17 @@ struct Group {
         if constexpr (zeros && kLie == kInStrips) zero = *reinterpret_cast<const u16*>(from.zero + ahead * kStrip);
         if constexpr (zeros && kLie == kInRows) zero = from.zero[ahead] | from.zero[from.apart + ahead] << 8;
         if constexpr (kLie == kInRows) {
-            by_rows(from.scale, ahead, from.apart + ahead);
+            by_rows(scale, from.scale, ahead, from.apart + ahead);
+            if constexpr (minimums) by_rows(minimum, from.minimum, ahead, from.apart + ahead);
         } else if constexpr (kLie == kInBlocks) {
             const i64 row = from.strip * kStrip + g, group = from.group + ahead;
             const i64 first = min(row / w.tall, w.scale_rows - 1) * w.groups + group, second = min((row + 8) / w.tall, w.scale_rows - 1) * w.groups + group;
-            by_rows(static_cast<const u8*>(w.scale), first, second);
+            by_rows(scale, static_cast<const u8*>(w.scale), first, second);
+            if constexpr (minimums) by_rows(minimum, static_cast<const u8*>(w.minimum), first, second);
             if constexpr (zeros) zero = w.zero_point[first] | w.zero_point[second] << 8;
-        } else if constexpr (bytes == 4) {
-            const uint2 v = *reinterpret_cast<const uint2*>(from.scale + ahead * kStrip * 4);
-            scale[0] = v.x; scale[1] = v.y;
-        } else if constexpr (bytes == 2) {
-            scale[0] = *reinterpret_cast<const u32*>(from.scale + ahead * kStrip * 2);
         } else {
-            scale[0] = *reinterpret_cast<const u16*>(from.scale + ahead * kStrip);
+            side_by_side(scale, from.scale + ahead * kStrip * bytes);
+            if constexpr (minimums) side_by_side(minimum, from.minimum + ahead * kStrip * bytes);
         }
         if constexpr (stored == Stored::Double) {
 #pragma unroll
@@ -201,15 +202,20 @@ struct Group {
             for (int f = 0; f < kFine; ++f) to[f].load(w, from, unit * kFine + f, g);
             return;
         }
-        u32 first[bytes], second[bytes];  // of 4 groups, or of 2
-        several<kFine * bytes>(from.scale + unit * kFine * bytes, first);
-        several<kFine * bytes>(from.scale + (from.apart + unit * kFine) * bytes, second);
+        const auto fine = [&](const u8* numbers, Both Group::* part) {
+            u32 first[bytes], second[bytes];  // of 4 groups, or of 2
+            several<kFine * bytes>(numbers + unit * kFine * bytes, first);
+            several<kFine * bytes>(numbers + (from.apart + unit * kFine) * bytes, second);
 #pragma unroll
-        for (int f = 0; f < kFine; ++f) {
-            if constexpr (bytes == 4) { to[f].scale[0] = first[f]; to[f].scale[1] = second[f]; }
-            else if constexpr (bytes == 2) to[f].scale[0] = __byte_perm(first[f / 2], second[f / 2], f % 2 ? 0x7632 : 0x5410);
-            else to[f].scale[0] = __byte_perm(first[0], second[0], 0x40 + 0x11 * f) & 0xFFFFu;
-        }
+            for (int f = 0; f < kFine; ++f) {
+                Both& own = to[f].*part;
+                if constexpr (bytes == 4) { own[0] = first[f]; own[1] = second[f]; }
+                else if constexpr (bytes == 2) own[0] = __byte_perm(first[f / 2], second[f / 2], f % 2 ? 0x7632 : 0x5410);
+                else own[0] = __byte_perm(first[0], second[0], 0x40 + 0x11 * f) & 0xFFFFu;
+            }
+        };
+        fine(from.scale, &Group::scale);
+        if constexpr (minimums) fine(from.minimum, &Group::minimum);
         if constexpr (zeros) {
             u32 own[1], other[1];
             several<kFine>(from.zero + unit * kFine, own);
@@ -229,6 +235,10 @@ struct Group {
 #pragma unroll
             for (int i = 0; i < static_cast<int>(sizeof scale / sizeof scale[0]); ++i) got.scale[i] = __shfl_sync(~0u, scale[i], lane);
         }
+        if constexpr (minimums) {
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof minimum / sizeof minimum[0]); ++i) got.minimum[i] = __shfl_sync(~0u, minimum[i], lane);
+        }
         if constexpr (zeros) got.zero = __shfl_sync(~0u, zero, lane);
         return got;
     }
@@ -240,16 +250,33 @@ struct Group {
         else if constexpr (kBytes == 8) { const uint2 v = *reinterpret_cast<const uint2*>(from); to[0] = v.x; to[1] = v.y; }
         else { const uint4 v = *reinterpret_cast<const uint4*>(from); to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w; }
     }
-    __device__ void by_rows(const u8* from, i64 first, i64 second) {
+    // Numbers of both rows, as strips have them.
+    __device__ static void side_by_side(Both& to, const u8* from) {
         if constexpr (bytes == 4) {
-            scale[0] = reinterpret_cast<const u32*>(from)[first]; scale[1] = reinterpret_cast<const u32*>(from)[second];
+            const uint2 v = *reinterpret_cast<const uint2*>(from);
+            to[0] = v.x; to[1] = v.y;
         } else if constexpr (bytes == 2) {
-            scale[0] = reinterpret_cast<const u16*>(from)[first] | static_cast<u32>(reinterpret_cast<const u16*>(from)[second]) << 16;
+            to[0] = *reinterpret_cast<const u32*>(from);
         } else {
-            scale[0] = from[first] | static_cast<u32>(from[second]) << 8;
+            to[0] = *reinterpret_cast<const u16*>(from);
+        }
+    }
+    __device__ static void by_rows(Both& to, const u8* from, i64 first, i64 second) {
+        if constexpr (bytes == 4) {
+            to[0] = reinterpret_cast<const u32*>(from)[first]; to[1] = reinterpret_cast<const u32*>(from)[second];
+        } else if constexpr (bytes == 2) {
+            to[0] = reinterpret_cast<const u16*>(from)[first] | static_cast<u32>(reinterpret_cast<const u16*>(from)[second]) << 16;
+        } else {
+            to[0] = from[first] | static_cast<u32>(from[second]) << 8;
         }
     }
 
+    // Of float32, float16 or bfloat16, as they are stored.
+    __device__ static float number_of(const Both& numbers, int h) {
+        if constexpr (stored == Stored::Float32) return float_of(numbers[h]);
+        else if constexpr (stored == Stored::Float16) return half_of(numbers[0], h);
+        else return float_of(h ? numbers[0] & 0xFFFF0000u : numbers[0] << 16);
+    }
     __device__ static float half_of(u32 pair, int h) { return h ? float_of_high_half(pair) : float_of_half(pair); }
     // Of row g + 8 h. Without nvfp4's global scale, which the end multiplies by.
     __device__ float value(int h) const {
@@ -258,8 +285,7 @@ struct Group {
             if constexpr (!Parts::sub_scales) return d;
             return d * static_cast<float>(static_cast<signed char>(static_cast<int>(sub_scale >> 8 * h & 0xFFu) - Parts::zero));
         }
-        else if constexpr (stored == Stored::Float32) return float_of(scale[h]);
-        else if constexpr (stored == Stored::Float16) return half_of(scale[0], h);
+        else if constexpr (bytes > 1) return number_of(scale, h);
         else if constexpr (stored == Stored::E8M0) {
             const u32 exponent = scale[0] << (h ? 15 : 23) & 0x7F800000u;
             return float_of(exponent == 0x7F800000u ? 0x7FC00000u : max(exponent, 0x00400000u));
@@ -273,8 +299,8 @@ struct Group {
     }
     __device__ float minimum_of(int h) const {
         if constexpr (!Parts::minimums) return 0.0f;
-        else if constexpr (!Parts::sub_scales) return half_of(minimum, h);
-        else return -(half_of(minimum, h) * static_cast<float>(sub_minimum >> 8 * h & 0xFFu));
+        else if constexpr (!Parts::sub_scales) return number_of(minimum, h);
+        else return -(half_of(minimum[0], h) * static_cast<float>(sub_minimum >> 8 * h & 0xFFu));
     }
     template <class T> __device__ u32 offset(int h) const {
         if constexpr (!zeros) return 0;
@@ -293,6 +319,7 @@ __device__ Prepacked of_expert(const Prepacked& w, i64 expert) {
         const i64 before = w.tall == kAllRows ? 0 : expert * w.scale_rows * w.groups;
         own.scale = static_cast<const u8*>(w.scale) + before * Own::bytes;
         if constexpr (Own::zeros) own.zero_point += before;
+        if constexpr (Own::minimums) own.minimum = static_cast<const u8*>(w.minimum) + before * Own::bytes;
         if constexpr (Own::stored == Stored::Double) own.nested_first = before;
     } else if constexpr (Own::stored == Stored::Double) {
         const i64 padded = expert * w.strips * kStrip;

@@ -4,7 +4,7 @@
 
 namespace cuquant {
 
-enum ScaleType { kFloatScale = 0, kHalfScale = 1, kExponentScale = 2 };
+enum ScaleType { kFloatScale = 0, kHalfScale = 1, kExponentScale = 2, kBfloat16Scale = 3, kHalfExponentScale = 4 };
 
 // `count` scales that begin `step` bytes apart, on 2 bytes or on their own size; `reach`: the largest number that is multiplied by one.
 struct Scales {
@@ -18,6 +18,8 @@ __device__ inline float scale_of(const Scales& scales, i64 i) {
     const u8* const at = scales.first + i * scales.step;
     if (scales.type == kFloatScale) return *reinterpret_cast<const float*>(at);
     if (scales.type == kHalfScale) return float_of_half(*reinterpret_cast<const u16*>(at));
+    if (scales.type == kBfloat16Scale) return float_of(static_cast<u32>(*reinterpret_cast<const u16*>(at)) << 16);
+    if (scales.type == kHalfExponentScale) return float_of(max(static_cast<u32>(*at), 1u) - 1u << 23);
     return *at == 255 ? float_of(0x7FC00000u) : float_of(max(static_cast<u32>(*at) << 23, 0x00400000u));
 }
 

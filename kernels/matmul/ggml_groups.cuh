@@ -86,10 +86,6 @@ template <class Block> __device__ float in_units(float scale) {
     else return __fmul_rn(scale, Block::unit);
 }
 
-__device__ inline float float_of_e8m0(u32 byte) {
-    return float_of(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
-}
-
 // kCount of a group's scales (kMinimum: minimums): the first half of them, or the second one where `upper`.
 template <class Block, bool kMinimum, int kCount, class R>
 __device__ void numbers_in(const R& row, bool upper, float* out) {
@@ -118,13 +114,13 @@ __device__ void numbers_in(const R& row, bool upper, float* out) {
                 out[i] = float_of_half(mine.half(byte));
             } else if constexpr (Block::stored == Stored::Float16) {
                 out[i] = in_units<Block>(float_of_half(mine.half(byte)));
-            } else if constexpr (Block::stored == Stored::E8M0) {
-                out[i] = in_units<Block>(float_of_e8m0(mine.byte(byte)));
+            } else if constexpr (subs == 1) {
+                out[i] = in_units<Block>(scale_of_byte<Block::stored>(mine.byte(byte)));
             } else {
                 const u32 four = mine.word(byte);
 #pragma unroll
                 for (int j = 0; j < subs; ++j)
-                    out[i * subs + j] = in_units<Block>(Minifloat<4, 3, Specials::OneNan>::decode(four >> 8 * j & 0x7Fu));
+                    out[i * subs + j] = in_units<Block>(scale_of_byte<Block::stored>(four >> 8 * j & 0xFFu));
             }
         }
     }

@@ -41,7 +41,7 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
         const i64 each = Own::blocks ? w.blocks : w.groups;
         bring(w.scale, each, first / kBlock, last / kBlock, Own::bytes);
         if constexpr (Own::zeros) bring(w.zero_point, w.groups, first, last, 1);
-        if constexpr (Own::Parts::minimums) bring(w.minimum, each, first / kBlock, last / kBlock, 2);
+        if constexpr (Own::Parts::minimums) bring(w.minimum, each, first / kBlock, last / kBlock, Own::bytes);
         if constexpr (Own::Parts::sub_scales) bring(w.sub_scale, w.groups, first, last, 1);
         if constexpr (Own::Parts::sub_scales && Own::Parts::minimums) bring(w.sub_minimum, w.groups, first, last, 1);
     }

@@ -63,7 +63,7 @@ struct Rows {
     int shift;                // a block is 2^shift columns wide; below 0: not a power of two
     int vectors;              // whether every chunk is an aligned word, or of a stream of words
     int mixed;                // whether a chunk may lie in several blocks
-    float limit;              // scales up to this never take a value beyond float32
+    float limit;              // scales and minimums up to this never take a value beyond float32
 
     using Codec = typename Format::Codec;
     using Packing = typename Format::Packing;
@@ -81,16 +81,17 @@ struct Rows {
     __device__ void load(const Tables& tables, const Row& row, i64 k, i64 depth, float* x) const {
         u32 codes[kChunk];
         load_codes(row.packed, k, depth, codes);
-        float scale = 1.0f, zero = 0.0f;
+        float scale = 1.0f, minimum = 0.0f, zero = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
             if (i == 0 || mixed) {
                 const i64 block = block_of(row, min(k + i, depth - 1));
                 scale = scale_at<Format::stored>(arrays, block);
+                minimum = minimum_at<Format>(arrays, block);
                 zero = shift_of<Format>(arrays, block);
             }
-            x[i] = value_of<Format>(codes[i], scale, zero, tables);
-            if (fabsf(scale) > limit) x[i] = saturated_value<Format, float>(x[i], codes[i], scale, zero, tables);  // seldom
+            x[i] = value_of<Format>(codes[i], scale, minimum, zero, tables);
+            if (fmaxf(fabsf(scale), fabsf(minimum)) > limit) x[i] = saturated_value<Format, float>(x[i], codes[i], scale, minimum, zero, tables);  // seldom
         }
         if (k + kChunk > depth) {
 #pragma unroll

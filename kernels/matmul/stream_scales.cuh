@@ -65,7 +65,12 @@ struct ChunkGroups {
         } else {
             got.scale[0] = load2_shared(entry);
         }
-        if constexpr (Parts::minimums) got.minimum = load4_shared(entry + minimum_at);
+        if constexpr (Parts::minimums && Group::bytes == 4) {
+            const uint2 v = load8_shared(entry + minimum_at);
+            got.minimum[0] = v.x; got.minimum[1] = v.y;
+        } else if constexpr (Parts::minimums) {
+            got.minimum[0] = load4_shared(entry + minimum_at);
+        }
         if constexpr (Parts::sub_scales) got.sub_scale = load2_shared(number + sub_scale_at);
         if constexpr (Parts::sub_scales && Parts::minimums) got.sub_minimum = load2_shared(number + sub_minimum_at);
         return got;
@@ -106,7 +111,7 @@ struct ChunkGroups {
 template <class Group, int kCount>
 struct ChunkScales {
     static constexpr int bytes = kCount * Group::bytes, words = bytes / 4;
-    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double;
+    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double && !Group::minimums;
     u32 w[2][fits ? words : 1];
     u32 zeros[2];  // of a row, then of both rows in turn
 

@@ -54,9 +54,11 @@ struct Loss {
     const typename Codec::EncodeTables& tables;
     const Lookup& lookup;
     float inverse, above, share;  // of the tried scale, and of the one above; the tried one in units of that
+    float minimum;
     int zero_point;
 
     __device__ u64 operator()(float x) const {
+        if constexpr (Format::offset == Offset::Minimum) x = __fadd_rn(x, -minimum);
         const float z = usable(inverse) ? __fmul_rn(x, inverse) : 0.0f;
         float level;
         if constexpr (Codec::is_codebook) {
@@ -86,7 +88,7 @@ __device__ void settle(
         const u32 steps = contest.below + up;
         const float share = __fdiv_rn(static_cast<float>(steps), static_cast<float>(contest.below + 1));
         const Numbers tried = contest.with(steps, numbers, found);
-        const u64 own = total(Loss<Format>{tables, lookup, tried.inverse, contest.above, share, tried.zero_point});
+        const u64 own = total(Loss<Format>{tables, lookup, tried.inverse, contest.above, share, tried.minimum, tried.zero_point});
         higher = own < lost;
         lost = own;
     }

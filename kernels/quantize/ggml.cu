@@ -52,7 +52,7 @@ __device__ void make_block(
     if constexpr (Layout::sum_byte >= 0)
         *reinterpret_cast<u16*>(block + Layout::sum_byte) =
             half_bits(__fmul_rn(numbers.exact, static_cast<float>(sum)), saturate);
-    if (overflow && numbers.overflow && valid) atomicAdd(overflow, 1u);
+    if (overflow && numbers.overflows && valid) atomicAdd(overflow, 1u);
 }
 
 // x: contiguous. blocks: uint8 [count, Layout::bytes], `vectors` where it starts on 16 bytes.

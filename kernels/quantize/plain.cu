@@ -111,11 +111,11 @@ __global__ void scales(
     store_scale<Format>(scales, block, numbers);
     if (scales.encoding) {
         scales.encoding[2 * block] = numbers.inverse;
-        scales.encoding[2 * block + 1] = static_cast<float>(numbers.zero_point);
+        scales.encoding[2 * block + 1] = Format::offset == Offset::Minimum ? numbers.minimum : static_cast<float>(numbers.zero_point);
     }
 }
 
-// encoding: [blocks, 2], the inverse and the zero point of each; a row takes row_bytes; aligned:
+// encoding: [blocks, 2], the inverse and the zero point, or the minimum, of each; a row takes row_bytes; aligned:
 // whether its chunks can be stored as words.
 template <class Format, typename T, int kFlags>
 __global__ void encode(
@@ -142,8 +142,10 @@ __global__ void encode(
         if constexpr (Format::stored != Stored::None) {
             if (i < count) {
                 const i64 block = tiles.block(row, column + (alone ? i : 0));
-                z[i] = usable(encoding[2 * block]) ? __fmul_rn(z[i], encoding[2 * block]) : 0.0f;
-                zero_point[i] = static_cast<int>(encoding[2 * block + 1]);
+                const float inverse = encoding[2 * block], other = encoding[2 * block + 1];
+                if constexpr (Format::offset == Offset::Minimum) z[i] = __fadd_rn(z[i], -other);
+                else zero_point[i] = static_cast<int>(other);
+                z[i] = usable(inverse) ? __fmul_rn(z[i], inverse) : 0.0f;
             }
         }
     }

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Work::threads, fitting<Format, T, kFlags>) qua
     }
     if constexpr (Contest<Format, kFlags>::possible) {
         if (!__any_sync(~0u, contested)) return;  // nearly always
-        const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
+        const Scales again = scales.uncounted();
 #pragma unroll 1
         for (int u = 0; u < kUnits; ++u) {
             const i64 unit = first + u * kThreads;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Work::threads, 4) quantize_axis(
         turned, packed, top, left, batch, depth, width, row_bytes, scales, given, tables, lookup, seed);
     if constexpr (Contest<Format, kFlags>::possible) {
         if (!__any_sync(~0u, contested)) return;  // nearly always
-        const Scales again{scales.scale, scales.zero_point, scales.encoding, nullptr};
+        const Scales again = scales.uncounted();
         quantize_columns<Format, T, Work, kFlags, true>(
             turned, packed, top, left, batch, depth, width, row_bytes, again, given, tables, lookup, seed);
     }

@@ -81,6 +81,10 @@ STRINGS = {
     "k3+word": {"packing": "word"},
     "k3:32+linear+planes": {"block_size": 32, "levels": "linear", "packing": "planes"},
     "int4+dq+float32": {"double_quant": True, "scale_dtype": "float32"},
+    "uint4:64+min": {"block_size": 64, "offset": "min"},
+    "uint3:row+min+bfloat16": {"block_size": "row", "offset": "min", "scale_dtype": "bfloat16"},
+    "fp8_e4m3:128x128+e8m0": {"block_size": (128, 128), "scale_dtype": "e8m0"},
+    "int8:tensor+bfloat16": {"block_size": "tensor", "scale_dtype": "bfloat16"},
     "q4_k": {},
 }
 
@@ -109,6 +113,7 @@ def test_other_spellings_of_a_string():
     assert cq.get_format("mxfp8^floor") == cq.get_format("mxfp8")
     assert cq.get_format("float8_e4m3fn:128x128") == cq.get_format("fp8_e4m3:128x128")
     assert cq.get_format("F16") == cq.get_format("fp16")
+    assert str(cq.get_format("uint4", offset="zero_point")) == "uint4"
 
 
 def test_options_combine_with_a_string_and_contradictions_are_errors():
@@ -130,6 +135,36 @@ def test_options_combine_with_a_string_and_contradictions_are_errors():
             cq.get_format(text, **options)
     with pytest.raises(ValueError, match=r"block_size=64 contradict"):
         cq.quantize(x, "nf4:32", block_size=64)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+def test_powers_of_two_are_those_of_mx(name):
+    """The largest number of a block is at or above the codec's largest power of two."""
+    fmt = cq.get_format(name, block_size=32, scale_dtype="e8m0")
+    x = (np.random.default_rng(0).standard_normal((64, 32)) * 100).astype(np.float32)
+    q = cq.quantize(x, fmt)
+    largest = (np.abs(x).max(-1) / q.scale[:, 0]).astype(np.float32)
+    low = {"int8": 64, "int4": 4, "int2": 1, "fp8_e4m3": 256, "fp8_e5m2": 2**15, "fp4_e2m1": 4}
+    assert (largest >= low[name]).all() and (largest < 2 * low[name]).all()
+    mx = {"fp8_e4m3": "mxfp8", "fp8_e5m2": "mxfp8_e5m2", "fp4_e2m1": "mxfp4"}.get(name)
+    if mx:  # the same bytes
+        wanted = cq.quantize(x, mx).arrays()
+        assert all(bits_equal(part, wanted[key]) for key, part in q.arrays().items())
+
+
+def test_codes_of_minus_128_are_numbers():
+    """Checkpoints hold them, which no quantizer of ours makes; in rows, large blocks, any scale."""
+    x = np.full((2, 64), -1.0, np.float32)
+    for text in ("int8", "int8:32+bfloat16", "int8:tensor+float16", "int8:32+e8m0"):
+        q = cq.quantize(x, text)
+        parts = {**q.arrays(), "packed": np.full((2, 64), -128, np.int8)}
+        loaded = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+        assert not loaded.codes().any()
+        scale = q.scale.astype(np.float32).ravel()[0]
+        assert (loaded.dequantize() == -128 * scale).all()
+    parts["scale"] = np.full_like(parts["scale"], 254)  # 2^127
+    huge = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+    assert (huge.dequantize() == np.finfo(np.float32).min).all()
 
 
 def test_levels_of_ones_own_print_as_custom_which_is_not_read():
@@ -178,6 +213,8 @@ def test_levels_of_ones_own_print_as_custom_which_is_not_read():
         ("int8:32+absmax", "one float32 for each row"),
         ("int8+absmax+permuted", "one float32 for each row"),
         ("int8+absmax+float16", "one float32 for each row"),
+        ("uint4+min+min", "twice"),
+        ("uint4+minimum", "did you mean 'min'"),
         ("", "unknown format ''"),
         ("x" * 10**6, "unknown format 'xxx"),
     ],
@@ -198,8 +235,8 @@ def test_members_of_ggufs_enum_are_taken():
     assert cq.get_format(types.F16).name == "fp16"
     x = np.ones((1, 32), np.float32)
     assert cq.quantize(x, types.Q4_0).format.name == "q4_0"
-    with pytest.raises(ValueError, match="ggml's own rule"):
-        cq.get_format(types.MXFP4)
+    for member in (types.MXFP4, types.NVFP4):
+        assert cq.get_format(member).name == f"ggml_{member.name.lower()}"
     with pytest.raises(TypeError, match="name or a Format, got int"):
         cq.get_format(int(types.Q4_0))
     with pytest.raises(TypeError, match="GGMLQuantizationType, got"):
@@ -229,6 +266,16 @@ def test_block_sizes_of_other_types(block):
         ("int4", {"packing": "planes"}, "k2..k8"),
         ("k3", {"packing": "sparse"}, "dense"),
         ("mxfp4", {"scale_dtype": "float16"}, "own"),
+        ("nvfp4", {"scale_dtype": "e8m0"}, "own"),
+        ("q8_0", {"scale_dtype": "bfloat16"}, "own"),
+        ("nf4", {"scale_dtype": "e8m0"}, "int2..int8 do"),
+        ("int1", {"scale_dtype": "e8m0"}, "int2..int8 do"),
+        ("uint4", {"scale_dtype": "e8m0", "offset": "min"}, "int2..int8 do"),
+        ("int4", {"scale_dtype": "e4m3"}, "must be one of float32, float16, bfloat16 or e8m0"),
+        ("int4", {"offset": "min"}, "uint2..uint8 do"),
+        ("q4_1", {"offset": "min"}, "uint2..uint8 do"),
+        ("uint4", {"offset": "minimum"}, "must be 'zero_point' or 'min'"),
+        ("uint4", {"offset": "min", "scale_dtype": "float32", "double_quant": True}, "minimums"),
         ("k4", {"levels": "laplace"}, "lloyd"),
         ("k2", {"levels": [0, 1, 2, 3, 4]}, "2 to 4"),
         ("k2", {"levels": [1.0]}, "2 to 4"),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant.io.architectures.metadata import rope_factors
 from cuquant.io.architectures.names import ARCHITECTURES, of_hf, row_order
+from cuquant.io.architectures.positions import rope_factors
 from cuquant.io.container.gguf import GgufReader
 
 CONFIG = {
@@ -145,9 +145,89 @@ def test_stretched_positions(tmp_path):
     with GgufReader(tmp_path / "y.gguf") as reader:
         assert reader.metadata["llama.rope.scaling.type"] == "yarn"
         assert reader.metadata["llama.rope.scaling.factor"] == np.float32(4)
-    model(tmp_path / "long", rope_scaling={"type": "longrope"})
+    model(tmp_path / "long", rope_scaling={"type": "longrope"})  # llama's
     with pytest.raises(ValueError, match="longrope"):
         cq.convert(tmp_path / "long", tmp_path / "l.gguf", "gguf")
+
+
+LONGROPE = {
+    "max_position_embeddings": 1024, "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "type": "longrope", "long_factor": [1.5 + i for i in range(12)],
+        "short_factor": [1 + i / 10 for i in range(12)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:there is no tokenizer")
+@pytest.mark.filterwarnings("ignore:.*have no name")
+@pytest.mark.filterwarnings("ignore:tokens stay behind")
+def test_long_and_short_factors_of_phi3(tmp_path):
+    """Of 32 columns of a head 24 are rotated, in 12 pairs."""
+    model(tmp_path / "in", "phi3", **LONGROPE)
+    cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    with GgufReader(tmp_path / "m.gguf") as reader:
+        told = reader.metadata
+        assert told["phi3.rope.dimension_count"] == 24
+        assert told["phi3.rope.scaling.original_context_length"] == 64
+        want = np.float32(np.sqrt(1 + np.log(16) / np.log(64)))
+        assert told["phi3.rope.scaling.attn_factor"] == want
+        assert reader.read("rope_factors_long.weight").tolist() == [1.5 + i for i in range(12)]
+    cq.convert(tmp_path / "m.gguf", tmp_path / "out", "compressed-tensors", format="int4:32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for key in ("max_position_embeddings", "original_max_position_embeddings"):
+        assert config[key] == LONGROPE[key]
+    assert config["partial_rotary_factor"] == 0.75
+    for key in ("long_factor", "short_factor"):
+        assert config["rope_scaling"][key] == LONGROPE["rope_scaling"][key]
+    assert not [name for name in cq.load(tmp_path / "out") if "rope_factors" in name]
+    for i, changed in enumerate((
+        {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 2}, {"rope_scaling": {
+            **LONGROPE["rope_scaling"], "long_factor": None}}, {"rope_scaling": {
+            **LONGROPE["rope_scaling"], "short_factor": ["x"] * 12}},
+        {"original_max_position_embeddings": None}, {"original_max_position_embeddings": 2048},
+        {"rope_scaling": {**LONGROPE["rope_scaling"], "attention_factor": "x"}},
+    )):  # fmt: skip
+        model(tmp_path / f"{i}", "phi3", **{**LONGROPE, **changed})
+        with pytest.raises(ValueError, match=r"config\.json"):
+            cq.convert(tmp_path / f"{i}", tmp_path / f"{i}.gguf", "gguf")
+
+
+@pytest.mark.filterwarnings("ignore:there is no tokenizer")
+@pytest.mark.filterwarnings("ignore:.*have no name")
+def test_gemma3_is_written_where_llama_cpp_computes_the_same(tmp_path):
+    usual = {
+        "head_dim": 32, "sliding_window": 512, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+    told = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    arrays = model(tmp_path / "in", "gemma3_text")
+
+    def convert(path, **more):
+        config = {**told, "model_type": "gemma3_text", **usual, **more}
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+        cq.convert(tmp_path / "in", tmp_path / path, "gguf")
+
+    convert("m.gguf")
+    with GgufReader(tmp_path / "m.gguf") as reader:
+        found = reader.metadata
+    assert found["gemma3.rope.freq_base"] == np.float32(1e6)
+    assert found["gemma3.rope.scaling.factor"] == np.float32(8)
+    assert found["gemma3.attention.sliding_window"] == 512
+    norm = arrays["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(cq.load(tmp_path / "m.gguf")["output_norm.weight"], norm + 1)
+    for why, more in (
+        ("query_pre_attn_scalar", {"query_pre_attn_scalar": 168}),
+        ("sliding_window_pattern", {"sliding_window_pattern": 4}),
+        ("layer_types", {"layer_types": ["full_attention"]}),
+        ("rope_local_base_freq", {"rope_local_base_freq": 1e6, "rope_parameters": None}),
+        ("num_hidden_layers", {"num_hidden_layers": 10**9}),
+    ):
+        with pytest.raises(ValueError, match=why):
+            convert("bad.gguf", **more)
 
 
 BYTES = {

@@ -98,6 +98,10 @@ LAYERS = {
         "bitsandbytes", {"weight": ("I8", (24, 50)), "SCB": ("F32", (2, 64)),
                          "weight_format": ("U8", ())},
     ),
+    "comfyui": (
+        "ComfyUI", {"weight": ("I8", (24, 48)), "weight_scale": ("F32", ()),
+                    "comfy_quant": ("U8", (29,)), "bias": ("F32", (2, 64))},
+    ),
     "hqq": ("HQQ", {"W_q": ("U8", (32, 32)), "scale": ("F16", (2, 64)), "zero": ("F16", (2, 64))}),
     "mlx": (
         "MLX", {"weight": ("U32", (96, 16)), "scales": ("F16", (96, 64)),

@@ -6,13 +6,17 @@ import zlib
 import gguf
 import numpy as np
 import pytest
+from gguf import quants as gguf_quants
 from gguf.quants import dequantize as gguf_dequantize
+from gguf.quants import quantize as gguf_quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuquant as cq
 from cuquant.formats import search as search_module
-from cuquant.formats.blocks import BLOCK_LAYOUTS, IQ4_LEVELS, BlockLayout
+from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS, BlockLayout
 from cuquant.formats.search import SEARCHES, search, serial_sum
+from cuquant.reference.float_blocks import floor_log2
 
 F32 = np.float32
 ALL = sorted(BLOCK_LAYOUTS)
@@ -49,6 +53,8 @@ def values(layout: BlockLayout, codes: np.ndarray) -> np.ndarray:
     """float32 numbers that codes stand for, before scale and minimum."""
     if layout.name.startswith("iq4"):
         return np.array(IQ4_LEVELS, F32)[codes]
+    if layout.name.startswith("ggml"):
+        return np.concatenate([FLOAT_LEVELS, np.negative(FLOAT_LEVELS)]).astype(F32)[codes] + F32(0)
     if layout.scale_kind != "half":  # gguf decodes e2m1 to integers, so its -0 is 0
         return np.concatenate([E2M1, 0 - E2M1])[codes]
     return codes.astype(F32) - F32(0 if layout.has_min else 1 << (layout.bits - 1))
@@ -64,9 +70,13 @@ def decode(layout: BlockLayout, blocks: np.ndarray) -> np.ndarray:
         return x + np.repeat(fields.minimum, layout.sub_block, axis=1)
 
 
+def gguf_type(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
+
+
 def gguf_decode(name: str, blocks: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return gguf_dequantize(blocks, gguf.GGMLQuantizationType[name.upper()])
+        return gguf_dequantize(blocks, gguf_type(name))
 
 
 def random_blocks(layout: BlockLayout, count: int = 1024) -> np.ndarray:
@@ -100,7 +110,7 @@ def sqnr(x: np.ndarray, y: np.ndarray) -> float:
 @pytest.mark.parametrize("name", [name for name in ALL if name != "q8_1"])  # 40 there, stale
 def test_sizes_are_ggufs(name):
     layout = BLOCK_LAYOUTS[name]
-    sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    sizes = gguf.GGML_QUANT_SIZES[gguf_type(name)]
     assert (layout.elements, layout.nbytes) == sizes
 
 
@@ -114,6 +124,81 @@ def test_unpacked_numbers_have_ggufs_bits(name):
         expected = gguf_decode(name, blocks)
     assert np.isnan(expected).any() and np.isinf(expected).any()
     assert same_bits(decode(layout, blocks), expected).all()
+
+
+@pytest.mark.parametrize("name", ["ggml_mxfp4", "ggml_nvfp4"])
+def test_ggmls_own_have_ggufs_bits_for_every_scale_byte(name):
+    """No NaN: 255 is 2^127 of mxfp4, times levels of 2 or more infinite, and 240 of nvfp4."""
+    layout = BLOCK_LAYOUTS[name]
+    blocks = random_blocks(layout)
+    assert set(blocks[:, 0]) == set(range(256))
+    found, expected = decode(layout, blocks), gguf_decode(name, blocks)
+    assert (found.view(np.uint32) == expected.view(np.uint32)).all()
+    assert np.isinf(found).any() == (name == "ggml_mxfp4") and not np.isnan(found).any()
+    q = cq.QuantArray.from_blocks(blocks, name, (len(blocks), layout.elements))
+    assert (q.dequantize().view(np.uint32) == expected.view(np.uint32)).all()
+
+
+def owner_rows(rng: np.random.Generator) -> np.ndarray:
+    """Of every size, with ties, zeros of both signs, and what lies next to powers of two."""
+    x = rng.standard_normal((96, 256), F32) * np.exp2(rng.integers(-20, 8, (96, 1))).astype(F32)
+    x[:16] = np.round(x[:16] / np.abs(x[:16]).max(-1, keepdims=True) * 24) / 4
+    x[16] = 0
+    x[17] = -0.0
+    powers = np.ldexp(
+        F32(1) - np.arange(64, dtype=F32) * F32(2.0**-24), np.arange(64)[:, None] - 32
+    )
+    x[18:82, ::64] = powers[:, rng.permutation(64)[:4]]
+    return x
+
+
+def test_ggml_mxfp4_has_ggufs_bytes(rng):
+    x = owner_rows(rng)
+    for scaled in (x, x * F32(1e-25), x * F32(1e25)):
+        wanted = gguf_quantize(scaled, gguf.GGMLQuantizationType.MXFP4)
+        found = cq.quantize(scaled, "ggml_mxfp4").to_blocks()
+        assert (found.reshape(wanted.shape) == wanted).all()
+
+
+def test_exponents_are_those_of_a_rounded_logarithm():
+    """Next to each power of two, where the float32 logarithm is the integer above."""
+    k, j = np.arange(-125, 129), np.arange(200, dtype=F32)
+    with np.errstate(over="ignore"):
+        x = np.ldexp(F32(1) - j * F32(2.0**-24), k[:, None]).astype(F32)
+    x = x[np.isfinite(x)]
+    found = floor_log2(x)
+    assert (found == np.floor(np.log2(x))).all()
+    assert (found != np.floor(np.log2(x.astype(np.float64)))).any()
+
+
+def test_ggml_nvfp4_has_the_scales_and_codes_of_ggmls_rule(rng):
+    """gguf decodes it, and has its rounding of scales; the nearest levels are the first ones."""
+    own = gguf_quants.NVFP4
+    x = owner_rows(rng)
+    layout = BLOCK_LAYOUTS["ggml_nvfp4"]
+    parts = layout.stored(cq.quantize(x, "ggml_nvfp4").to_blocks().reshape(-1, layout.nbytes))
+    subs = x.reshape(-1, 16)
+    scales = own.fp32_to_ue4m3(np.abs(subs).max(-1) / F32(6))
+    assert (parts["scale"].reshape(-1) == scales).all() and len(set(scales.tolist())) > 100
+    levels = np.array(own.kvalues, F32) * own.ue4m3_to_fp32(scales).astype(F32)[:, None]
+    codes = np.abs(levels[:, None, :] - subs[:, :, None]).argmin(-1)
+    assert (parts["codes"].reshape(-1, 16) == codes).all()
+
+
+def test_ggmls_own_clamp_what_is_not_finite_and_tell_what_is_too_large():
+    x = np.tile(np.linspace(-2, 2, 64, dtype=F32), (2, 1))
+    x[0, 3], x[0, 40] = np.nan, -np.inf
+    for name in ("ggml_mxfp4", "ggml_nvfp4"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = cq.quantize(x, name).dequantize()
+        assert np.isfinite(y).all() and y[0, 3] == 0 and y[0, 40] < 0
+        with pytest.raises(ValueError, match="nonfinite='raise'"):
+            cq.quantize(x, name, nonfinite="raise")
+    with pytest.warns(RuntimeWarning, match="^4 scales of ggml_nvfp4 are beyond e4m3"):
+        assert cq.quantize(x[1:] * F32(1e5), "ggml_nvfp4").dequantize().max() == 448 * 6
+    with pytest.raises(ValueError, match="4 e4m3 entries of ggml_nvfp4 overflow"):
+        cq.quantize(x[1:] * F32(1e5), "ggml_nvfp4", nonfinite="raise")
 
 
 def test_mxfp4_differs_from_gguf_in_the_nan_scale_only():

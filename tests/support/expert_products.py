@@ -67,6 +67,8 @@ KINDS = [
     ),
     _with("nf4", "float16", (4, 37, 200), double_quant=True),  # 256 scales are no whole rows
     _with("int8", "bfloat16", (4, 300, 72), double_quant=True),
+    _with("uint4", "float16", (3, 50, 192), offset="min"),
+    _with("uint4", "bfloat16", (3, 50, 192), offset="min", block_size=(16, 64)),
     _with("nf4", "float16", (2, 300, 72), double_quant=True, block_size="tensor"),
     _with("int4", "float16", (4, 37, 200), block_size="tensor"),
     _with("uint4", "bfloat16", (3, 37, 200), block_size="tensor"),

@@ -165,6 +165,8 @@ def unit_of(x: np.ndarray, q: cq.QuantArray) -> float:
         return 1 / float(q.arrays()["global_scale"])
     sizes = np.abs(values(q))
     largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
+    if fmt.offset == "min" and not fmt.is_blocks:  # the bound is of a product and what is added
+        return 1.0 if 2.0**-4 <= largest <= 2.0**12 else 1 / (4 * largest)
     own = fmt.scale.dtype == "float16" and not fmt.is_blocks
     if not largest or (own and 2.0**-4 <= largest <= 2.0**14):
         return 1.0
@@ -286,11 +288,35 @@ OPTIONS = [
     ),
     *(_with("k5", "bfloat16", packing=packing) for packing in ("word", "planes")),
 ]
+# Minimums beside scales, and scales of other dtypes, wherever they lie.
+STORED = [
+    *(
+        _with(name, TYPES[i % 2], block_size=size, offset="min", scale_dtype=dtype)
+        for i, (name, size, dtype) in enumerate(
+            (
+                ("uint4", 64, "float16"),
+                ("uint4", 16, "bfloat16"),
+                ("uint3", 32, "float32"),
+                ("uint8", 192, "bfloat16"),
+                ("uint2", "row", "float32"),
+                ("uint5", (8, 64), "float16"),
+                ("uint4", "tensor", "bfloat16"),
+                ("uint4", 32, "float16"),
+                ("uint6", 128, "float16"),
+            )
+        )
+    ),
+    *(_with(name, dtype, scale_dtype="bfloat16") for name in ("int4", "nf4") for dtype in TYPES),
+    _with("uint4", "float16", block_size=16, scale_dtype="bfloat16"),
+    *(_with("fp8_e4m3", dtype, block_size=(16, 64), scale_dtype="e8m0") for dtype in TYPES),
+    _with("int8", "float16", block_size="row", scale_dtype="e8m0"),
+    _with("int4", "bfloat16", block_size=64, scale_dtype="e8m0"),
+]
 VIEWS = [
     Case("nf4", "float16", 5, (35, 200), layout)
     for layout in ("rows", "crooked rows", "misaligned", "upside down", "repeated rows")
 ]
-CASES = [*BASICS, *TAILS, *BLOCKS, *OPTIONS, *VIEWS]
+CASES = [*BASICS, *TAILS, *BLOCKS, *OPTIONS, *STORED, *VIEWS]
 
 
 def ends(case: Case) -> tuple[bool, ...]:
@@ -301,7 +327,8 @@ def ends(case: Case) -> tuple[bool, ...]:
 
 def options(case: Case) -> tuple[str, ...]:
     """What is other than usual, and the kind of value it has."""
-    return tuple(f"{key} {type(value).__name__}" for key, value in case.options)
+    named = ("offset", "scale_dtype")
+    return tuple(f"{k} {v if k in named else type(v).__name__}" for k, v in case.options)
 
 
 # What a sample of cases meets all of.

@@ -168,7 +168,8 @@ def ends(case: Case) -> tuple:
 
 def told(case: Case) -> tuple[str, ...]:
     """What is told beside the array and its format."""
-    options = [f"{key} {type(value).__name__}" for key, value in case.options]
+    named = ("offset", "scale_dtype")
+    options = [f"{k} {v if k in named else type(v).__name__}" for k, v in case.options]
     return (case.given, case.nonfinite, str(case.stochastic), *options)
 
 
@@ -334,6 +335,47 @@ SMALL = [
     *(_learned(name, data="small") for name in LEVELS),
 ]
 
+
+def _stored(name: str, scale_dtype: str | None = None, **fields: Any) -> Case:
+    """Of an option of `_options`: block_size, or of a format with minimums."""
+    own = {key: fields.pop(key) for key in ("block_size", "offset") if key in fields}
+    if scale_dtype:
+        own["scale_dtype"] = scale_dtype
+    return _one(name, options=_options(**own), **fields)
+
+
+# Minimums beside scales, and scales of other types, by each kernel: blocks of a few lanes, of a
+# thread block, along another axis, of two axes, partial ones, and ones of any size.
+STORED = [
+    *(
+        _stored("uint4", **fields, block_size=size, offset="min", scale_dtype=dtype)
+        for dtype, size, fields in (
+            (None, 64, {"dtype": "float32"}),
+            ("bfloat16", 64, {"dtype": "float32", "shape": (5, 200)}),
+            ("float32", 256, {}),
+            (None, "row", {"shape": (3, 4096)}),
+            (None, (16, 8), {"shape": (40, 520), "data": "normal"}),
+            ("bfloat16", "tensor", {"shape": (37, 131), "data": "normal"}),
+            (None, 32, {"shape": (256, 24), "axis": 0}),
+            (None, 64, {"dtype": "float32", "data": "small"}),
+            (None, 40, {"dtype": "float32", "data": "small", "shape": (37, 131)}),
+            (None, 64, {"nonfinite": "clamp"}),
+            ("bfloat16", 64, {"stochastic": True}),
+        )
+    ),
+    *(_stored(f"uint{bits}", block_size=32, offset="min") for bits in (2, 3, 8)),
+    _stored("uint5", "bfloat16", block_size=48, offset="min", shape=(5, 200)),
+    *(_stored(name, "bfloat16", block_size=64) for name in ("nf4", "k3", "int4", "uint4")),
+    *(_stored(name, "bfloat16", dtype="float32", data="small") for name in ("int4", "uint4")),
+    _stored("fp8_e4m3", "bfloat16", block_size=(16, 8), shape=(40, 520)),
+    *(_stored(name, "e8m0", block_size=32) for name in ("int8", "int4", "fp8_e4m3", "fp4_e2m1")),
+    _stored("fp8_e4m3", "e8m0", block_size=(128, 128), shape=(150, 200)),
+    _stored("int8", "e8m0", block_size="tensor", shape=(37, 131), data="normal"),
+    _stored("int2", "e8m0", block_size="row", shape=(3, 4096), stochastic=True),
+    _one("int8", given="scale", options=_options(block_size=32, scale_dtype="e8m0")),
+    _one("int4", given="scale", options=_options(scale_dtype="bfloat16")),
+]
+
 GROUPS = {
     "basics": BASICS,
     "axes": AXES,
@@ -347,6 +389,7 @@ GROUPS = {
     "levels": LEARNED,
     "packings": PACKINGS,
     "small": SMALL,
+    "stored": STORED,
 }
 # What the GPU's own tests add: kernels that nothing else in a process has loaded before.
 UNSEEN = _one("uint5", options=_options(block_size=48))
@@ -359,6 +402,7 @@ DECODED = [
     *(_one(name, shape=(5, k)) for name in OWN for k in (1, 33, 131)),
     *BLOCKS,
     *DOUBLE,
+    *STORED,
     *LEARNED,
     *PACKINGS,
     *(case for case in AXES if case.format in PLACED),

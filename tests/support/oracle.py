@@ -14,7 +14,7 @@ import cuquant as cq
 from cuquant.formats import Codebook, Format, Minifloat, Uniform
 
 F = np.float32
-ROUND = {"float16": np.float16, "float32": np.float32}
+ROUND = {"float16": np.float16, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 ONE = F(1)
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -34,12 +34,13 @@ def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = ONE):
     size = np.abs(block)
     rule, codec = fmt.scale.rule, fmt.codec
     if not np.isfinite(block).all():
-        return F(np.nan), F(np.nan), 0, F(0)
+        return F(np.nan), F(np.nan), 0, F(np.nan)
     if rule == "e8m0":
         top = size.max()
         if top == 0:
             return F(0), 0, 0, F(0)
-        exponent = int(np.floor(np.log2(float(top)))) - codec.emax
+        emax = codec.bits - 2 if isinstance(codec, Uniform) else codec.emax
+        exponent = int(np.floor(np.log2(float(top)))) - emax
         exponent = max(-127, min(127, exponent))
         return F(2.0**exponent), exponent + 127, 0, F(0)
     if rule == "mean_abs":
@@ -49,7 +50,11 @@ def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = ONE):
         stored = min(ROUND[fmt.scale.dtype](total / len(block)), np.float16(65504))
         return F(stored), stored, 0, F(0)
     low = high = F(0)
-    if rule == "range":
+    if fmt.offset == "min":
+        low, high = block.min(), block.max()
+        exact = (high - low) / F(codec.high)
+        low = held(low, fmt)
+    elif rule == "range":
         low, high = min(F(0), block.min()), max(F(0), block.max())
         exact = (high - low) / F(codec.high)
     elif rule == "signed_max":
@@ -61,14 +66,21 @@ def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = ONE):
         return F(stored) * world, stored, 0, F(0)
     else:
         exact = size.max() / F(fmt.scale.peak)
-    stored = ROUND[fmt.scale.dtype](exact)
-    if np.isinf(stored):
-        stored = np.copysign(np.float16(65504), stored)
+    stored = held(exact, fmt)
     used = exact if fmt.scale.encode_with == "exact" else F(stored)
     point = 0
     if fmt.offset == "zero_point" and used != 0 and np.isfinite(F(1) / used):
         point = int(np.clip(np.rint(-low / used), 0, codec.high))
     return used, stored, point, low
+
+
+def held(value: np.float32, fmt: Format):
+    """A scale or a minimum as it is stored; what is too large saturates."""
+    dtype = ROUND[fmt.scale.dtype]
+    stored = dtype(value)
+    if np.isinf(stored):
+        stored = dtype(np.copysign(F(ml_dtypes.finfo(dtype).max), value))
+    return stored + dtype(0)
 
 
 def encode_one(value: np.float32, codec) -> int:
@@ -101,13 +113,14 @@ def nearest(value: np.float32, levels: tuple[float, ...], tie: str) -> int:
 
 
 def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = ONE):
-    """Codes, stored scales, zero points and float32 values of one row; blocks along it."""
+    """Codes, stored scales, zero points, minimums and float32 values of one row of blocks."""
     width = len(row) if fmt.scale.block in ("row", "tensor") else int(fmt.scale.block)
-    codes, scales, points, values = [], [], [], []
+    codes, scales, points, minimums, values = [], [], [], [], []
     with np.errstate(all="ignore"):
         for start in range(0, len(row), width):
             block = row[start : start + width]
-            used, stored, point, _ = block_scale(block, fmt, world)
+            used, stored, point, low = block_scale(block, fmt, world)
+            minimum = F(low) if fmt.offset == "min" else F(0)
             inverse = F(1) / used
             dead = not np.isfinite(inverse) or inverse == 0
             decoded_scale = (
@@ -115,7 +128,7 @@ def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = ONE):
             )
             decoded_scale = F(np.nan) if np.isnan(used) else decoded_scale * world
             for value in block:
-                scaled = F(0) if dead else value * inverse
+                scaled = F(0) if dead else (value - minimum) * inverse
                 if fmt.scale.rule == "mean_abs" and not dead:
                     scaled = value
                 if fmt.offset == "zero_point":
@@ -125,10 +138,12 @@ def quantize_row(row: np.ndarray, fmt: Format, world: np.float32 = ONE):
                     code = encode_one(scaled, fmt.codec)
                     number = fmt.codec.decode(np.array([code], fmt.codec.code_dtype))[0]
                 codes.append(code)
-                values.append(number * decoded_scale)
+                value = number * decoded_scale
+                values.append(value + minimum if fmt.offset == "min" else value)
             scales.append(stored)
             points.append(point)
-    return codes, scales, points, values
+            minimums.append(low)
+    return codes, scales, points, minimums, values
 
 
 def single_scale_formats() -> list[str]:

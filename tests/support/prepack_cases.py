@@ -76,6 +76,11 @@ BLOCKS = [
     *(_of("int4", (2, 37, 300), block_size=b) for b in (32, "row", "tensor", (16, 64))),
     *(_of("fp8_e4m3", (37, 300), block_size=b) for b in ("tensor", (1, 128), (128, 128), (8, 16))),
     *(_of("int3", (37, 40), block_size=b) for b in (40, 48, (4, 48))),
+    *(_of("uint4", (37, 300), block_size=b, offset="min") for b in (32, "row", (8, 64))),
+    _of("uint3", (3, 17, 72), offset="min", scale_dtype="bfloat16"),
+    _of("uint8", (37, 300), block_size=64, offset="min", scale_dtype="float32"),
+    _of("int4", (37, 300), scale_dtype="bfloat16"),
+    _of("fp8_e4m3", (37, 300), block_size=64, scale_dtype="e8m0"),
 ]
 DOUBLE = [
     _of("nf4", (37, 300), double_quant=True),

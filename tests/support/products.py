@@ -178,6 +178,13 @@ CASES = [
         for size in (8, 24, 96, "row", "tensor", (1, 128), (16, 8), (128, 128), (128, 1))
     ),
     _with("int4", (300, 40), block_size=(128, 128)),
+    *(
+        _with("uint4", lead=lead, block_size=size, offset="min", scale_dtype=dtype)
+        for lead in (ROWS, TILES)
+        for size, dtype in ((64, "float16"), (24, "bfloat16"), ((16, 8), "float32"))
+    ),
+    _with("int4", scale_dtype="bfloat16"),
+    _with("fp8_e4m3", block_size=(16, 8), scale_dtype="e8m0"),
     *(_with(name, double_quant=True) for name in ("nf4", "int8", "dynamic8")),
     _with("nf4", (40, 8192), block_size=8, double_quant=True),
     *(

@@ -6,16 +6,16 @@ convert_hf_to_gguf.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuquant.io.architectures.names import Architecture, of_hf
+from cuquant.io.architectures.positions import rope_of, rotated_part, stretched
 from cuquant.io.container.messages import quote
 
-ROPE_FACTORS = "rope_freqs.weight"  # a tensor of GGUF: llama 3's stretched frequencies
+MANY_LAYERS = 1 << 12
 
 
 class Setting(NamedTuple):
@@ -42,8 +42,18 @@ SETTINGS = (
     Setting("attn_logit_softcapping", "attn_logit_softcapping", np.float32),
     Setting("final_logit_softcapping", "final_logit_softcapping", np.float32),
 )
+EXPERTS = (  # of architectures that have some; `counted` is the first one's key
+    Setting("expert_count", "", np.uint32),
+    Setting("expert_used_count", "num_experts_per_tok", np.uint32),
+    Setting("expert_feed_forward_length", "moe_intermediate_size", np.uint32),
+)
 NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-ROPES = ("default", "linear", "yarn", "llama3")  # ways to stretch positions that are written
+
+
+def _settings(found: Architecture) -> tuple[Setting, ...]:
+    if not found.experts:
+        return SETTINGS
+    return (*SETTINGS, *(s if s.hf else s._replace(hf=found.counted) for s in EXPERTS))
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]] | None:
@@ -66,7 +76,10 @@ def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     made: dict[str, Any] = {"general.architecture": found.name}
     if isinstance(name := config.get("_name_or_path"), str) and name:
         made["general.name"] = name.rstrip("/").rpartition("/")[2]
-    for key, source, dtype in SETTINGS:
+    for key, usual in found.fixed.items():
+        if config.get(key) != usual:
+            raise ValueError(f"config.json has {key} {quote(config.get(key))}; GGUF has {usual}")
+    for key, source, dtype in _settings(found):
         value = told.get(source)
         if value is None:
             continue
@@ -74,53 +87,32 @@ def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
             raise ValueError(f"config.json has {source} {quote(value)}; a number is wanted")
         made[f"{found.name}.{key}"] = dtype(value)
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    made[f"{found.name}.rope.dimension_count"] = np.uint32(dim)
-    return found, made | _stretched(found.name, rope)
+    made[f"{found.name}.rope.dimension_count"] = np.uint32(dim * rotated_part(config))
+    if found.name == "gemma3":
+        _check_gemma_3(config)
+    return found, made | stretched(found.name, config)
 
 
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions are stretched: `rope_parameters`, or `rope_scaling` of older configurations."""
-    for key in ("rope_parameters", "rope_scaling"):
-        found = config.get(key)
-        if isinstance(found, dict):
-            return {**found, "rope_type": found.get("rope_type") or found.get("type", "default")}
-    return {"rope_type": "default"}
-
-
-def _stretched(name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind = rope["rope_type"]
-    if kind not in ROPES:
-        raise ValueError(
-            f"config.json stretches positions by {quote(kind)}, which is not written yet"
-        )
-    if kind in ("default", "llama3"):  # llama 3's are a tensor
-        return {}
-    made: dict[str, Any] = {f"{name}.rope.scaling.type": kind}
-    if isinstance(factor := rope.get("factor"), (int, float)):
-        made[f"{name}.rope.scaling.factor"] = np.float32(factor)
-    if isinstance(length := rope.get("original_max_position_embeddings"), int):
-        made[f"{name}.rope.scaling.original_context_length"] = np.uint32(length)
-    return made
-
-
-def rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """What llama 3 divides its frequencies by, float32 [head_dim / 2]; None for other models.
-
-    Source: transformers 5, modeling_rope_utils._compute_llama3_parameters.
-    """
-    rope = rope_of(config)
-    if rope["rope_type"] != "llama3":
-        return None
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    factor, low, high = (
-        float(rope.get(key, usual))
-        for key, usual in (("factor", 8), ("low_freq_factor", 1), ("high_freq_factor", 4))
-    )
-    length = float(rope.get("original_max_position_embeddings", 8192))
-    waves = 2 * math.pi * base ** (np.arange(0, dim, 2) / dim)
-    smooth = np.clip((length / waves - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+def _check_gemma_3(config: Mapping[str, Any]) -> None:
+    """ValueError where llama.cpp, which has these numbers in its code, computes another model."""
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    by_heads = config["hidden_size"] // heads
+    scalar = by_heads if layers == 62 else config.get("head_dim", 256)  # 62: of 27B
+    near = config.get("rope_parameters")
+    local = near.get("sliding_attention") if isinstance(near, dict) else None
+    base = local.get("rope_theta") if isinstance(local, dict) else None
+    kinds = config.get("layer_types")
+    if type(layers) is not int or layers > MANY_LAYERS:
+        raise ValueError(f"config.json has num_hidden_layers {quote(layers)}")
+    want = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
+    for key, value, usual in (
+        ("query_pre_attn_scalar", config.get("query_pre_attn_scalar", scalar), scalar),
+        ("rope_local_base_freq", base or config.get("rope_local_base_freq", 10000.0), 10000.0),
+        ("sliding_window_pattern", config.get("sliding_window_pattern", 6), 6),
+        ("layer_types", want if kinds is None else kinds, want),
+    ):
+        if value != usual:
+            raise ValueError(f"config.json has {key} {quote(value)}; GGUF's gemma3 has {usual}")
 
 
 def to_config(found: Architecture, metadata: Mapping[str, Any], is_tied: bool) -> dict[str, Any]:
@@ -129,8 +121,9 @@ def to_config(found: Architecture, metadata: Mapping[str, Any], is_tied: bool) -
         "architectures": [found.model_class],
         "model_type": found.model_types[0],
         "tie_word_embeddings": is_tied,
+        **found.fixed,
     }
-    for key, name, _ in SETTINGS:
+    for key, name, _ in _settings(found):
         value = metadata.get(f"{found.name}.{key}")
         if isinstance(value, np.integer):
             config[name] = int(value)
@@ -142,6 +135,12 @@ def to_config(found: Architecture, metadata: Mapping[str, Any], is_tied: bool) -
     for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")  # classes have numbers of their own
         config[f"{key}_token_id"] = int(value) if isinstance(value, np.integer) else None
+    rotated = metadata.get(f"{found.name}.rope.dimension_count")
+    wide = config.get("head_dim") or config.get("hidden_size", 0) // max(
+        config.get("num_attention_heads", 1), 1
+    )
+    if isinstance(rotated, np.integer) and 0 < rotated < wide:
+        config["partial_rotary_factor"] = int(rotated) / wide
     kind = metadata.get(f"{found.name}.rope.scaling.type")
     factor = metadata.get(f"{found.name}.rope.scaling.factor")
     if kind in ("linear", "yarn") and isinstance(factor, np.floating):

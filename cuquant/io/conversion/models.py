@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cuquant.io.architectures.metadata import ROPE_FACTORS, from_config, rope_factors, to_config
+from cuquant.io.architectures.metadata import from_config, to_config
 from cuquant.io.architectures.names import of_gguf
+from cuquant.io.architectures.positions import (
+    LONG,
+    ROPE_FACTORS,
+    SHORT,
+    rope_tensors,
+    to_longrope,
+)
 from cuquant.io.architectures.tokenizer import from_json
 from cuquant.io.checkpoint import read_json
 from cuquant.io.entries import Entry, Opened
+from cuquant.io.experts import in_mlx, joined, of_mlx, split
 from cuquant.io.renaming import changed, in_hf
 
-GGUF = "gguf"
+GGUF, MLX, HF = "gguf", "mlx", "transformers"
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,27 @@ def model_for(file: Opened, kind: str) -> Model:
     ValueError
         For settings that cannot be written, and rows that cannot be taken apart.
     """
-    if (file.kind == GGUF) == (kind == GGUF):
-        return Model(file, file.metadata)
     if kind == GGUF:
-        return _to_gguf(file)
+        return Model(file, file.metadata) if file.kind == GGUF else _to_gguf(file)
     if kind == "cuquant":  # arrays as they are, by the file's own names
-        return Model(file, {})
-    return _from_gguf(file)
+        return Model(file, {} if file.kind == GGUF else file.metadata)
+    made = _from_gguf(file) if file.kind == GGUF else Model(file, file.metadata)
+    return replace(made, entries=_with_experts(made.entries, kind))
+
+
+def _with_experts(entries: Mapping[str, Entry], kind: str) -> Mapping[str, Entry]:
+    """Experts as a kind has them: in one array for MLX, by themselves where linear layers are.
+
+    Arrays whose matrices have no names that are known stay as they are.
+    """
+    if kind == MLX:
+        return joined(entries.items(), in_mlx)
+    made: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        own = of_mlx(name)
+        parts = [entry] if own is None or len(entry.shape) != 3 else split(entry, own)
+        made |= {name if own is None else part.name: part for part in parts}
+    return made
 
 
 def _to_gguf(file: Opened) -> Model:
@@ -68,16 +90,16 @@ def _to_gguf(file: Opened) -> Model:
     }
     entries: dict[str, Entry] = {}
     unknown = []
-    for name, entry in file.items():
-        new = found.in_gguf(name)
+    apart = _with_experts(file, HF)
+    for name, entry in joined(apart.items(), found.expert_in_gguf).items():
+        new = found.in_gguf(name) if name in apart else name  # GGUF's, of an array of experts
         if new is None:
             unknown.append(name)
         new = new or name
         if new in entries:
             raise ValueError(f"two arrays are {new} in GGUF")
         entries[new] = changed(entry, new, new, found, heads, to_gguf=True)
-    if (factors := rope_factors(config)) is not None:
-        entries[ROPE_FACTORS] = _made(ROPE_FACTORS, factors)
+    entries |= {name: _made(name, factors) for name, factors in rope_tensors(config).items()}
     tokens, warning = _tokens(folder, config, found)
     warnings = [warning] if warning else []
     if unknown:
@@ -102,7 +124,7 @@ def _tokens(
 
 
 def _from_gguf(file: Opened) -> Model:
-    found = of_gguf(file.metadata.get("general.architecture"))
+    found = of_gguf(file.metadata)
     if found is None:
         return Model(file, {}, ["the architecture is not known: tensors keep GGUF's names, and "
                                 "config.json says nothing of the model"])  # fmt: skip
@@ -114,6 +136,9 @@ def _from_gguf(file: Opened) -> Model:
         warnings.append(
             "rope_freqs.weight stays behind: config.json needs the original's rope_scaling"
         )
-    if unknown := [name for name in file if found.in_hf(name) is None and name != ROPE_FACTORS]:
+    if LONG in file and SHORT in file:
+        config |= to_longrope(found, file.metadata, *(entries.pop(n).read() for n in (LONG, SHORT)))
+    held = (ROPE_FACTORS, LONG, SHORT)
+    if unknown := [name for name in file if found.in_hf(name) is None and name not in held]:
         warnings.append(f"{len(unknown)} tensors have no name in transformers: {unknown[0]}")
     return Model(entries, config, warnings)

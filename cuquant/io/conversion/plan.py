@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
 from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
+from cuquant.io.schema.modelopt import PRE_SCALE
 from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer, refuse_odd_parts
 from cuquant.io.selection import Selection, fits
 from cuquant.ops.quantize.door import quantize
@@ -33,6 +35,7 @@ WRITERS = {module.KIND: module for module in _MODULES}
 # Weights that loaders of these kinds take for no linear layer.
 FOR_LINEAR = {gptq.KIND, awq.KIND, compressed_tensors.KIND, bitsandbytes.KIND, fp8.KIND}
 NOT_LINEAR = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "*.gate.weight", "*router*")
+ROUTERS = "*.ffn_gate_inp.weight"  # of GGUF, which llama.cpp keeps in float32
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ def plan(entries: Mapping[str, Entry], writer: Writer, wish: Wish) -> list[Step]
     steps, lost = [], []
     for entry in entries.values():
         try:
+            if writer is not own and entry.name.endswith(f".{PRE_SCALE}"):
+                raise ValueError(f"x is multiplied by it, which no {writer.KIND} file can say")
             steps.append(_step(entry, writer, wish))
         except (ValueError, TypeError) as why:
             lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")
@@ -265,13 +270,11 @@ def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
     if entry.axes is not None:
         raise ValueError("its axes are in another order")
     dtype = entry.dtype
-    if writer is gguf and len(entry.shape) == 1 and dtype.name in interop.INPUT_DTYPES:
+    is_float32 = len(entry.shape) == 1 or fnmatchcase(entry.name, ROUTERS)
+    if writer is gguf and is_float32 and dtype.name in interop.INPUT_DTYPES:
         dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
-    if writer is gguf:
-        kind: Any = gguf_type(dtype)
-        nbytes = kind.stored_nbytes(entry.shape)
-    else:
-        kind, nbytes = tag_of(dtype), entry.nbytes
+    kind: Any = gguf_type(dtype) if writer is gguf else tag_of(dtype)
+    nbytes = _nbytes(kind, entry.shape)
 
     def make() -> Tensors:
         value = entry.read()
@@ -296,6 +299,8 @@ def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format |
             return None
         if formats.rule_of(names)[0] == "*" and any(fits(glob, names) for glob in NOT_LINEAR):
             return None
+    if writer is gguf and fits(ROUTERS, names):
+        return None
     return formats.decide(names, entry.dtype, entry.shape)[0]
 
 

@@ -7,18 +7,22 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.schema import (
     awq,
     bitsandbytes,
+    comfyui,
     compressed_tensors,
     fp8,
     gptq,
+    hqq,
     mlx,
     modelopt,
     mxfp4,
+    quanto,
     torchao,
 )
 from cuquant.io.schema.layer import Layer, Schema
 
 SCHEMAS: tuple[Schema, ...] = (
-    torchao, gptq, awq, compressed_tensors, bitsandbytes, modelopt, mxfp4, fp8, mlx,
+    torchao, comfyui, gptq, awq, compressed_tensors, bitsandbytes, modelopt, mxfp4, fp8, hqq,
+    quanto, mlx,
 )  # fmt: skip
 """The first that recognises a checkpoint reads it."""
 

@@ -2,7 +2,8 @@
 
 w = (code - zero) * scale. "gemm": qweight I32 [K, N / 8], qzeros I32 [G, N / 8], scales [G, N],
 whose words hold eight columns in the order ORDER; "gemv": qweight I32 [N, K / 8], qzeros I32
-[N, Z], scales [N, 8 Z], in order. Source: AutoAWQ 0.2.9, modules/linear.
+[N, Z], scales [N, 8 Z], in order. "gemv_fast": qweight I16 [N / 4, K] in tiles, qzeros of floats
+[8 Z, N], which are added: w = code * scale + zero. Source: AutoAWQ 0.2.9, modules/linear.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     integer,
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.recipe import (
@@ -49,6 +49,7 @@ KIND = "awq"
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is field ORDER[j] of a word
 NIBBLES = Packing(4, "low")
 SIZES = (128, 64, 32)
+TILE = 64  # columns of gemv_fast's tiles
 
 
 def recognises(c: Checkpoint) -> bool:
@@ -59,7 +60,7 @@ def recognises(c: Checkpoint) -> bool:
     return bool(found) and not any(stem + "g_idx" in c for stem in found)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules with qweight, qzeros and scales."""
     for stem in stems(c, "qweight"):
         if stem + "qzeros" in c and stem + "scales" in c:
@@ -69,9 +70,9 @@ def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
 def _layer(c: Checkpoint, stem: str) -> Layer:
     codes, zeros, scales = (c.info(stem + end) for end in ("qweight", "qzeros", "scales"))
     name = stem + "weight"
-    if codes.dtype == "I16":
-        raise refuse(name, "AWQ's gemv_fast, whose zero points are real numbers, is not read yet")
     whole = all(len(info.shape) == 2 for info in (codes, zeros, scales))
+    if codes.dtype == "I16" and whole:
+        return _gemv_fast(c, name, codes, zeros, scales)
     if (codes.dtype, zeros.dtype) != ("I32", "I32") or not whole:
         raise refuse(name, f"codes {codes.dtype}{list(codes.shape)} are none of AWQ's")
     by_columns = scales.shape[1] == 8 * codes.shape[1] == 8 * zeros.shape[1]
@@ -93,7 +94,7 @@ def _gemm(
         transposed = np.ascontiguousarray(in_order(c.read(codes.name)).T)
         return {
             "packed": NIBBLES.pack(transposed, fmt.zero_code),
-            "scale": scales_of(c.read(scales.name).T, kept),
+            "scale": c.read(scales.name).T,
             "zero_point": in_order(c.read(zeros.name)).T,
         }
 
@@ -116,12 +117,47 @@ def _gemv(
         words = c.read(zeros.name).view(np.uint32)
         return {
             "packed": c.read(codes.name).view(np.uint8),
-            "scale": scales_of(c.read(scales.name)[:, :groups], kept),
+            "scale": c.read(scales.name)[:, :groups],
             "zero_point": Packing(4, "dense").unpack(words, groups),
         }
 
     names = (codes.name, zeros.name, scales.name)
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), names, parts)
+
+
+def _gemv_fast(
+    c: Checkpoint, name: str, codes: TensorInfo, zeros: TensorInfo, scales: TensorInfo
+) -> Layer:
+    columns, depth = 4 * codes.shape[0], codes.shape[1]
+    fits = scales.shape == zeros.shape and scales.shape[1] == columns and scales.shape[0] % 8 == 0
+    if not fits or zeros.dtype != scales.dtype or depth % TILE:
+        raise refuse(name, f"scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
+    size = _group_size(c, depth, scales.shape[0] // 8, name)
+    groups = -(-depth // size)
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format("uint4", block_size=size, offset="min", scale_dtype=kept)
+
+    def parts() -> Parts:
+        return {
+            "packed": NIBBLES.pack(untiled(c.read(codes.name)), fmt.zero_code),
+            "scale": c.read(scales.name)[:groups].T,
+            "minimum": c.read(zeros.name)[:groups].T,
+        }
+
+    names = (codes.name, zeros.name, scales.name)
+    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), names, parts)
+
+
+def untiled(words: np.ndarray) -> np.ndarray:
+    """uint8 codes [4 rows, K] of words I16 [rows, K]: tiles are four rows of TILE nibbles.
+
+    Column c of 32 is nibble 8 a + 4 b + d of them, where c is 8 d + 2 a + b.
+    """
+    rows, depth = words.shape
+    stored = np.ascontiguousarray(words).view(np.uint8).reshape(rows, depth // TILE, 4, TILE // 2)
+    fields = np.stack([stored & 15, stored >> 4], axis=-1).reshape(rows, depth // TILE, 4, TILE)
+    straight = fields.swapaxes(1, 2).reshape(4 * rows, depth // 32, 4, 2, 4)
+    return np.moveaxis(straight, -1, -3).reshape(4 * rows, depth)
 
 
 def _group_size(c: Checkpoint, depth: int, words: int, name: str) -> int:

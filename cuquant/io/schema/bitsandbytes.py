@@ -26,9 +26,9 @@ from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     integer,
     model_dtype,
@@ -50,7 +50,7 @@ def recognises(c: Checkpoint) -> bool:
     return any(STATE in name for name in c) or any(_eights(c))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Weights with a state, and int8 weights beside SCB."""
     for name in c:
         weight, mark, kind = name.partition(STATE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from cuquant.formats.names import FormatName
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
-from cuquant.io.schema import fp8
+from cuquant.io.schema import fp8, sparse
 from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Extent,
+    Found,
     Layer,
     Parts,
     Unread,
@@ -32,7 +34,6 @@ from cuquant.io.schema.layer import (
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.patterns import matches
@@ -49,6 +50,7 @@ from cuquant.io.schema.recipe import (
     dense_words,
     group_zeros,
     integers_of,
+    of_all_rows,
     scale_tag,
     words_of,
 )
@@ -63,15 +65,16 @@ def recognises(c: Checkpoint) -> bool:
     """By its configuration, or packed codes."""
     if c.method:
         return c.method == KIND
-    return any(stem + "weight_scale" in c for stem in stems(c, "weight_packed"))
+    if any(stem + "weight_scale" in c for stem in stems(c, "weight_packed")):
+        return True
+    return any(stem + "bitmask" in c for stem in stems(c, "compressed"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
-    """Modules that have scales, in the format of their group."""
+def layers(c: Checkpoint) -> Iterator[Found]:
+    """Modules that have scales, in the format of their group, and those of which half is zero."""
     for stem in stems(c, "compressed"):
         if stem + "bitmask" in c:
-            why = "weights with a bitmask (2 of 4) are not read yet"
-            yield Unread(stem + "weight", refuse(stem + "weight", why))
+            yield attempt(stem + "weight", sparse.layer, c, stem, _weights(group_of(c, stem)))
     for stem in stems(c, "scale_packed"):
         why = "marlin-24 is in the order of a kernel; take the original"
         yield Unread(stem + "weight", refuse(stem + "weight", why))
@@ -87,8 +90,13 @@ def _layer(c: Checkpoint, stem: str, codes: str) -> Layer:
     kind = group.get("format") or c.quantization.get("format")
     if not isinstance(kind, str) or kind not in READERS:
         kind = _kind(c, stem, codes)
-    weights = group.get("weights")
-    return READERS[kind](c, stem, weights if isinstance(weights, dict) else {})
+    return READERS[kind](c, stem, _weights(group))
+
+
+def _weights(group: Group) -> Group:
+    """What a group says of weights."""
+    found = group.get("weights")
+    return found if isinstance(found, dict) else {}
 
 
 def group_of(c: Checkpoint, stem: str) -> Group:
@@ -167,7 +175,7 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         used = 32 // bits * bits  # of a padded word
         padded = len(ways) > 1 and not np.any(rows >> np.uint32(used))
         stored = ways[-1] if padded else ways[0]
-        found = {"scale": scales_of(c.read(scales.name), kept)}
+        found = {"scale": c.read(scales.name)}
         if order is None:
             found["packed"] = repacked(rows, stored, depth, fmt)
         else:
@@ -311,7 +319,9 @@ FLOATS = {  # of which codes and exponents lie as ours: format, tensor of the co
 
 
 def recipe(source: Source) -> Recipe:
-    """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4."""
+    """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4; of matrices, or of experts."""
+    if len(source.shape) == 3:
+        return _experts_recipe(source)
     source.matrix("compressed-tensors")
     name = source.format.name
     if name in FLOATS and not source.format.options:
@@ -324,6 +334,21 @@ def recipe(source: Source) -> Recipe:
             f"compressed-tensors holds integers, fp8_e4m3, {', '.join(FLOATS)}, with their scales"
         )
     return _integer_recipe(source, found)
+
+
+def _experts_recipe(source: Source) -> Recipe:
+    """[E, N, K], of which `weight_shape` has three numbers."""
+    made = of_all_rows(source, recipe)
+    shape, zeros = source.stem + "weight_shape", source.stem + "weight_zero_point"
+    if zeros in made.specs:
+        raise ValueError("compressed-tensors has no zero points of experts")
+    if shape not in made.specs:
+        return made
+
+    def encode(q: QuantArray) -> Tensors:
+        return {**made.encode(q), shape: np.array(source.shape, np.int64)}
+
+    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, encode=encode)
 
 
 def _strategy(source: Source) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.layer import (
+    SCALE_DTYPES,
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
@@ -42,7 +43,7 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight" in c for stem in stems(c, SCALES[0]))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight is of 8-bit floats and has a scale."""
     block = c.quantization.get("weight_block_size")
     for end in SCALES:
@@ -57,26 +58,26 @@ def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -
     if codes.dtype not in FORMATS or not codes.shape:
         raise refuse(codes.name, f"codes of {codes.dtype}{list(codes.shape)} are no 8-bit floats")
     extent = extent_of(codes.shape, scales.shape, codes.name, tile=block)
-    fmt = get_format(FORMATS[codes.dtype], block_size=extent)
+    kept = SCALE_DTYPES.get(scales.dtype, "float32")
+    fmt = get_format(FORMATS[codes.dtype], block_size=extent, scale_dtype=kept)
 
     def parts() -> Parts:
+        stored = c.read(scales.name)
         return {
             "packed": c.read(codes.name).view(np.uint8),
-            "scale": as_float32(c.read(scales.name), scales),
+            "scale": stored if scales.dtype in SCALE_DTYPES else of_exponents(stored, scales),
         }
 
     names = (codes.name, scales.name)
     return Layer(codes.name, fmt, codes.shape, model_dtype(c, scales), names, parts)
 
 
-def as_float32(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
-    """Scales as float32: floats, or the exponents of powers of two."""
-    if info.dtype in ("F8_E8M0", "U8"):
-        bits = np.maximum(scales.view(np.uint8).astype(np.int32) << 23, 1 << 22)  # 0 is 2^-127
-        return np.where(bits == 255 << 23, np.float32(np.nan), bits.view(np.float32))
-    if info.dtype not in ("F32", "BF16", "F16"):
+def of_exponents(scales: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """float32 scales of the exponents of powers of two; 0 is 2^-127 and 255 is NaN."""
+    if info.dtype not in ("F8_E8M0", "U8"):
         raise refuse(info.name, f"scales of dtype {info.dtype} are unknown")
-    return scales.astype(np.float32)
+    bits = np.maximum(scales.view(np.uint8).astype(np.int32) << 23, 1 << 22)
+    return np.where(bits == 255 << 23, np.float32(np.nan), bits.view(np.float32))
 
 
 # ---- writing ------------------------------------------------------------------------------------

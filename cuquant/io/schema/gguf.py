@@ -1,7 +1,8 @@
 """GGUF's types of tensors: which of them holds an array, and its blocks.
 
 The container and its reader are cuquant.io.container.gguf. Integers with scales of float16, whose
-groups are whole blocks of 32, are q4_0's, q5_0's or q8_0's numbers: d * (code - zero).
+groups are whole blocks of 32, are q4_0's, q5_0's or q8_0's numbers: d * (code - zero); with
+minimums they are q4_1's or q5_1's: d * code + m.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import numpy as np
 
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import get_format
+from cuquant.formats.codecs import Uniform
 from cuquant.io.container.gguf.types import TYPES, gguf_type
 from cuquant.io.schema.recipe import (
+    FLOATS,
     Integers,
     Recipe,
     Source,
     Tensors,
     codes_of,
     finer,
+    group_minimums,
     group_scales,
     group_zeros,
+    holds,
     integers_of,
     row_chunks,
     scale_tag,
@@ -32,13 +37,14 @@ KIND = "gguf"
 NEAREST = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
 SMALL = {4: "q4_0", 5: "q5_0", 8: "q8_0"}  # of rows that 256 does not divide
 INTEGERS = ("q4_0", "q5_0", "q8_0")  # the first that has the codes is taken
+MINIMUMS = {"q4_1": 4, "q5_1": 5}  # bits of those that have one
 BLOCK = 32
 SAME = {kind.format: kind for kind in TYPES.values() if kind.format is not None}
 OF_OTHERS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}  # types that hold our codes and scales otherwise
 
 
 def recipe(source: Source) -> Recipe:
-    """Types of ggml's as they are, mxfp4, nvfp4 whose global scale is 1, and integers."""
+    """Types of ggml's as they are, mxfp4, nvfp4 whose global scale is 1, integers, and minimums."""
     fmt, name = source.format, source.name
     if fmt.name in SAME:
         return Recipe({name: (SAME[fmt.name], source.shape)}, _blocks(name), fmt.name)
@@ -48,10 +54,37 @@ def recipe(source: Source) -> Recipe:
             raise ValueError(f"{kind.name} has rows of whole blocks of {kind.elements}")
         _refuse_odd_scales(source.read())
         return Recipe({name: (kind, source.shape)}, _blocks(name), kind.name)
+    if isinstance(fmt.codec, Uniform) and fmt.offset == "min" and not fmt.is_blocks:
+        return _minimums(source)
     found = integers_of(fmt, source.shape)
     if found is None:
         raise ValueError("GGUF has no type with such codes and scales")
     return _integers(source, found)
+
+
+def _minimums(source: Source) -> Recipe:
+    """q4_1 or q5_1, with d and m for each 32 of a row."""
+    fmt, depth = source.format, source.shape[-1]
+    kind = next((kind for kind, bits in MINIMUMS.items() if fmt.bits <= bits), None)
+    group = min(fmt.rule.tile(1, depth)[1], max(depth, 1))
+    if kind is None or fmt.rule.nested or isinstance(fmt.rule.block, tuple):
+        raise ValueError(f"GGUF has minimums of codes of up to 5 bits, not of {fmt}")
+    if depth % BLOCK or not finer(group, depth, BLOCK):
+        raise ValueError(f"ggml has a minimum for each {BLOCK} columns, not {group} of {depth}")
+    is_narrowed = scale_tag(source, ("F16",)) != FLOATS[fmt.rule.dtype]
+    if is_narrowed and not holds(np.dtype(np.float16), np.asarray(source.read().minimum)):
+        raise ValueError("its minimums are no numbers of float16")
+
+    def encode(q: QuantArray) -> Tensors:
+        layout, times = get_format(kind).layout, -(-group // BLOCK)
+        fields = [group_scales(q, group), group_minimums(q, group)]
+        d, m = (np.repeat(f, times, axis=1)[:, : depth // BLOCK].reshape(-1, 1) for f in fields)
+        codes = codes_of(q).reshape(-1, BLOCK)
+        blocks = layout.pack(codes, d.astype(np.float16), m.astype(np.float16))
+        return {source.name: blocks.reshape(*q.shape[:-1], depth // BLOCK * layout.nbytes)}
+
+    axes = {source.name: 0}
+    return Recipe({source.name: (SAME[kind], source.shape)}, encode, kind, axes=axes)
 
 
 def _refuse_odd_scales(q: QuantArray) -> None:

@@ -21,15 +21,14 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     integer,
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.patterns import matches
@@ -68,7 +67,7 @@ def settings(c: Checkpoint) -> Mapping[str, Any]:
     return c.quantization or next(filter(None, map(c.json, CONFIGS)), {})
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules with qweight, qzeros and scales."""
     config = settings(c)
     for stem in stems(c, "qweight"):
@@ -105,7 +104,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
         words = np.ascontiguousarray(c.read(codes.name).T).view(np.uint32)
         stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
         packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
-        found = {"scale": scales_of(c.read(scales.name).T, kept), "zero_point": stored.T}
+        found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
         if order is None:
             return {"packed": packed, **found}
         packed = permuted_rows(packed, packing, depth, fmt.row_packing, order, fmt.zero_code)

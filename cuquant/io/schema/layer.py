@@ -13,15 +13,15 @@ from cuquant.array.arranged import check_permutation
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, shortened
 from cuquant.formats import Format
+from cuquant.formats.names import ScaleDtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import TensorInfo
 
 Parts = dict[str, np.ndarray]
 Extent = int | Literal["row", "tensor"] | tuple[int, int]  # what shares a scale
-ScaleDtype = Literal["float32", "float16"]
-SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "float32", "F32": "float32"}
-"""How scales of a checkpoint are kept: float32 holds every bfloat16."""
+SCALE_DTYPES: dict[str, ScaleDtype] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""What formats call the dtypes of scales in a checkpoint, which keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,39 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """An array of floats that several tensors of a checkpoint hold.
+
+    Attributes
+    ----------
+    name
+        The weight's own.
+    shape, dtype
+        Of the array.
+    tensors
+        Of the checkpoint, that hold it.
+    make
+        Makes it of these.
+    notes
+        What a reader of a report should know, in words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    tensors: tuple[str, ...]
+    make: Callable[[], np.ndarray]
+    notes: tuple[str, ...] = ()
+
+    def read(self) -> np.ndarray:
+        """The array; FormatError where its tensors do not fit together."""
+        try:
+            return self.make()
+        except (ValueError, OverflowError) as error:
+            raise refuse(self.name, str(error)) from error
+
+
+@dataclass(frozen=True)
 class Unread:
     """An array of a checkpoint that cannot be read; its tensors are listed as they lie.
 
@@ -90,8 +123,11 @@ class Unread:
     error: FormatError
 
 
-def attempt(name: str, make: Callable[..., Layer], *args: Any) -> Layer | Unread:
-    """The layer that a reader makes, or why there is none: others of the file can be read."""
+Found = Layer | Plain | Unread
+
+
+def attempt(name: str, make: Callable[..., Layer | Plain], *args: Any) -> Found:
+    """The array that a reader makes, or why there is none: others of the file can be read."""
     try:
         return make(*args)
     except FormatError as error:
@@ -112,8 +148,8 @@ class Schema(Protocol):
         """Whether a checkpoint is of this kind."""
         ...
 
-    def layers(self, c: Checkpoint) -> Iterator[Layer | Unread]:
-        """Its quantized arrays; other tensors are plain."""
+    def layers(self, c: Checkpoint) -> Iterator[Found]:
+        """Its arrays that are no tensors of their own; other tensors are plain."""
         ...
 
 
@@ -140,11 +176,6 @@ def scale_dtype(info: TensorInfo, what: str) -> ScaleDtype:
     if info.dtype not in SCALE_DTYPES:
         raise FormatError(f"{quote(info.name)}: {what} of dtype {info.dtype} are unknown")
     return SCALE_DTYPES[info.dtype]
-
-
-def scales_of(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales as a format of that `scale_dtype` keeps them: bfloat16 becomes float32."""
-    return array.astype(dtype) if array.dtype != dtype else array
 
 
 def integer(config: Mapping[str, Any], key: str, least: int, most: int) -> int:

@@ -1,6 +1,7 @@
 """MLX: mlx-lm's checkpoints.
 
-weight U32 [N, K bits / 32], codes densely; scales [N, K / g]; affine ones have biases too. Modes
+weight U32 [N, K bits / 32], codes densely; scales [N, K / g]; affine ones have biases too, and are
+code * scale + bias. Modes
 "mxfp4" and "mxfp8" have scales U8 (exponents) of 32, "nvfp4" U8 (e4m3) of 16. The configuration
 has "quantization": group_size, bits, mode, and entries of single modules. Source: mlx 0.32.
 """
@@ -13,23 +14,38 @@ from typing import Any
 import numpy as np
 
 from cuquant.array.quant_array import QuantArray
+from cuquant.formats import get_format
 from cuquant.formats.codecs import Uniform
 from cuquant.formats.names import FormatName
+from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
-from cuquant.io.schema.layer import Layer, Unread, attempt, model_dtype, refuse, stems
-from cuquant.io.schema.pieces import block_floats
+from cuquant.io.schema.layer import (
+    Found,
+    Layer,
+    Parts,
+    attempt,
+    integer,
+    model_dtype,
+    refuse,
+    scale_dtype,
+    stems,
+)
+from cuquant.io.schema.pieces import ONE_BIT, block_floats
 from cuquant.io.schema.recipe import (
     FLOATS,
     Recipe,
     Source,
     Specs,
     Tensors,
+    as_tag,
     dense_words,
     finer,
+    group_minimums,
     group_scales,
     group_zeros,
     integers_of,
+    of_all_rows,
     scale_tag,
 )
 
@@ -55,16 +71,17 @@ def _modules(c: Checkpoint) -> Iterator[str]:
             yield stem
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight is of words."""
     for stem in _modules(c):
         yield attempt(stem + "weight", _layer, c, stem)
 
 
 def _layer(c: Checkpoint, stem: str) -> Layer:
-    mode = _own(c.quantization, stem.removesuffix(".")).get("mode", "affine")
+    own = _own(c.quantization, stem.removesuffix("."))
+    mode = own.get("mode", "affine")
     if mode == "affine":
-        raise refuse(stem + "weight", "MLX's affine codes, which have a bias, are not read yet")
+        return _affine(c, stem, own)
     if not isinstance(mode, str) or mode not in MODES:
         raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
     return _floats(c, stem, *MODES[mode])
@@ -73,6 +90,38 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
 def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     found = config.get(module)
     return {**config, **found} if isinstance(found, dict) else config
+
+
+def _affine(c: Checkpoint, stem: str, own: Mapping[str, Any]) -> Layer:
+    """code * scale + bias, both of a group's; scales may be negative."""
+    codes, scales, biases = (c.info(stem + end) for end in ("weight", "scales", "biases"))
+    name, size = codes.name, integer(own, "group_size", 8, 1 << 20)
+    width, depth = codes.shape[-1], scales.shape[-1] * size if scales.shape else 0
+    bits = width * 32 // max(depth, 1)
+    if depth * bits != width * 32 or scales.shape[:-1] != codes.shape[:-1]:
+        raise refuse(name, f"scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
+    if bits not in (1, *AFFINE) or own.get("bits") != bits:
+        said = quote(own.get("bits"))
+        raise refuse(name, f"codes of {bits} bits in groups of {size} are not read; bits is {said}")
+    if (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
+        raise refuse(name, f"biases {biases.dtype}{list(biases.shape)} are not those of scales")
+    kept = scale_dtype(scales, "scales")
+    fmt = get_format(f"uint{max(bits, 2)}", block_size=size, offset="min", scale_dtype=kept)
+
+    def parts() -> Parts:
+        words = c.read(name)
+        if bits == 1:
+            fields = Packing(1, "dense").unpack(words.reshape(-1, width), depth)
+            words = fmt.row_packing.pack(fields, fmt.zero_code)
+        return {
+            "packed": words.view(fmt.row_packing.dtype),
+            "scale": c.read(scales.name),
+            "minimum": c.read(biases.name),
+        }
+
+    names, notes = (name, scales.name, biases.name), (ONE_BIT,) if bits == 1 else ()
+    shape = (*codes.shape[:-1], depth)
+    return Layer(name, fmt, shape, model_dtype(c, scales), names, parts, notes)
 
 
 def _floats(c: Checkpoint, stem: str, name: FormatName, bits: int, block: int) -> Layer:
@@ -122,39 +171,43 @@ def recipe(source: Source) -> Recipe:
 def _affine_recipe(source: Source) -> Recipe:
     """Codes whose numbers are code * scale + bias: -zero * scale, or the minimum.
 
-    Scales and biases are float32, in which products of a code and a scale of 16 bits are exact: MLX
-    rounds to their dtype.
+    MLX rounds to the dtype of scales and biases. Those of `+min` formats, which are MLX's own, keep
+    it; others become float32, in which products of a code and a scale of 16 bits are exact.
     """
+    if len(source.shape) == 3:
+        return of_all_rows(source, _affine_recipe)
     fmt, (rows, depth) = source.format, source.matrix("MLX")
     found = integers_of(fmt, source.shape)
     has_minimum = fmt.offset == "min" and isinstance(fmt.codec, Uniform)
-    block = fmt.block_size
-    if found is None and not (has_minimum and isinstance(block, int) and fmt.rule.dtype in FLOATS):
+    is_square = isinstance(fmt.rule.block, tuple) or fmt.rule.dtype not in FLOATS
+    if found is None and (is_square or not has_minimum):
         raise ValueError(f"MLX holds integers of groups, {', '.join(FORMATS)}")
-    own = found.group if found else int(str(block))
+    own = found.group if found else min(fmt.rule.tile(1, depth)[1], max(depth, 1))
     size = next((g for g in GROUPS if depth % g == 0 and finer(own, depth, g)), 0)
     if not size or fmt.bits not in AFFINE or depth * fmt.bits % 32:
         raise ValueError(f"MLX has groups of {GROUPS} and {AFFINE} bits, not {fmt} of {depth}")
     if found:
         scale_tag(source, ("F16", "BF16"))  # or ValueError: then biases are rounded
-    stem, groups = source.stem, depth // size
+    stem, groups, times = source.stem, depth // size, -(-own // size)
+    kept = FLOATS[fmt.rule.dtype] if has_minimum and not fmt.is_blocks else "F32"
 
     def encode(q: QuantArray) -> Tensors:
-        scales = np.repeat(group_scales(q, own).astype(np.float32), -(-own // size), axis=1)
+        scales = group_scales(q, own)
         if found:
-            bias = -group_zeros(q, own).astype(np.float32) * group_scales(q, own).astype(np.float32)
+            bias = -group_zeros(q, own).astype(np.float32) * scales.astype(np.float32)
         else:
-            bias = np.asarray(q.minimum, np.float32)
+            bias = group_minimums(q, own)
+        spread = [np.repeat(part, times, axis=1)[:, :groups] for part in (scales, bias)]
         return {
             source.name: dense_words(q, fmt.zero_code).view(np.uint32),
-            stem + "scales": np.ascontiguousarray(scales[:, :groups]),
-            stem + "biases": np.repeat(bias, -(-own // size), axis=1)[:, :groups],
+            stem + "scales": as_tag(spread[0], kept),
+            stem + "biases": as_tag(spread[1], kept),
         }
 
     specs: Specs = {
         source.name: ("U32", (rows, depth * fmt.bits // 32)),
-        stem + "scales": ("F32", (rows, groups)),
-        stem + "biases": ("F32", (rows, groups)),
+        stem + "scales": (kept, (rows, groups)),
+        stem + "biases": (kept, (rows, groups)),
     }
     said = {"group_size": size, "bits": fmt.bits, "mode": "affine"}
     axes = dict.fromkeys(specs, 0)

@@ -3,12 +3,14 @@
 FP8: weight F8_E4M3, weight_scale [], [N], or of blocks [N / bm, 1, K / bn, 1]. NVFP4: weight U8
 [N, K / 2], weight_scale F8_E4M3 [N, K / 16], weight_scale_2 []: both multiply. MXFP4: weight U8,
 weight_scale U8. INT4: weight U8 [N / 2, K], rows 2 j in the low nibbles and 2 j + 1 in the high
-ones, two's complement; weight_scale F32 [N, K / 128]. Source: nvidia-modelopt 0.47, export.
+ones, two's complement; weight_scale F32 [N, K / 128]. AWQ's have pre_quant_scale [K] too, which
+stays a tensor: x is multiplied by it before the product. Source: nvidia-modelopt 0.47, export.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,19 +20,20 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
     scale_dtype,
-    scales_of,
     stems,
 )
 from cuquant.io.schema.pieces import block_floats
 
 KIND = "modelopt"
+PRE_SCALE = "pre_quant_scale"
+PRE_NOTE = f"x is multiplied by {PRE_SCALE} before the product with this weight"
 
 
 def recognises(c: Checkpoint) -> bool:
@@ -42,7 +45,7 @@ def recognises(c: Checkpoint) -> bool:
     return any(stem + "weight_scale" in c for stem in stems(c, "weight_scale_2"))
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Modules whose weight has a scale."""
     for stem in stems(c, "weight_scale"):
         if stem + "weight" in c:
@@ -50,6 +53,15 @@ def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
 
 
 def _layer(c: Checkpoint, stem: str) -> Layer:
+    made, scale = _codes(c, stem), stem + PRE_SCALE
+    if scale not in c:
+        return made
+    if c.info(scale).shape not in ((made.shape[-1],), (1, made.shape[-1])):
+        raise refuse(made.name, f"{PRE_SCALE} {list(c.info(scale).shape)} is none of its columns")
+    return replace(made, notes=(*made.notes, PRE_NOTE))
+
+
+def _codes(c: Checkpoint, stem: str) -> Layer:
     codes, scales = c.info(stem + "weight"), c.info(stem + "weight_scale")
     if codes.dtype in fp8.FORMATS:
         return _floats(c, codes, scales)
@@ -81,8 +93,6 @@ def _int4(c: Checkpoint, stem: str, codes: TensorInfo, scales: TensorInfo) -> La
     groups = scales.shape[1]
     if scales.shape[0] != 2 * pairs or depth % max(groups, 1):
         raise refuse(codes.name, f"scales {list(scales.shape)} do not fit {list(codes.shape)}")
-    if stem + "pre_quant_scale" in c:
-        raise refuse(codes.name, "columns with a scale of their own (AWQ) are not read yet")
     kept = scale_dtype(scales, "scales")
     fmt = get_format("int4", block_size=depth // groups, scale_dtype=kept)
 
@@ -90,7 +100,7 @@ def _int4(c: Checkpoint, stem: str, codes: TensorInfo, scales: TensorInfo) -> La
         stored = c.read(codes.name)
         rows = np.stack([stored & 15, stored >> 4], axis=1).reshape(2 * pairs, depth)
         packed = Packing(4, "low").pack(rows ^ np.uint8(8), fmt.zero_code)
-        return {"packed": packed, "scale": scales_of(c.read(scales.name), kept)}
+        return {"packed": packed, "scale": c.read(scales.name)}
 
     names = (codes.name, scales.name)
     return Layer(codes.name, fmt, (2 * pairs, depth), model_dtype(c), names, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from cuquant.formats import get_format
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
-from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype, scales_of
+from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype
+
+ONE_BIT = "codes of 1 bit take 2"  # a note of layers, of which cuquant has no format
 
 
 def extent_of(
@@ -58,7 +60,7 @@ def integers(
 
     def parts() -> Parts:
         stored = c.read(codes.name)
-        found = {"packed": stored, "scale": scales_of(c.read(scales.name), kept)}
+        found = {"packed": stored, "scale": c.read(scales.name)}
         if zeros:
             found["packed"] = stored.view(np.uint8) ^ np.uint8(128)
             found["zero_point"] = c.read(zeros).astype(np.int8).view(np.uint8) ^ np.uint8(128)
@@ -98,3 +100,17 @@ def block_floats(
 
     names = (codes.name, scales.name, *((whole[0],) if whole else ()))
     return Layer(name, fmt, shape, dtype, names, parts, notes)
+
+
+def of_slabs(words: np.ndarray, bits: int, shifts: Sequence[int], rows: int) -> np.ndarray:
+    """uint8 codes [rows, g] of words [words, g], whose field at shifts[i] is of the i-th slab of
+    rows; the last slab may be padded.
+
+    >>> of_slabs(np.array([[0x21], [0x43]], np.uint8), 4, (0, 4), 4).ravel().tolist()
+    [1, 3, 2, 4]
+    """
+    mask = (1 << bits) - 1
+    slabs = [(words >> shift & mask).astype(np.uint8) for shift in shifts]
+    if not 0 <= rows <= len(shifts) * len(words):
+        raise ValueError(f"{rows} rows are not in {len(shifts)} slabs of {len(words)}")
+    return np.concatenate(slabs)[:rows]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -167,6 +168,56 @@ class Recipe:
             found = self.encode(part)
 
 
+def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
+    """What several matrices [E, N, K] become: that of one with all their rows, whose tensors have
+    the matrices' axis in front.
+
+    Raises
+    ------
+    ValueError
+        Where rows of two matrices, or all of them, share scales.
+    """
+    fmt, (count, rows, _) = source.format, source.shape
+    if isinstance(fmt.rule.block, tuple) or fmt.rule.block == "tensor" or fmt.rule.nested:
+        raise ValueError(f"{fmt} of several matrices has scales that they share")
+    made = recipe(_one_matrix(source))
+    specs = {
+        name: (kind, (count, rows, *rest) if first == count * rows and rest else (first, *rest))
+        for name, (kind, (first, *rest)) in made.specs.items()
+    }
+
+    return AllRows(specs, made.encode, made.words, made.said, made.module, made.axes, made)
+
+
+@dataclass(frozen=True)
+class AllRows(Recipe):
+    """What several matrices become: `matrix` is of one with all their rows."""
+
+    matrix: Recipe | None = None
+
+    def tensors(self, source: Source) -> dict[str, np.ndarray | Iterator[np.ndarray]]:
+        """As a Recipe's; arrays have the matrices' axis in front."""
+        assert self.matrix is not None  # of_all_rows has set it
+        found = self.matrix.tensors(_one_matrix(source))
+        return {
+            name: part if isinstance(part, Iterator) else part.reshape(self.specs[name][1])
+            for name, part in found.items()
+        }
+
+
+def _one_matrix(source: Source) -> Source:
+    shape = (math.prod(source.shape[:-1]), source.shape[-1])
+    return replace(source, shape=shape, read=lambda: flattened(source.read()), rows=None)
+
+
+def flattened(q: QuantArray) -> QuantArray:
+    """A matrix of all rows of an array [E, N, K], whose blocks lie in rows."""
+    shape = (math.prod(q.shape[:-1]), q.shape[-1])
+    wanted = {part.name: part.shape for part in q.format.components(shape)}
+    parts = {name: part.reshape(wanted[name]) for name, part in q.arrays().items()}
+    return QuantArray(q.format, shape, q.dtype, parts, (0, 1))
+
+
 def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, ...]:
     """The shape of an array that holds a whole tensor: of blocks, rows are in bytes."""
     kind, shape = spec
@@ -272,6 +323,11 @@ def group_zeros(q: QuantArray, group: int) -> np.ndarray:
     assert found is not None
     zero = q.zero_point if found.zero is None else np.uint8(found.zero)
     return _by_group(np.asarray(zero), q.shape, group)
+
+
+def group_minimums(q: QuantArray, group: int) -> np.ndarray:
+    """Minimums [rows, ceil(K / group)]."""
+    return _by_group(np.asarray(q.minimum), q.shape, group)
 
 
 def _by_group(values: np.ndarray, shape: tuple[int, ...], group: int) -> np.ndarray:

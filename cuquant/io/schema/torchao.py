@@ -21,12 +21,13 @@ from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.schema import fp8
 from cuquant.io.schema.layer import (
+    Found,
     Layer,
     Parts,
-    Unread,
     attempt,
     model_dtype,
     refuse,
+    scale_dtype,
 )
 from cuquant.io.schema.pieces import block_floats, extent_of, integers
 
@@ -40,7 +41,7 @@ def recognises(c: Checkpoint) -> bool:
     return NAMES in c.metadata and any("_weight_qdata" in name for name in c)
 
 
-def layers(c: Checkpoint) -> Iterator[Layer | Unread]:
+def layers(c: Checkpoint) -> Iterator[Found]:
     """Names of the list that are subclasses."""
     for name in _json(c, NAMES, list):
         if not isinstance(name, str) or name not in c.metadata:
@@ -98,6 +99,35 @@ def _integers(c: Checkpoint, name: str, data: Data) -> Layer:
     return made if has_zeros or zeros not in c else replace(made, tensors=(*made.tensors, zeros))
 
 
+def _int4(c: Checkpoint, name: str, data: Data) -> Layer:
+    """Nibbles of two's complement, low first; scales and zero points [K / g, N]: the number is
+    code * scale + zero point. Codes that count from 0 have another minimum, in float32."""
+    codes, scales = c.info(_part(c, name, "qdata")), c.info(_part(c, name, "scale"))
+    zeros = c.info(_part(c, name, "zero_point"))
+    if codes.dtype not in ("I8", "U8") or len(codes.shape) != 2 or len(scales.shape) != 2:
+        raise refuse(name, f"codes {codes.dtype}{list(codes.shape)} are none of a matrix")
+    rows, depth, groups = codes.shape[0], 2 * codes.shape[1], scales.shape[0]
+    if scales.shape[1] != rows or not groups or depth % groups:
+        raise refuse(name, f"scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
+    if (zeros.shape, zeros.dtype) != (scales.shape, scales.dtype):
+        raise refuse(name, f"zero points {zeros.dtype}{list(zeros.shape)} are not those of scales")
+    scale_dtype(scales, "scales")
+    size = depth // groups
+    block = size if size < depth else "row"
+    fmt = get_format("uint4", block_size=block, offset="min", scale_dtype="float32")
+
+    def parts() -> Parts:
+        scale, zero = (c.read(info.name).T.astype(np.float32) for info in (scales, zeros))
+        with np.errstate(all="ignore"):
+            minimum = zero - np.float32(8) * scale
+        packed = c.read(codes.name).view(np.uint8) ^ np.uint8(0x88)
+        return {"packed": packed, "scale": scale, "minimum": minimum}
+
+    names = (codes.name, scales.name, zeros.name)
+    notes = ("minimums are zero point - 8 scale, rounded where float32 does not hold that",)
+    return Layer(name, fmt, (rows, depth), model_dtype(c, scales), names, parts, notes)
+
+
 def _floats(c: Checkpoint, name: str, data: Data) -> Layer:
     codes, scales = c.info(_part(c, name, "qdata")), c.info(_part(c, name, "scale"))
     made = fp8.layer(c, codes, scales, data.get("block_size"))
@@ -135,6 +165,7 @@ def _nvfp4(c: Checkpoint, name: str, data: Data) -> Layer:
 READERS: dict[str, Callable[[Checkpoint, str, Data], Layer]] = {
     "Int8Tensor": _integers,
     "IntxUnpackedToInt8Tensor": _integers,
+    "Int4Tensor": _int4,
     "Float8Tensor": _floats,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,

@@ -26,8 +26,10 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 
 @lru_cache(maxsize=256)
 def limit(fmt: Format, dtype: np.dtype) -> float:
-    """Scales up to this never take a value beyond the dtype's largest."""
+    """Scales, and minimums, up to this never take a value beyond the dtype's largest."""
     top = float(ml_dtypes.finfo(dtype).max)
+    if fmt.offset == "min":  # a half for each, of codes of 1 or more
+        top /= 2
     return min(top / cpp.largest_value(fmt) * (1 - 1e-6), FLOAT_MAX)
 
 

@@ -22,7 +22,13 @@ from cuquant.ops.matmul.epilogue import TYPES
 from cuquant.reference.tiles import Tiles
 
 F32 = np.dtype(np.float32)
-VECTORS = ("packed", "blocks", "scale", "zero_point")  # components that lanes load several of
+VECTORS = (
+    "packed",
+    "blocks",
+    "scale",
+    "zero_point",
+    "minimum",
+)  # components that lanes load several of
 MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 
@@ -212,7 +218,7 @@ class Weight:
             return struct.pack("<Q56s2q", blocks, lookup, self.row_step, rows.nbytes)
         packed = backend.pointer(self.parts["packed"])
         return struct.pack(
-            "<Q48s56s48s2q3if",
+            "<Q56s56s48s2q3if",
             packed,
             scale_arrays(backend, self.fmt, dict(self.parts)),
             lookup,

@@ -68,7 +68,7 @@ class Operand:
     @property
     def stored(self) -> str:
         """How scales are stored: a name of the kernels' Stored."""
-        return {"half": "Float16", "e8m0": "E8M0", "e4m3": "E4M3"}[self.layout.scale_kind]
+        return cpp.SCALE_KINDS[self.layout.scale_kind]
 
     @lazy
     def facts(self) -> cpp.Facts:

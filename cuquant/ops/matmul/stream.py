@@ -42,7 +42,7 @@ SATURATED = 2.5  # warps of a scheduler: fewer take as long
 MOST_TILES = 4
 MOST_DEPTH = 8
 MOST_MORE = 8  # rounds than the fewest
-STORED_BYTES = {"float32": 4, "float16": 2}  # of a scale; others have one
+STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a scale; others have one
 MOST_GRID_Y = 65535
 # Bytes for x and tables where weights lie by rows: what is loaded ahead, of 16 rows, takes whole
 # lines of the L1 cache, which is the rest.
@@ -299,7 +299,10 @@ def _chunk_groups(fmt: Format, groups: Groups) -> int:
         row = numbers * (blocks * 2 + count * bool(parts.sc_runs))
     else:
         assert fmt.scale is not None
-        row = count * (STORED_BYTES.get(fmt.scale.dtype, 1) + bool(fmt.offset))
+        numbers += fmt.offset == "min"
+        row = count * (
+            STORED_BYTES.get(fmt.scale.dtype, 1) * numbers + (fmt.offset == "zero_point")
+        )
     return STRIP * (RING_CHUNKS * row + count * 4 * numbers)
 
 

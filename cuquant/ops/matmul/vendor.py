@@ -224,7 +224,7 @@ class _Scales(NamedTuple):
 
 
 NO_SCALES = _Scales(0, 0, 0, 0, 0.0)
-FLOAT, HALF, EXPONENT = 0, 1, 2  # matmul/float16_range.cu's ScaleType
+FLOAT, HALF, EXPONENT, BFLOAT, HALF_EXPONENT = range(5)  # matmul/float16_range.cu's ScaleType
 SCALE_THREADS, MOST_SIZES = 512, 128  # of scale_sizes, and its blocks at most
 INVERSE, SIZES_AT = 4, 16  # bytes, from the unit on
 UNIT_BYTES = aligned(SIZES_AT + 4 * MOST_SIZES)
@@ -238,7 +238,7 @@ def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
 
     def of(name: str, kind: int, reach: float) -> _Scales:
         part = parts[name]
-        size = (4, 2, 1)[kind]
+        size = (4, 2, 1, 2, 1)[kind]
         return _Scales(backend.pointer(part), math.prod(part.shape), size, kind, reach)
 
     if fmt.is_blocks:
@@ -248,7 +248,9 @@ def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
         if "blocks" in parts:
             count = math.prod(parts["blocks"].shape) // layout.nbytes
             at = backend.pointer(parts["blocks"])
-            kind = {"half": HALF, "e8m0": EXPONENT}[layout.scale_kind]
+            if layout.scale_kind == "half_e4m3":  # float16 has all of their numbers
+                return []
+            kind = {"half": HALF, "half_e8m0": HALF_EXPONENT}[layout.scale_kind]
             found = [_Scales(at + layout.scale_byte, count, layout.nbytes, kind, reach)]
             if layout.minimum_byte is not None:
                 place = at + layout.minimum_byte
@@ -262,8 +264,10 @@ def _scales(backend: Backend, weight: Weight) -> list[_Scales]:
         return [of("nested_scale", FLOAT, reach), of("nested_offset", FLOAT, reach)]
     if "global_scale" in parts:
         return [of("global_scale", FLOAT, reach * E4M3_PEAK)]
-    kind = {"float32": FLOAT, "float16": HALF, "e8m0": EXPONENT}[fmt.scale.dtype]
-    return [of("scale", kind, reach)]
+    kinds = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT, "e8m0": EXPONENT}
+    kind = kinds[fmt.scale.dtype]
+    found = [of("scale", kind, reach)]
+    return [*found, of("minimum", kind, 1.0)] if "minimum" in parts else found
 
 
 def _largest_field(runs: tuple[blocks.Run, ...]) -> int:

@@ -52,14 +52,9 @@ class Task:
 
     def scales(self, backend: Backend, encoding: Any = None) -> bytes:
         """The Scales struct; `encoding` is an array for what codes are made with, or None."""
-        zero_point = self.parts.get("zero_point")
-        return struct.pack(
-            "<4Q",
-            backend.pointer(self.parts["scale"]),
-            0 if zero_point is None else backend.pointer(zero_point),
-            0 if encoding is None else backend.pointer(encoding),
-            self.overflow,
-        )
+        arrays = (self.parts["scale"], *map(self.parts.get, ("zero_point", "minimum")), encoding)
+        pointers = (0 if array is None else backend.pointer(array) for array in arrays)
+        return struct.pack("<5Q", *pointers, self.overflow)
 
     def given(self, backend: Backend) -> bytes:
         """The Given struct."""

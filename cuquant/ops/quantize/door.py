@@ -190,7 +190,8 @@ def _saturation(fmt: Format) -> str:
         return f"scales of {fmt} are beyond float16: blocks become infinite, as ggml's; {wider}"
     if fmt.scale.nested == "global":
         return f"scales of {fmt} are beyond e4m3: values saturate; pass a larger global_scale"
-    return f"scales of {fmt} are beyond float16: values saturate; {wider}"
+    what = "scales or minimums" if fmt.offset == "min" else "scales"
+    return f"{what} of {fmt} are beyond {fmt.scale.dtype}: values saturate; {wider}"
 
 
 def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:

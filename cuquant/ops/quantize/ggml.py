@@ -11,6 +11,7 @@ from cuquant.ops.quantize.call import CLAMP
 
 TILE = {2: (256, 32), 4: (128, 64)}  # of quantize_blocks_axis, by the size of an element
 LANES = 2  # that hold a block of 32 when it is quantized
+ELEMENTS = 16  # of a lane of quantize_float_blocks
 
 
 class QuantizeBlocks(GgmlKernels):
@@ -70,3 +71,30 @@ class QuantizeBlocks(GgmlKernels):
         backend.launch(
             launch, x, out, lookup, depth, width, down, across, by_words, int(clamp), overflow
         )
+
+
+class QuantizeFloatBlocks(GgmlKernels):
+    """Quantization to ggml's mxfp4 and nvfp4."""
+
+    def launch(self, dtype: np.dtype, blocks: int) -> Launch:
+        """Of quantize_float_blocks."""
+        program = self._program(
+            "quantize/ggml_floats.cu", "quantize_float_blocks", element_of(dtype), THREADS, CLAMP
+        )
+        lanes = blocks * self.fmt.layout.elements // ELEMENTS
+        return Launch(program, (-(-lanes // THREADS), 1, 1), THREADS)
+
+    def __call__(
+        self,
+        backend: Backend,
+        x: int,
+        dtype: np.dtype,
+        blocks: int,
+        out: int,
+        *,
+        overflow: int = 0,
+        **_: bool,
+    ) -> None:
+        """The bytes of `blocks` blocks of contiguous elements at address `x`, to address `out`."""
+        if blocks:
+            backend.launch(self.launch(dtype, blocks), x, out, blocks, overflow)

@@ -9,6 +9,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.formats import Format
 from cuquant.formats.codecs import Uniform
+from cuquant.formats.scales import DTYPES
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.ops.quantize.call import Known
 
@@ -127,6 +128,11 @@ def _check_use(fmt: Format, scale: Any, zero_point: Any, global_scale: Any) -> N
         return
     if fmt.scale is None or fmt.is_blocks or fmt.scale.nested == "double":
         raise ValueError(f"{fmt} takes no scale=: it stores none that could be given")
+    if fmt.offset == "min":
+        raise ValueError(
+            f"{fmt} takes no scale=, which says nothing of its minimums; leave it out, or pass a "
+            "format with zero points"
+        )
     if fmt.scale.nested == "global" and global_scale is None:
         raise ValueError(f"{fmt}: scale= needs global_scale= beside it")
     if zero_point is not None and fmt.offset != "zero_point":
@@ -138,7 +144,7 @@ def _stored(values: np.ndarray, dtype: str, global_scale: float | None) -> np.nd
     with np.errstate(over="ignore"):
         if dtype == "e4m3":
             return (values / np.float32(global_scale)).astype(ml_dtypes.float8_e4m3fn)
-        return values.astype(np.float16) if dtype == "float16" else values
+        return values.astype({**DTYPES, "e8m0": np.float32}[dtype])
 
 
 def _broadcast(values: Any, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -95,7 +95,7 @@ class EncodeOnGpu:
                 where = tuple(int(i) for i in np.unravel_index(index, view.shape))
                 refuse_value(backend.read(x[where]), index, view.size)
         # Integer codes have no NaN, and a calibrated scale must not change: there NaN clamps.
-        clamp = self.nonfinite == "clamp"
+        clamp = self.nonfinite == "clamp" or not self.fmt.holds_nan
         clamp |= self.fmt.has_integer_codes and known.scale is not None
         overflow = 0 if counter is None else backend.pointer(counter)
         task = Task(view, self.axis, known, parts, clamp, self.stochastic, self.seed, overflow)

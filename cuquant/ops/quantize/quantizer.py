@@ -17,7 +17,7 @@ from cuquant.ops import cpp, geometry
 from cuquant.ops.geometry import CHUNK
 from cuquant.ops.layout.pack import pack
 from cuquant.ops.quantize.call import Task
-from cuquant.ops.quantize.ggml import QuantizeBlocks
+from cuquant.ops.quantize.ggml import QuantizeBlocks, QuantizeFloatBlocks
 from cuquant.ops.quantize.nested import nest, nested_encoding, set_global_scale
 from cuquant.ops.quantize.plain import Plain
 from cuquant.ops.quantize.search import Search
@@ -65,16 +65,18 @@ class Quantize:
         """ggml's types: contiguous rows, blocks along another axis, or a copy of anything else."""
         view, out = task.view, backend.pointer(task.parts["blocks"])
         searches = self.fmt.rule.rule == "search"
+        half = self.fmt.layout.has_half_scale
         width = math.prod(view.shape[task.axis + 1 :])
         aligned = view.pointer % 16 == 0 and width * view.dtype.itemsize % 16 == 0
-        if not searches and width > 1 and aligned and view.is_contiguous:
+        if half and not searches and width > 1 and aligned and view.is_contiguous:
             shape = (math.prod(view.shape[: task.axis]), view.shape[task.axis], width)
             along = QuantizeBlocks(self.fmt).along_axis
             how = {"clamp": task.clamp, "overflow": task.overflow}
             along(backend, view.pointer, view.dtype, shape, out, **how)
             return
         rows = backend.contiguous(x, task.axis)
-        run = Search(self.fmt) if searches else QuantizeBlocks(self.fmt)
+        kind = Search if searches else QuantizeBlocks if half else QuantizeFloatBlocks
+        run = kind(self.fmt)
         run(
             backend,
             backend.pointer(rows),

@@ -30,7 +30,8 @@ def vanished(backend: Backend, fmt: Format, x: Any, view: View, axis: int, parts
         program = Program(
             "quantize/vanished.cu", "vanished_blocks", (facts.type, element), facts.text
         )
-        launch = Launch(program, (-(-view.size // fmt.layout.elements // THREADS), 1, 1), THREADS)
+        each = fmt.layout.elements if fmt.layout.has_half_scale else fmt.layout.sub_block
+        launch = Launch(program, (-(-view.size // each // THREADS), 1, 1), THREADS)
         rows = backend.contiguous(x, axis)
         blocks = backend.pointer(parts["blocks"])
         backend.launch(launch, backend.pointer(rows), blocks, lookup, view.size, count)

@@ -16,6 +16,7 @@ from fragment_products import (
     BLOCKS,
     OPTIONS,
     SMALLEST,
+    STORED,
     TYPES,
     Case,
     Expected,
@@ -54,7 +55,7 @@ def _many(case: Case, rows: int) -> Case:
 EACH = [Case(name, TYPES[i % 2], 19, (70, 256)) for i, name in enumerate(LAID)]
 CASES = [
     *EACH,
-    *(_many(case, 17) for case in (*BLOCKS, *OPTIONS)),
+    *(_many(case, 17) for case in (*BLOCKS, *OPTIONS, *STORED)),
     *(Case("nf4", "float16", 20, shape) for shape in ((1, 8), (64, 64), (65, 136), (130, 328))),
     *(Case("int4", "bfloat16", rows, (70, 264)) for rows in (17, 32, 33, 65, 128, 129, 260)),
     Case("q4_k", "float16", 130, (70, 256)),
@@ -138,6 +139,11 @@ DIVIDED = [
         (Case(name, "bfloat16", 40, (150, 1280), options=options), shape)
         for name, options in (("q4_k", ()), ("uint3", (("block_size", 16),)), ("int8", ()))
         for shape in (SHAPES[1], SHAPES[2], STREAMED[1], STREAMED[5], SPLIT[3])
+    ),
+    *(
+        (Case("uint4", "float16", 40, (150, 1280), options=options), shape)
+        for options in ((("offset", "min"),), (("offset", "min"), ("block_size", 16)))
+        for shape in (SHAPES[1], STREAMED[5])
     ),
 ]
 # Format, rows of x, [N, K], sizes of the gate's and the other's numbers, and a shape or ().

@@ -79,6 +79,14 @@ DIVIDED = [
         )
         for shape in ((4, 1, 2, 2, 1, 6), (4, 1, 4, 3, 1, 8), (4, 1, 1, 1, 2, 6))
     ),
+    *(
+        (Case("uint4", dtype, 13, (70, 1100), options=(("offset", "min"), *options)), SHAPES[1])
+        for dtype, options in (
+            ("float16", (("block_size", 16),)),
+            ("bfloat16", (("block_size", 320), ("scale_dtype", "float32"))),
+            ("float16", (("block_size", (8, 128)), ("scale_dtype", "bfloat16"))),
+        )
+    ),
     # 8 units ahead, in whole chunks and not.
     (Case("int3", "float16", 3, (70, 1100)), (3, 1, 2, 1, 1, 6, 8)),
     (Case("int3", "bfloat16", 8, (70, 1024)), (8, 1, 1, 2, 1, 5, 8)),
@@ -119,6 +127,32 @@ DIRECT = [
             for block in (16, 32)
         )
     ),
+    *(
+        Case(name, TYPES[i % 2], 9, (35, 320), options=(("offset", "min"), *options.items()))
+        for i, (name, options) in enumerate(
+            (
+                ("uint4", {}),
+                ("uint4", {"block_size": 64, "scale_dtype": "bfloat16"}),
+                ("uint4", {"block_size": 16, "scale_dtype": "float32"}),
+                ("uint8", {"block_size": 32}),
+                ("uint2", {"block_size": 32, "scale_dtype": "bfloat16"}),
+                ("uint2", {"block_size": 64}),
+                ("uint3", {"block_size": "row", "scale_dtype": "float32"}),
+                ("uint5", {"block_size": 16}),
+            )
+        )
+    ),
+    *(
+        Case(name, TYPES[i % 2], 9, (35, 320), options=(("scale_dtype", dtype), *block))
+        for i, (name, dtype, block) in enumerate(
+            (
+                ("int4", "bfloat16", ()),
+                ("uint4", "bfloat16", (("block_size", 16),)),
+                ("int8", "e8m0", (("block_size", 64),)),
+                ("fp8_e4m3", "e8m0", (("block_size", 32),)),
+            )
+        )
+    ),
     *(Case(f"k{bits}", "float16", 9, (35, 320)) for bits in range(2, 9)),
     *(Case(f"uint{bits}", "bfloat16", 9, (35, 320)) for bits in range(2, 9)),
     Case("int4", "float16", 3, (35, 256), "misaligned"),
@@ -134,6 +168,7 @@ GATED = [
     ("nvfp4", "nvfp4", {}),
     ("q4_k", "q4_k", {}),
     ("uint3", "uint3", {"block_size": 32}),
+    ("uint4", "uint4", {"block_size": 32, "offset": "min"}),
 ]
 GATED_UNEVEN = [
     (GATED[0], UNEVEN[0]),

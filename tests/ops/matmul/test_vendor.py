@@ -44,6 +44,8 @@ CASES = [
             ("nf4", (("double_quant", True),)),
             ("k5", (("packing", "word"),)),
             ("fp8_e4m3", (("block_size", "tensor"),)),
+            ("uint4", (("offset", "min"), ("block_size", 24))),
+            ("uint4", (("offset", "min"), ("scale_dtype", "bfloat16"))),
         )
     ),
     *(Case("int4", "float16", 5, (35, 200), layout) for layout in ("rows", "misaligned")),
@@ -65,6 +67,11 @@ PREPACKED = [
             ("uint8", (("block_size", (8, 32)),)),
             ("k7", (("block_size", "tensor"),)),
             ("fp8_e5m2", (("block_size", "row"),)),
+            ("uint4", (("offset", "min"), ("block_size", 16))),
+            ("uint8", (("offset", "min"), ("scale_dtype", "bfloat16"))),
+            ("uint3", (("offset", "min"), ("block_size", (8, 64)), ("scale_dtype", "float32"))),
+            ("int4", (("scale_dtype", "bfloat16"),)),
+            ("fp8_e4m3", (("block_size", "row"), ("scale_dtype", "e8m0"))),
         )
     ),
 ]

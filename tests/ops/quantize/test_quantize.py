@@ -10,6 +10,23 @@ import cuquant as cq
 from cuquant.formats import Packing
 
 OWN = single_scale_formats()
+# Options that change what a block's numbers are, or how they are stored.
+VARIANTS = (
+    "uint4:64+min",
+    "uint2:32+min+bfloat16",
+    "uint3:row+min+float32",
+    "uint8:40+min",
+    "uint4:tensor+bfloat16",
+    "int4:64+bfloat16",
+    "nf4+bfloat16",
+    "k3:32+bfloat16",
+    "int8:32+e8m0",
+    "int4:64+e8m0",
+    "int2:row+e8m0",
+    "fp8_e4m3:128+e8m0",
+    "fp6_e2m3:row+e8m0",
+    "fp4_e2m1:16+bfloat16",
+)
 NAMES = cq.list_formats()
 BLOCKED = [n for n in NAMES if cq.get_format(n).is_blocks]
 
@@ -40,11 +57,13 @@ def hard_rows(rng: np.random.Generator, columns: int) -> np.ndarray:
     ).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", (*OWN, *VARIANTS))
 @in_turn("dtype", DTYPES)
 def test_equals_the_oracle(name, dtype, rng):
-    """Codes, stored scales, zero points and values, block by block."""
+    """Codes, stored scales, zero points, minimums and values, block by block."""
     fmt = cq.get_format(name)
+    if fmt.scale.block == "tensor":
+        fmt = cq.get_format(fmt, block_size="row")  # the oracle's blocks are those of a row
     with np.errstate(over="ignore"):
         x = hard_rows(rng, 301).astype(DTYPES[dtype])
     finite = np.isfinite(x.astype(np.float32))
@@ -55,7 +74,8 @@ def test_equals_the_oracle(name, dtype, rng):
     values, found = q.dequantize(dtype="float32"), q.codes()
     parts = q.arrays()
     for i, row in enumerate(x.astype(np.float32)):
-        codes, scales, points, wanted = quantize_row(row, fmt, world if options else np.float32(1))
+        one = world if options else np.float32(1)
+        codes, scales, points, minimums, wanted = quantize_row(row, fmt, one)
         assert found[i].tolist() == codes
         stored = (
             np.array(scales).astype(parts["scale"].dtype)
@@ -69,6 +89,8 @@ def test_equals_the_oracle(name, dtype, rng):
         assert (parts["scale"][i] == stored).all()
         if fmt.offset == "zero_point":
             assert q.zero_point[i].tolist() == points
+        if fmt.offset == "min":
+            assert bits_equal(q.minimum[i], np.array(minimums, parts["minimum"].dtype))
         assert (values[i] == np.array(wanted, np.float32)).all()
 
 

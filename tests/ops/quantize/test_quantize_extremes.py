@@ -10,10 +10,11 @@ import cuquant as cq
 
 OWN = single_scale_formats()
 NAMES = cq.list_formats()
+VARIANTS = ("uint4:64+min", "uint3:64+min+bfloat16", "int8:64+e8m0", "fp8_e4m3:64+bfloat16")
 BLOCKED = [n for n in NAMES if cq.get_format(n).is_blocks]
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in BLOCKED])
+@pytest.mark.parametrize("name", [*(n for n in NAMES if n not in BLOCKED), *VARIANTS])
 @in_turn("block", ["own", "row", "tensor"])
 def test_zeros_decode_to_positive_zero(name, block):
     """All codes are that of 0, all scales 0 (E8M0: byte 0), and no NaN byte anywhere."""
@@ -22,7 +23,7 @@ def test_zeros_decode_to_positive_zero(name, block):
         q = cq.quantize(np.zeros((3, 100), np.float32), name)
     else:
         q = cq.quantize(
-            np.zeros((3, 100), np.float32), name, block_size=None if block == "own" else block
+            np.zeros((3, 100), np.float32), fmt, block_size=None if block == "own" else block
         )
         assert (q.arrays()["scale"] == 0).all() and not np.signbit(q.scale).any()
     assert (q.codes() == q.format.zero_code).all()
@@ -35,7 +36,7 @@ def test_zero_blocks_of_ggml_decode_to_zero(name):
     assert (cq.quantize(np.zeros((2, 512), np.float32), name).dequantize() == 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *VARIANTS))
 @in_turn("bad", [np.nan, np.inf, -np.inf])
 @in_turn("dtype", DTYPES)
 def test_nonfinite_makes_its_block_nan_and_no_other(name, dtype, bad, rng):
@@ -52,6 +53,8 @@ def test_nonfinite_makes_its_block_nan_and_no_other(name, dtype, bad, rng):
     inside[1, start : start + elements] = True
     if q.format.scale is None:
         assert bits_equal(values[inside], x[inside])
+    elif not q.format.holds_nan:  # NaN is 0, and an infinity the largest number
+        assert np.isfinite(values[inside]).all() and np.sign(values[1, 700]) in (0, np.sign(bad))
     else:
         assert np.isnan(values[inside]).all()
         assert (q.codes()[inside] == q.format.zero_code).all()
@@ -304,7 +307,7 @@ def test_normal_scales_are_the_nearest(name):
 
 
 VANISHING = {  # numbers too small for the scales of a format
-    "float16": 1e-12, "e4m3": 1e-12, "float32": 1e-45, "e8m0": 1e-45,
+    "float16": 1e-12, "e4m3": 1e-12, "float32": 1e-45, "bfloat16": 1e-45, "e8m0": 1e-45,
 }  # fmt: skip
 
 
@@ -322,12 +325,15 @@ def test_raise_reports_blocks_that_vanish(name):
         x[2] = x[2, -1]
     kept = {part: value.copy() for part, value in q.arrays().items()}
     assert not cq.quantize(x, name).dequantize()[2, width:].any()
-    with pytest.raises(ValueError, match=f"^1 blocks of {name} underflow"):
+    each = fmt.layout.sub_blocks if fmt.is_blocks and not fmt.layout.has_half_scale else 1
+    with pytest.raises(ValueError, match=f"^{each} blocks of {name} underflow"):
         cq.quantize(x, name, nonfinite="raise", out=q)
     assert all(bits_equal(part, kept[key]) for key, part in q.arrays().items())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "nf4+dq", "fp4:128+dq", "int4:row", "k4:tensor"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *VARIANTS, "nf4+dq", "fp4:128+dq", "int4:row", "k4:tensor"]
+)
 @in_turn("size", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-10, 1e-38, 1e-40, 1e-44])
 def test_raise_reports_every_loss_of_all_bits(name, size):
     """q4_1 keeps a minimum where its scale is 0, nvfp4 has a global scale, fp16 has none."""
@@ -342,12 +348,55 @@ def test_raise_reports_every_loss_of_all_bits(name, size):
             cq.quantize(x, name, nonfinite="raise")
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q5_1", "q4_k", "q2_k"])
+@pytest.mark.parametrize("name", ["q4_1", "q5_1", "q4_k", "q2_k", "uint4+min"])
 def test_numbers_that_their_minimum_holds_do_not_vanish(name):
     """A scale of 0 loses nothing that float16 could hold."""
     x = np.full((2, 256), 1e-3, np.float32)
     x[:, ::2] += np.float32(2e-9)
     assert sqnr(x, cq.quantize(x, name, nonfinite="raise")) > 50
+
+
+@in_turn("dtype", ["float16", "bfloat16", "float32"])
+def test_a_minimum_is_the_smallest_number_of_its_block(dtype):
+    """Whatever the others are: no zero is counted in, also not those that a partial block lacks."""
+    x = np.concatenate([np.linspace(10, 13, 70), np.linspace(-3, -1, 30)]).astype(np.float32)
+    q = cq.quantize(np.stack([x, -x]), f"uint4:40+min+{dtype}")
+    held = np.dtype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
+    for sign, low in ((1, q.minimum[0]), (-1, q.minimum[1])):
+        blocks = (sign * x[:40], sign * x[40:80], sign * x[80:])
+        assert low.tolist() == [float(block.min().astype(held)) for block in blocks]
+    assert np.abs(q.dequantize()[:, 80:] - np.stack([x, -x])[:, 80:]).max() <= 1 / 7
+
+
+def test_a_minimum_too_large_for_its_dtype_saturates_and_is_told():
+    x = np.array([[-1e6, 1e6, *[0.0] * 62], [1e6, *[1e6 + 1] * 63]], np.float32)
+    with pytest.warns(RuntimeWarning, match="^3 scales or minimums of uint4:64.min are beyond"):
+        q = cq.quantize(x, "uint4:64+min")
+    assert q.minimum.tolist() == [[-65504.0], [65504.0]] and q.scale.tolist()[0] == [65504.0]
+    with pytest.raises(ValueError, match=r"^3 float16 entries of uint4 overflow"):
+        cq.quantize(x, "uint4:64+min", nonfinite="raise")
+    assert cq.quantize(x, "uint4:64+min+bfloat16", nonfinite="raise").minimum[1, 0] == 999_424
+
+
+def test_given_scales_say_nothing_of_minimums():
+    with pytest.raises(ValueError, match=r"takes no scale=, which says nothing of its minimums"):
+        cq.quantize(np.ones((2, 64), np.float32), "uint4:64+min", scale=0.5)
+    with pytest.raises(ValueError, match="has no zero point"):
+        cq.quantize(np.ones((2, 64), np.float32), "int4:64+bfloat16", scale=0.5, zero_point=1)
+
+
+def test_values_of_finite_scales_and_minimums_saturate():
+    """As those of other formats; what is infinite itself stays so."""
+    x = np.linspace(0, 1, 64, dtype=np.float32).reshape(1, 64)
+    q = cq.quantize(x, "uint4:64+min+float32")
+    parts = {name: part.copy() for name, part in q.arrays().items()}
+    parts["scale"][:], parts["minimum"][:] = 1e38, 3e38
+    top = np.finfo(np.float32).max
+    large = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
+    assert large.dequantize()[0, -1] == top and large.dequantize()[0, 0] == np.float32(3e38)
+    assert (large.dequantize(dtype="float16") == 65504).all()
+    parts["scale"][:], parts["minimum"][:] = 1, -np.inf
+    assert (cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes).dequantize() == -np.inf).all()
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

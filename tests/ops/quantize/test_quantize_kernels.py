@@ -57,6 +57,7 @@ MATRIX = (
     "test_stochastic_rounding_draws_the_same",
     "test_scales_that_were_found_beforehand",
     "test_scales_are_quantized_themselves",
+    "test_minimums_and_scales_of_other_dtypes",
     "test_codebooks_of_any_levels",
     "test_words_and_planes",
     "test_scales_below_the_smallest_normal_number",
@@ -116,6 +117,11 @@ def test_scales_that_were_found_beforehand(case):
 
 @pytest.mark.parametrize("case", sampled(cases.DOUBLE, *cases.AXES_OF_CASES), ids=str)
 def test_scales_are_quantized_themselves(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases.STORED, ids=str)
+def test_minimums_and_scales_of_other_dtypes(case):
     check(case)
 
 

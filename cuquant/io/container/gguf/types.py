@@ -92,10 +92,12 @@ def _plain(number: int, name: str, dtype: Any) -> GgufType:
     return GgufType(number, name, 1, made.itemsize, made)
 
 
-def _blocks(number: int, name: str, elements: int, nbytes: int, ours: bool = True) -> GgufType:
-    return GgufType(
-        number, name, elements, nbytes, np.dtype(np.uint8), name.lower() if ours else None
-    )
+def _blocks(
+    number: int, name: str, elements: int, nbytes: int, ours: bool = True, prefix: str = ""
+) -> GgufType:
+    """`ours`: whether there is a format of these bytes, called so behind a prefix."""
+    fmt = prefix + name.lower() if ours else None
+    return GgufType(number, name, elements, nbytes, np.dtype(np.uint8), fmt)
 
 
 TYPES: dict[int, GgufType] = {
@@ -132,8 +134,8 @@ TYPES: dict[int, GgufType] = {
         _plain(30, "BF16", ml_dtypes.bfloat16),
         _blocks(34, "TQ1_0", 256, 54, ours=False),
         _blocks(35, "TQ2_0", 256, 66, ours=False),
-        _blocks(39, "MXFP4", 32, 17, ours=False),
-        _blocks(40, "NVFP4", 64, 36, ours=False),
+        _blocks(39, "MXFP4", 32, 17, prefix="ggml_"),  # others than mxfp4 and nvfp4, of OCP's rules
+        _blocks(40, "NVFP4", 64, 36, prefix="ggml_"),
         _blocks(41, "Q1_0", 128, 18, ours=False),
         _blocks(42, "Q2_0", 64, 18, ours=False),
     )
