@@ -345,10 +345,8 @@ def _experts_recipe(source: Source) -> Recipe:
     if shape not in made.specs:
         return made
 
-    def encode(q: QuantArray) -> Tensors:
-        return {**made.encode(q), shape: np.array(source.shape, np.int64)}
-
-    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, encode=encode)
+    given = {shape: np.array(source.shape, np.int64)}
+    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, given=given)
 
 
 def _strategy(source: Source) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Recipe:
             found = self.encode(part)
 
 
-def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
+def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> AllRows:
     """What several matrices [E, N, K] become: that of one with all their rows, whose tensors have
     the matrices' axis in front.
 
@@ -191,18 +191,21 @@ def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
 
 @dataclass(frozen=True)
 class AllRows(Recipe):
-    """What several matrices become: `matrix` is of one with all their rows."""
+    """What several matrices become: `matrix` is of one with all their rows; `given` is as it is."""
 
     matrix: Recipe | None = None
+    given: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def tensors(self, source: Source) -> dict[str, np.ndarray | Iterator[np.ndarray]]:
         """As a Recipe's; arrays have the matrices' axis in front."""
         assert self.matrix is not None  # of_all_rows has set it
         found = self.matrix.tensors(_one_matrix(source))
-        return {
+        shaped = {
             name: part if isinstance(part, Iterator) else part.reshape(self.specs[name][1])
             for name, part in found.items()
+            if name not in self.given
         }
+        return {**shaped, **self.given}
 
 
 def _one_matrix(source: Source) -> Source:
