@@ -101,7 +101,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     )
 
     def parts() -> Parts:
-        words = np.ascontiguousarray(c.read(codes.name).T).view(np.uint32)
+        words = c.transposed(codes.name).view(np.uint32)
         stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
         packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
         found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
