@@ -109,6 +109,14 @@ class Checkpoint(Closing):
         self.info(name)
         return self._reader(self._where[name]).read(name)
 
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor of two axes or more, whose rows are whole bytes."""
+        info = self.info(name)
+        row = info.nbytes // max(info.shape[0], 1)
+        stored = np.empty((stop - start) * row, np.uint8)
+        self._reader(self._where[name]).read_into(name, stored, start * row)
+        return stored.view(info.numpy_dtype).reshape(stop - start, *info.shape[1:])
+
     def file_of(self, name: str) -> Path:
         """The shard that a tensor lies in."""
         return self._where[name]

@@ -210,6 +210,10 @@ class Tensors(Protocol):
         """A tensor."""
         ...
 
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor."""
+        ...
+
 
 @dataclass(frozen=True)
 class Described:
@@ -235,6 +239,27 @@ class Described:
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.parts.values())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is a matrix whose rows have all that they are of in rows of its tensors."""
+        if self.layout is not None or self.axes != (0, 1):
+            return False
+        rows = self.shape[0]
+        return all(
+            not part.shape or (len(part.shape) > 1 and part.shape[0] == rows)
+            for part in self.format.components(self.shape)
+        )
+
+    def rows(self, reader: Tensors, start: int, stop: int) -> QuantArray:
+        """Rows of the array, where it `has_rows`."""
+        shape = (stop - start, self.shape[1])
+        parts = {}
+        for component in self.format.components(shape):
+            name = self.parts[component.name].name
+            part = reader.read_rows(name, start, stop) if component.shape else reader.read(name)
+            parts[component.name] = part.view(component.dtype).reshape(component.shape)
+        return QuantArray(self.format, shape, self.dtype, parts, (0, 1))
 
     def read(self, reader: Tensors, name: str) -> QuantArray | PackedWeight:
         """The array itself."""

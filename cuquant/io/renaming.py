@@ -78,7 +78,8 @@ def changed(
         order = row_order(entry.shape[0], heads[key])
         rows = order if to_gguf else np.argsort(order)
         _refuse_shared_rows(entry)
-        return replace(entry, name=new, read=_after(entry.read, lambda value: by_rows(value, rows)))
+        read = _after(entry.read, lambda value: by_rows(value, rows))
+        return replace(entry, name=new, read=read, rows=None)
     if found.has_one_more(gguf_name) and entry.format is None and entry.dtype.name in INPUT_DTYPES:
         one = np.float32(1 if to_gguf else -1)
         read = _after(entry.read, lambda value: value.astype(np.float32) + one)

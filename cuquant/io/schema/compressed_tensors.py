@@ -38,6 +38,7 @@ from cuquant.io.schema.layer import (
 from cuquant.io.schema.patterns import matches
 from cuquant.io.schema.pieces import block_floats, extent_of, integers
 from cuquant.io.schema.recipe import (
+    CHUNK,
     Integers,
     Recipe,
     Source,
@@ -232,10 +233,16 @@ def _version(c: Checkpoint) -> tuple[int, ...] | None:
 def repacked(rows: np.ndarray, stored: Packing, depth: int, fmt: Format) -> np.ndarray:
     """Codes of words [rows, words], as a format packs them."""
     wanted = fmt.row_packing
-    if wanted == stored and depth % 32 == 0:
+    if depth % 32 == 0 and wanted == stored:
         return rows
-    codes = stored.unpack(np.ascontiguousarray(rows), depth)
-    return wanted.pack(codes, fmt.zero_code)
+    if depth % 32 == 0 and (stored.order, wanted.order, wanted.signed) == ("dense", "low", False):
+        return rows.view(np.uint8)  # whole bytes of codes, the lowest first
+    made = np.empty((len(rows), wanted.words(depth)), wanted.dtype)
+    step = max(CHUNK // max(depth, 1), 1)
+    for start in range(0, len(rows), step):
+        codes = stored.unpack(np.ascontiguousarray(rows[start : start + step]), depth)
+        made[start : start + step] = wanted.pack(codes, fmt.zero_code)
+    return made
 
 
 def _zeros(words: np.ndarray, bits: int, stored: Packing, shape: tuple[int, ...]) -> np.ndarray:

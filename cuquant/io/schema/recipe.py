@@ -45,6 +45,8 @@ class Source:
         Reads it.
     axes
         As a QuantArray's; None where the last axis is the quantized one.
+    rows
+        Reads rows [start, stop) of a matrix; None where it is read whole.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Source:
     dtype: np.dtype
     read: Callable[[], QuantArray]
     axes: tuple[int, ...] | None = None
+    rows: Callable[[int, int], QuantArray] | None = None
 
     @property
     def stem(self) -> str:
@@ -115,23 +118,53 @@ class Recipe:
     module: str = ""
     axes: Mapping[str, int] | None = None
 
-    def tensors(self, q: QuantArray) -> Tensors:
-        """What the array becomes."""
+    def tensors(self, source: Source) -> dict[str, np.ndarray | Iterator[np.ndarray]]:
+        """What the array becomes.
+
+        The largest tensor whose rows are the array's comes first, as an iterator of its bytes; the
+        others are complete when that is at its end.
+        """
         if self.axes is None:
-            return self.encode(q)
-        made: Tensors = {}
-        done = dict.fromkeys(self.axes, 0)
-        for part in row_chunks(q):
-            for name, piece in self.encode(part).items():
+            return dict(self.encode(source.read()))
+        chunks = row_chunks(source)
+        first = next(chunks)
+        found = self.encode(first)
+        if first.shape == source.shape:
+            return dict(found)
+        by_rows = [name for name in found if self.axes.get(name) == 0]
+        streamed = max(by_rows, key=lambda name: found[name].nbytes, default=None)
+        made = {
+            name: np.empty(_whole(self.specs[name], piece), piece.dtype)
+            if name in self.axes
+            else piece
+            for name, piece in found.items()
+            if name != streamed
+        }
+        pieces = self._pieces(found, chunks, made, streamed)
+        if streamed is None:
+            for _ in pieces:
+                pass
+            return dict(made)
+        return {streamed: pieces, **made}
+
+    def _pieces(
+        self, found: Tensors, chunks: Iterator[QuantArray], made: Tensors, streamed: str | None
+    ) -> Iterator[np.ndarray]:
+        """Bytes of the streamed tensor; puts the parts of others where they belong."""
+        assert self.axes is not None  # `tensors` has looked
+        done = dict.fromkeys(found, 0)
+        while True:
+            for name in found:
                 axis = self.axes.get(name)
-                if part.shape == q.shape or axis is None:
-                    made[name] = piece
-                    continue
-                if name not in made:
-                    made[name] = np.empty(_whole(self.specs[name], piece), piece.dtype)
-                start, done[name] = done[name], done[name] + piece.shape[axis]
-                made[name][(slice(None),) * axis + (slice(start, done[name]),)] = piece
-        return made
+                if name != streamed and axis is not None:
+                    start, done[name] = done[name], done[name] + found[name].shape[axis]
+                    made[name][(slice(None),) * axis + (slice(start, done[name]),)] = found[name]
+            if streamed is not None:
+                yield np.ascontiguousarray(found[streamed]).reshape(-1).view(np.uint8)
+            part = next(chunks, None)
+            if part is None:
+                return
+            found = self.encode(part)
 
 
 def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, ...]:
@@ -140,17 +173,24 @@ def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, .
     return (*shape[:-1], piece.shape[-1]) if isinstance(kind, GgufType) else shape
 
 
-def row_chunks(q: QuantArray) -> Iterator[QuantArray]:
-    """A matrix by rows, of about CHUNK elements: a multiple of 32 rows."""
-    if q.ndim != 2:
-        yield q
+def row_chunks(source: Source) -> Iterator[QuantArray]:
+    """A matrix by rows, of about CHUNK elements: a multiple of 32 rows; else the whole array."""
+    if len(source.shape) != 2:
+        yield source.read()
         return
-    rows = max(CHUNK // max(q.shape[1], 1) // 32, 1) * 32
-    if q.shape[0] <= rows:
-        yield q
+    count, columns = source.shape
+    rows = max(CHUNK // max(columns, 1) // 32, 1) * 32
+    if count <= rows:
+        yield source.read()
         return
-    for start in range(0, q.shape[0], rows):
-        yield q[start : start + rows]
+    whole = None if source.rows else source.read()
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
+        if whole is not None:
+            yield whole[start:stop]
+        else:
+            assert source.rows is not None  # above
+            yield source.rows(start, stop)
 
 
 class Writer(Protocol):
