@@ -166,8 +166,8 @@ def _is_weight(value: Any) -> bool:
 
 def _of(weight: Any) -> _Weight:
     if isinstance(weight, PackedWeight):
-        return _Weight(weight.format.plain, weight.shape, weight.layout, name_of(weight.dtype))
-    return _Weight(weight.format.plain, weight.stored_shape, ROWS_LAYOUT, name_of(weight.dtype))
+        return _Weight(weight.format, weight.shape, weight.layout, name_of(weight.dtype))
+    return _Weight(weight.format, weight.stored_shape, ROWS_LAYOUT, name_of(weight.dtype))
 
 
 def _files(path: Path) -> list[Path]:
@@ -184,12 +184,7 @@ def _described(path: Path) -> list[_Weight]:
     with SafetensorsReader(path) as reader:
         arrays, _ = described(reader)
     return [
-        _Weight(
-            a.format.plain,
-            stored_shape(a.shape, a.axes),
-            a.layout or ROWS_LAYOUT,
-            name_of(a.dtype),
-        )
+        _Weight(a.format, stored_shape(a.shape, a.axes), a.layout or ROWS_LAYOUT, name_of(a.dtype))
         for a in arrays.values()
     ]
 

@@ -85,11 +85,6 @@ def reshaped(q: "QuantArray[Any]", fmt: Format) -> dict[str, Any]:
     return {part.name: q.components[part.name].reshape(part.shape) for part in wanted}
 
 
-def inverse(order: Any) -> Any:
-    """Where each column is stored: permutation[inverse[k]] is k."""
-    return order.argsort()
-
-
 def gathered(array: Any, order: Any, axis: int) -> Any:
     """array[..., order, ...] along an axis, in the array's library."""
     kind = interop.kind(array)
@@ -105,13 +100,15 @@ def gathered(array: Any, order: Any, axis: int) -> Any:
 def from_stored(q: "QuantArray[Any]", values: Any) -> Any:
     """Values, or codes, of `plain(q)` as those of q."""
     if q.format.is_flat:
-        stored = values.reshape(q.stored_shape)
-        return (
-            stored.permute(q.axes) if interop.kind(values) == "torch" else stored.transpose(q.axes)
-        )
+        return in_axes(q, values.reshape(q.stored_shape))
     if not q.format.permuted:
         return values
-    return gathered(values, inverse(q.components[ORDER]), q.axis)
+    return gathered(values, q.components[ORDER].argsort(), q.axis)
+
+
+def in_axes(q: "QuantArray[Any]", stored: Any) -> Any:
+    """An array that lies as q is stored, [rows..., K], with q's axes."""
+    return stored.permute(q.axes) if interop.kind(stored) == "torch" else stored.transpose(q.axes)
 
 
 def absmax_values(q: "QuantArray[Any]") -> Any:

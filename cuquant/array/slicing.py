@@ -276,11 +276,8 @@ def _join_odd(states: Sequence[State], axis: int) -> State:
             raise ValueError(f"{fmt} joins rows of one permutation; dequantize the arrays first")
         held = [(f.plain, {k: v for k, v in p.items() if k != ORDER}, s) for f, p, s in states]
         made, parts, stored = join(held, axis)
-        return (
-            get_format(made, permuted=True),
-            {**parts, ORDER: interop.copied(first[ORDER])},
-            (stored),
-        )
+        parts[ORDER] = interop.copied(first[ORDER])
+        return get_format(made, permuted=True), parts, stored
     sizes = [math.prod(stored) for _, _, stored in states]
     if axis or any(size % (fmt.rule.flat or 1) for size in sizes[:-1]):
         raise ValueError(

@@ -71,7 +71,8 @@ def quantize(
     block_size: Annotated[
         str | None,
         typer.Option(
-            metavar="N|row|tensor|RxC", help="Elements that share a scale, such as 64 or 128x128."
+            metavar="N|row|tensor|flat|RxC",
+            help="Elements that share a scale, such as 64 or 128x128.",
         ),
     ] = None,
     double_quant: Annotated[

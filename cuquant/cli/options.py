@@ -1,9 +1,10 @@
 """Options that several commands share, and how their texts become values."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -115,13 +116,13 @@ def parse_device(text: str) -> str | None:
 
 
 def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
-    """A block size as it is typed: 64, row, tensor, flat or 128x128.
+    """A block size as it is typed: 64, row, tensor, flat, flat64 or 128x128.
 
     >>> parse_block_size("128x128")
     (128, 128)
     """
-    if text is None or text == "row" or text == "tensor" or text == "flat":
-        return text
+    if text is None or text in ("row", "tensor") or re.fullmatch(r"flat\d{0,10}", text):
+        return cast(Span | None, text)
     rows, cross, columns = text.partition("x")
     numbers = (rows, columns) if cross else (rows,)
     if not all(number.isdecimal() and len(number) <= 10 for number in numbers):  # below 2^31

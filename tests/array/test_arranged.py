@@ -8,6 +8,7 @@ import pytest
 from in_turn import in_turn
 
 import cuquant as cq
+from cuquant.io.renaming import by_rows
 
 RNG = np.random.default_rng(3)
 X = RNG.standard_normal((6, 96)).astype(np.float32)
@@ -248,6 +249,11 @@ def test_shapes_change_where_bytes_stay():
     for name in ("mxfp4:flat", "mxfp4+permuted", "nf4:flat"):
         with pytest.raises(ValueError, match="no ggml block"):
             cq.quantize(X, name).to_blocks()
+
+
+def test_rows_in_another_order_keep_the_columns():
+    q, rows = made("int4:32+permuted"), np.array([3, 1, 2, 0, 5, 4])
+    np.testing.assert_array_equal(by_rows(q, rows).dequantize(), q.dequantize()[rows])
 
 
 # ---- products -----------------------------------------------------------------------------------

@@ -263,6 +263,24 @@ def test_checkpoints_of_owners_become_others(tmp_path, name, kind):
         assert all(cq.array_equal(before[key], after[key]) for key in arrays)
 
 
+@pytest.mark.parametrize(
+    "name", ["uint2:32", "uint3:32", "uint4:64", "int4", "uint8:128", "int3:32"]
+)
+def test_columns_in_any_order_come_back_from_gptq(tmp_path, name):
+    """Values and codes; columns of a group lie in the order of the array then."""
+    stored = weights(name, (64, 224))  # of a short last group, but for 32 columns
+    fmt, order = cq.get_format(name, permuted=True), RNG.permutation(224).astype(np.int32)
+    q = stored._with(format=fmt, components={**stored.components, "permutation": order})
+    cq.convert(saved(tmp_path, up__weight=q), tmp_path / "out", "gptq")
+    found = cq.load(tmp_path / "out")["up.weight"]
+    np.testing.assert_array_equal(found.dequantize(np.float32), q.dequantize(np.float32))
+    np.testing.assert_array_equal(found.codes(), q.codes())
+    size = fmt.block_size
+    for start in range(0, 224, size):
+        group = slice(start, start + size)
+        np.testing.assert_array_equal(found.arrays()["permutation"][group], np.sort(order[group]))
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 LOST = [

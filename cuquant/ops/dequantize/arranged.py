@@ -44,8 +44,7 @@ def _on_gpu(q: QuantArray, dtype: object, out: Any, stream: object) -> Any:
 def _in_order(q: QuantArray, dtype: np.dtype) -> Any:
     """Values in q's own library."""
     if q.format.scale is not None and q.format.scale.absmax:
-        stored = _saturated(arranged.absmax_values(q), dtype)
-        return stored.permute(q.axes) if q.kind == "torch" else stored.transpose(q.axes)
+        return arranged.in_axes(q, _saturated(arranged.absmax_values(q), dtype))
     plain = arranged.plain(q)
     if q.device != "cpu":
         return arranged.from_stored(q, on_gpu.values(plain, dtype, None, None))

@@ -33,7 +33,7 @@ def rearranged(left: Operand, right: Operand, axes: tuple[int, int], stream: obj
     first = left.memory()[0]
     with backend_of(first, stream) if left.place.is_gpu else nullcontext():
         if is_odd(left) and is_odd(right):
-            return _with(right, _values(left), axes[1], axes[0])
+            return _with(right, dequantize(left.quantized, F32), axes[1], axes[0])
         if is_odd(right):
             return _with(right, left.source, axes[1], axes[0])
         made = _with(left, right.source, axes[0], axes[1])
@@ -63,10 +63,6 @@ def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
         other = other.dequantize(dtype=F32)
     order = interop.beside(source.components[arranged.ORDER], other, arranged.ORDER)
     return arranged.gathered(other, order, others), arranged.plain(source)
-
-
-def _values(operand: Operand) -> Any:
-    return dequantize(operand.quantized, F32)
 
 
 def product_of(gated: Any, other: Any, finish: Finish, stream: object) -> Any:
