@@ -43,7 +43,7 @@ def test_values_are_ggufs(name):
     blocks = integers(0, 255, (2, 6, layout.nbytes), np.uint8)
     if name == "nvfp4":  # the scales' sign is no part of it, and the last code is NaN here
         blocks[..., :4] %= 127
-    kind = gguf.GGMLQuantizationType[name.upper()]
+    kind = gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
     with np.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(blocks.reshape(2, -1), kind).astype(F32)
     found = getattr(F, f"dequantize_{name}")(blocks, 6 * layout.elements)
@@ -157,7 +157,7 @@ def test_q8_1_of_values_with_nan_infinity_and_vanishing_scales():
 
 
 def gguf_values(name: str, blocks: np.ndarray) -> np.ndarray:
-    kind = gguf.GGMLQuantizationType[name.upper()]
+    kind = gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(blocks.reshape(len(blocks), -1), kind).astype(F32)
 
@@ -212,7 +212,10 @@ def test_mxfp4_ties_go_to_the_even_code_and_in_ggml_to_the_smaller_size():
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_blocks_are_ggufs_down_to_scales_of_2_to_the_minus_128(name):
     """Below, ggml's reciprocal is infinite; here codes are those of 0. Scales are 0 in float16."""
-    kind, layout = gguf.GGMLQuantizationType[name.upper()], BLOCK_LAYOUTS[name]
+    kind, layout = (
+        gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")],
+        BLOCK_LAYOUTS[name],
+    )
     peak = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 127}[name]
     x = normal(40, 32)
     x /= (x.max(-1) - x.min(-1) if layout.has_min else np.abs(x).max(-1))[:, None]

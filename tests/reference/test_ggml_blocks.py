@@ -145,7 +145,9 @@ def owner_rows(rng: np.random.Generator) -> np.ndarray:
     x[:16] = np.round(x[:16] / np.abs(x[:16]).max(-1, keepdims=True) * 24) / 4
     x[16] = 0
     x[17] = -0.0
-    powers = np.ldexp(F32(1) - np.arange(64, dtype=F32) * F32(2.0**-24), np.arange(64)[:, None] - 32)
+    powers = np.ldexp(
+        F32(1) - np.arange(64, dtype=F32) * F32(2.0**-24), np.arange(64)[:, None] - 32
+    )
     x[18:82, ::64] = powers[:, rng.permutation(64)[:4]]
     return x
 

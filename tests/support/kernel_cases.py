@@ -335,6 +335,7 @@ SMALL = [
     *(_learned(name, data="small") for name in LEVELS),
 ]
 
+
 def _stored(name: str, scale_dtype: str | None = None, **fields: Any) -> Case:
     """Of an option of `_options`: block_size, or of a format with minimums."""
     own = {key: fields.pop(key) for key in ("block_size", "offset") if key in fields}

@@ -22,7 +22,13 @@ from cuquant.ops.matmul.epilogue import TYPES
 from cuquant.reference.tiles import Tiles
 
 F32 = np.dtype(np.float32)
-VECTORS = ("packed", "blocks", "scale", "zero_point", "minimum")  # components that lanes load several of
+VECTORS = (
+    "packed",
+    "blocks",
+    "scale",
+    "zero_point",
+    "minimum",
+)  # components that lanes load several of
 MOST_STRIDE = 2**31  # what a GEMM's strides are below, in elements
 LARGE_X = 96 << 10  # bytes of x from which on two blocks of a cluster share it
 

@@ -300,7 +300,9 @@ def _chunk_groups(fmt: Format, groups: Groups) -> int:
     else:
         assert fmt.scale is not None
         numbers += fmt.offset == "min"
-        row = count * (STORED_BYTES.get(fmt.scale.dtype, 1) * numbers + (fmt.offset == "zero_point"))
+        row = count * (
+            STORED_BYTES.get(fmt.scale.dtype, 1) * numbers + (fmt.offset == "zero_point")
+        )
     return STRIP * (RING_CHUNKS * row + count * 4 * numbers)
 
 
