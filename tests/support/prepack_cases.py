@@ -97,7 +97,8 @@ PACKINGS = [
 LEVELS = [_of("k3", (19, 131), levels=(-1.0, -0.3, 0.0, 0.1, 1.0))]
 ALL = [*BASICS, *SHAPES, *BLOCKS, *DOUBLE, *PACKINGS, *LEVELS]
 
-# Blocks that do not go with units of 64 columns, formats without blocks, scales of a byte in blocks.
+# Blocks that do not go with units of 64 columns, formats without blocks, and scales of a byte in
+# ggml's blocks.
 AS_THEY_ARE = [
     _of("fp16", (37, 131)),
     _of("bf16", (3, 5, 64)),

@@ -236,7 +236,7 @@ class BlocksProduct:
     height = 0
 
     def takes(self, p: Problem) -> bool:
-        """Few rows of x, and blocks [N, K] as ggml writes them, of which `reads` knows the codes."""
+        """Few rows of x, and blocks [N, K] as ggml writes them, whose codes the kernel reads."""
         whole = p.format is not None and p.format.is_blocks and p.direct and reads(p.format)
         few = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
         return whole and few and p.is_single and p.takes_halves and p.arch >= 80
