@@ -4,14 +4,16 @@ Source: quantize_row_mxfp4_ref, quantize_row_nvfp4_ref and ggml_fp32_to_ue4m3 of
 quants.py has in NumPy. Levels are e2m1's twice, and scales half of what the bytes stand for.
 """
 
+from itertools import pairwise
+
 import numpy as np
 
 from cuquant.formats.blocks import FLOAT_LEVELS, BlockLayout
 
 F32 = np.float32
 # Of sizes, in units of the scale: above the i-th the code is i + 1, as the nearest level's, ties to
-# the smaller one. Times a scale they are exact, so that nothing depends on how x / scale is rounded.
-BORDERS = np.array([(a + b) / 2 for a, b in zip(FLOAT_LEVELS, FLOAT_LEVELS[1:], strict=False)], F32)
+# the smaller one. Times a scale they are exact, so that no rounding of x / scale matters.
+BORDERS = np.array([(a + b) / 2 for a, b in pairwise(FLOAT_LEVELS)], F32)
 E8M0_LESS = 2  # floor(log2 6): what OCP MX takes off an exponent
 PEAK = F32(6)
 TOP_E4M3, FROM_E4M3, LARGEST_E4M3 = 0x7E, 0x78, F32(448)  # codes of 448 and of 256, and 448
