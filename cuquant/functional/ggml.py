@@ -22,7 +22,7 @@ F32 = np.float32
 Sum = Literal["quants", "values"]
 SUMS = get_args(Sum)
 
-_QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbytes} bytes.
+_QUANTIZE = """Quantize to ggml's {ggml}: blocks of {elements} elements in {nbytes} bytes.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     Notes
     -----
     The bytes of `cuquant.quantize(x, "{name}"{options}).to_blocks()`.
-    Layout: block_{name} in ggml-common.h. {note}
+    Layout: block_{ggml} in ggml-common.h. {note}
 
     Examples
     --------
@@ -53,7 +53,7 @@ _QUANTIZE = """Quantize to ggml's {name}: blocks of {elements} elements in {nbyt
     (2, {blocks}, {nbytes})
     """
 
-_DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row_{name}{but}.
+_DEQUANTIZE = """The values of ggml's {ggml} blocks, those of its dequantize_row_{ggml}{but}.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ _DEQUANTIZE = """The values of ggml's {name} blocks, those of its dequantize_row
 
     Notes
     -----
-    Layout: block_{name} in ggml-common.h.{note}
+    Layout: block_{ggml} in ggml-common.h.{note}
 
     Examples
     --------
@@ -112,7 +112,7 @@ _GEMM = """W @ A.T of {name} weights and q8_1 activations: the values that both 
 
     Notes
     -----
-    Layouts: block_{name} and block_q8_1 in ggml-common.h. Sums are float32: of the decoded values
+    Layouts: block_{ggml} and block_q8_1 in ggml-common.h. Sums are float32: of the decoded values
     on the CPU; on a GPU of exact integer dot products of {sub_block} columns times their
     scales{offset}, in an order that M, N and the GPU decide: a call gives the same bits every
     time. The sum that activations store is not read.
@@ -139,6 +139,11 @@ _ROUNDED = """A tie goes to the even code, as OCP says, and
 _QUANTIZE_NOTES = {
     "mxfp4": _ROUNDED.format(scales=" The scales are ggml's, from 2^-125 on."),
     "nvfp4": _ROUNDED.format(scales=" The scales are those of `cuquant.quantize`, not ggml's."),
+    "ggml_mxfp4": """The bytes are those of ggml's quantize_row_mxfp4_ref from
+    2^-125 on, below which its exponents are undefined and 0 here; NaN is quantized as 0.""",
+    "ggml_nvfp4": """The bytes are those of ggml's quantize_row_nvfp4_ref. What is
+    beyond its largest number, 2688, saturates, and far beyond it is 0 in ggml; NaN is quantized
+    as 0.""",
 }
 _DEQUANTIZE_NOTES = {
     "mxfp4": """ Code 8 is -0.0 here and 0.0 in
@@ -161,6 +166,7 @@ def _named(
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc.format(
         name=type_name,
+        ggml=type_name.removeprefix("ggml_"),
         note=note,
         but=", but for what the notes say" if note else "",
         elements=layout.elements,
@@ -259,6 +265,8 @@ quantize_q5_k = _quantizer("q5_k")
 quantize_q6_k = _quantizer("q6_k")
 quantize_mxfp4 = _quantizer("mxfp4")
 quantize_nvfp4 = _quantizer("nvfp4")
+quantize_ggml_mxfp4 = _quantizer("ggml_mxfp4")
+quantize_ggml_nvfp4 = _quantizer("ggml_nvfp4")
 
 dequantize_q4_0 = _dequantizer("q4_0")
 dequantize_q4_1 = _dequantizer("q4_1")
@@ -275,6 +283,8 @@ dequantize_q5_k = _dequantizer("q5_k")
 dequantize_q6_k = _dequantizer("q6_k")
 dequantize_mxfp4 = _dequantizer("mxfp4")
 dequantize_nvfp4 = _dequantizer("nvfp4")
+dequantize_ggml_mxfp4 = _dequantizer("ggml_mxfp4")
+dequantize_ggml_nvfp4 = _dequantizer("ggml_nvfp4")
 
 gemm_q4_0_q8_1 = _gemm("q4_0")
 gemm_q4_1_q8_1 = _gemm("q4_1")
@@ -290,6 +300,8 @@ gemm_q5_k_q8_1 = _gemm("q5_k")
 gemm_q6_k_q8_1 = _gemm("q6_k")
 gemm_mxfp4_q8_1 = _gemm("mxfp4")
 gemm_nvfp4_q8_1 = _gemm("nvfp4")
+gemm_ggml_mxfp4_q8_1 = _gemm("ggml_mxfp4")
+gemm_ggml_nvfp4_q8_1 = _gemm("ggml_nvfp4")
 
 
 def quantize_q8_1(x: Any, sum: Sum = "quants") -> Any:

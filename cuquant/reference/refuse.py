@@ -34,7 +34,8 @@ def refuse_count(fmt: Format, overflows: int) -> None:
     """ValueError where scales (or values, where there are none) do not fit into their dtype."""
     if overflows:
         kind = fmt.rule.dtype if fmt.scale else "value"
-        other = "clamp" if fmt.is_blocks else "propagate"  # ggml's blocks would become infinite
+        infinite = fmt.is_blocks and fmt.layout.has_half_scale  # as ggml's blocks would become
+        other = "clamp" if infinite else "propagate"
         raise ValueError(
             f"{overflows} {kind} entries of {fmt.name} overflow, and nonfinite='raise'; "
             f"rescale x, choose a format with float32 scales, or pass nonfinite={other!r} to "

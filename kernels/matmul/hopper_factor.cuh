@@ -21,7 +21,7 @@ struct Factor {
     // The unit of a warp's strip, of its groups first .. last. Scales that lie one behind the other are read by fours or
     // eights, by all lanes; those that are made of several numbers as products read them, by the four lanes of a row.
     static constexpr bool runs = kLie == kInStrips && !Own::blocks && !minimums && (Own::stored == Stored::Float16 || Own::stored == Stored::Float32);
-    static constexpr int kBatch = runs ? 6 : 8;  // on their way, one latency for all
+    static constexpr int kBatch = runs ? 4 : 8;  // on their way, one latency for all; with 6 some kernels spilled registers
     __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int lane) {
         if constexpr (in_range) return 1.0f;
         float largest = 0.0f;

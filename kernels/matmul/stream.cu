@@ -395,7 +395,7 @@ matmul_stream(const T* __restrict__ x, i64 x_stride, const __grid_constant__ Pre
     // Whether 16 warps have too few registers for what the compiler makes of several units.
     constexpr bool kOdd = kBits == 3 || kBits > 4, kLooked = Decode::table_bytes > 0;
     constexpr bool kScarce = kTiles == 2 ? kFine > 1 || kBits == 8 || kDepth * kSplit == 8 || (kBits == 4 && kLooked) || (kBits == 3 && Own::zeros) || (kRows && kBits <= 3) || (kGated && (kBits != 4 || kDepth > 1))
-                                         : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked) || (Own::minimums && kBits > 3);
+                                         : (kFine == 1 ? kBits == 8 : kDepth == 2 || (kMinimum && kBits == 5)) || (kGated && (kOdd || kRows)) || (kRows && kBits == 5 && kLooked) || Own::minimums;
     constexpr bool kOneByOne = kThreads > 384 && kScarce;
     constexpr int kLines = kTokens / kSplit, kParts = kSplit * kDepth;
     int own_sums = ((rank * kDepth + depth) * kLines + 2 / kSplit * t) * pitch + warp % kStrips * kStrip + g;

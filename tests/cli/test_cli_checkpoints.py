@@ -164,12 +164,16 @@ def test_compare_writes_a_page_that_stands_alone(ours, tmp_path):
 
 KINDS = {
     "gptq-4bit": ("gptq", "LlamaForCausalLM", "uint4"),
-    "awq-gemm-gptqmodel": ("awq", "LlamaForCausalLM", "uint4+float32"),
+    "awq-gemm-gptqmodel": ("awq", "LlamaForCausalLM", "uint4+bfloat16"),
     "ct-w4a16": ("compressed-tensors", "LlamaForCausalLM", "int4"),
     "bitsandbytes-nf4": ("bitsandbytes", "LlamaForCausalLM", "nf4"),
     "hf-fp8-block128": ("fp8", "LlamaForCausalLM", "fp8_e4m3:128x128"),
     "mlx-mxfp4": ("mlx", "LlamaForCausalLM", "mxfp4"),
     "torchao-int8": ("torchao", "", "int8"),
+    "mlx-affine": ("mlx", "LlamaForCausalLM", "uint4:64+min"),
+    "hqq-layers": ("hqq", "", "uint4:64+min+float32"),
+    "quanto-qint4": ("quanto", "LlamaForCausalLM", "uint4:row+min+bfloat16"),
+    "comfyui-layers": ("comfyui", "", "int8:tensor"),
 }
 
 
@@ -187,14 +191,16 @@ def test_inspect_tells_the_kind_of_a_folder(name):
     assert any(line.startswith(kind) and fmt in line for line in lines)
 
 
-def test_inspect_warns_of_what_is_not_read():
+def test_inspect_warns_of_what_is_not_read(tmp_path):
     told = json.loads(run("inspect", ROOT / "ct-old-marlin24", "--json").stdout)
     assert any("marlin-24" in text for text in told["warnings"])
     assert any(a["error"] for a in told["arrays"])
     shown = run("inspect", ROOT / "ct-old-marlin24").output
     assert "cannot be read, see below" in shown and "warning: " in shown
-    told = json.loads(run("inspect", ROOT / "hqq-layers", "--json").stdout)
-    assert told["kind"] == "HQQ" and "does not read" in told["warnings"][0]
+    marlin = {"a.B": np.zeros((4, 32), np.int32), "a.s": np.ones((1, 16), np.float16)}
+    cq.save(tmp_path / "m.safetensors", marlin)
+    told = json.loads(run("inspect", tmp_path / "m.safetensors", "--json").stdout)
+    assert told["kind"] == "Marlin" and "does not read" in told["warnings"][0]
     assert told["arrays"]
 
 

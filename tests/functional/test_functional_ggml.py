@@ -17,7 +17,7 @@ def test_blocks_are_ggufs(name, dtype):
     x[0, 0, :32] = 0
     x[0, 1, ::2] = -x[0, 1, 1::2]  # ties of |x| with both signs
     found = getattr(F, f"quantize_{name}")(x)
-    kind = gguf.GGMLQuantizationType[name.upper()]
+    kind = gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
     wanted = gguf.quants.quantize(x.astype(F32).reshape(12, 256), kind)
     layout = BLOCK_LAYOUTS[name]
     assert bits_equal(found, wanted.reshape(3, 4, 8, layout.nbytes))
@@ -43,12 +43,12 @@ def test_values_are_ggufs(name):
     blocks = integers(0, 255, (2, 6, layout.nbytes), np.uint8)
     if name == "nvfp4":  # the scales' sign is no part of it, and the last code is NaN here
         blocks[..., :4] %= 127
-    kind = gguf.GGMLQuantizationType[name.upper()]
+    kind = gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
     with np.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(blocks.reshape(2, -1), kind).astype(F32)
     found = getattr(F, f"dequantize_{name}")(blocks, 6 * layout.elements)
     assert found.dtype == F32 and found.shape == (2, 6 * layout.elements)
-    if layout.scale_kind != "half":  # ggml's table has no -0.0 where e2m1 has one
+    if name in ("mxfp4", "nvfp4"):  # ggml's table has no -0.0 where e2m1 has one
         found, wanted = found + F32(0), wanted + F32(0)
     same = found.view(np.uint32) == wanted.view(np.uint32)
     assert (same | (np.isnan(found) & np.isnan(wanted))).all()
@@ -58,7 +58,7 @@ def test_values_are_ggufs(name):
 ERRORS = {
     "q4_0": 0.115, "q4_1": 0.10, "q5_0": 0.057, "q5_1": 0.05, "q8_0": 0.0070, "q8_1": 0.0070,
     "iq4_nl": 0.10, "iq4_xs": 0.105, "q2_k": 0.38, "q3_k": 0.19, "q4_k": 0.10, "q5_k": 0.05,
-    "q6_k": 0.026, "mxfp4": 0.155, "nvfp4": 0.125,
+    "q6_k": 0.026, "mxfp4": 0.155, "nvfp4": 0.125, "ggml_mxfp4": 0.155, "ggml_nvfp4": 0.125,
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_q8_1_of_values_with_nan_infinity_and_vanishing_scales():
 
 
 def gguf_values(name: str, blocks: np.ndarray) -> np.ndarray:
-    kind = gguf.GGMLQuantizationType[name.upper()]
+    kind = gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")]
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(blocks.reshape(len(blocks), -1), kind).astype(F32)
 
@@ -212,7 +212,10 @@ def test_mxfp4_ties_go_to_the_even_code_and_in_ggml_to_the_smaller_size():
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_blocks_are_ggufs_down_to_scales_of_2_to_the_minus_128(name):
     """Below, ggml's reciprocal is infinite; here codes are those of 0. Scales are 0 in float16."""
-    kind, layout = gguf.GGMLQuantizationType[name.upper()], BLOCK_LAYOUTS[name]
+    kind, layout = (
+        gguf.GGMLQuantizationType[name.upper().removeprefix("GGML_")],
+        BLOCK_LAYOUTS[name],
+    )
     peak = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 127}[name]
     x = normal(40, 32)
     x /= (x.max(-1) - x.min(-1) if layout.has_min else np.abs(x).max(-1))[:, None]

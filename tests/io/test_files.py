@@ -101,7 +101,7 @@ def test_our_files_are_plain_safetensors(tmp_path):
     assert bits_equal(raw["w.packed"], q.packed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if cq.get_format(name).holds_nan])
 def test_nonfinite_is_refused_and_nothing_is_written(name, tmp_path):
     path = tmp_path / "w"
     cq.save(path, {"old": np.zeros(1)})

@@ -192,7 +192,8 @@ def test_ggmls_own_clamp_what_is_not_finite_and_tell_what_is_too_large():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             y = cq.quantize(x, name).dequantize()
-        assert np.isfinite(y).all() and y[0, 3] == 0 and y[0, 40] < 0
+        # mxfp4's nearest number to the largest float32 is beyond that, as in ggml.
+        assert not np.isnan(y).any() and np.isfinite(y[1]).all() and y[0, 3] == 0 and y[0, 40] < 0
         with pytest.raises(ValueError, match="nonfinite='raise'"):
             cq.quantize(x, name, nonfinite="raise")
     with pytest.warns(RuntimeWarning, match="^4 scales of ggml_nvfp4 are beyond e4m3"):

@@ -14,7 +14,7 @@ from cuquant.array.fragments import takes
 from cuquant.formats import Format
 
 NAMES = cq.list_formats()
-LAID = [name for name in NAMES if name not in ("fp16", "bf16")]
+LAID = [name for name in NAMES if name not in ("fp16", "bf16", "ggml_mxfp4", "ggml_nvfp4")]
 F32 = np.dtype(np.float32)
 
 
@@ -97,10 +97,13 @@ PACKINGS = [
 LEVELS = [_of("k3", (19, 131), levels=(-1.0, -0.3, 0.0, 0.1, 1.0))]
 ALL = [*BASICS, *SHAPES, *BLOCKS, *DOUBLE, *PACKINGS, *LEVELS]
 
-# Blocks that do not go with units of 64 columns, and formats without blocks.
+# Blocks that do not go with units of 64 columns, formats without blocks, and scales of a byte in
+# ggml's blocks.
 AS_THEY_ARE = [
     _of("fp16", (37, 131)),
     _of("bf16", (3, 5, 64)),
+    _of("ggml_mxfp4", (5, 96)),
+    _of("ggml_nvfp4", (2, 5, 128)),
     *(_of("int4", (37, 300), block_size=b) for b in (8, 24, 48, 96, (16, 8), (16, 48))),
 ]
 

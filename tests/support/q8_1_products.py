@@ -18,7 +18,7 @@ def random_blocks(layout: BlockLayout, rows: int, columns: int, seed: int = 0) -
                 blocks[..., byte : byte + 2] = halves.view(np.uint8).reshape(rows, count, 2)
     else:
         scales = blocks[..., layout.scale_byte : layout.scale_byte + layout.sub_blocks]
-        scales[...] = scales % 16 + 112 if layout.scale_kind == "e8m0" else scales % 127
+        scales[...] = scales % 16 + 112 if layout.scale_kind.endswith("e8m0") else scales % 127
     return blocks
 
 

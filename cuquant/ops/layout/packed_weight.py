@@ -81,6 +81,8 @@ def takes_rows(fmt: Format, depth: int) -> bool:
     block = fmt.rule.block
     if not isinstance(block, int):
         return block == "row"
+    if fmt.offset == "min" and packing.bits == 8 and fmt.rule.dtype == "float32" and block < UNIT:
+        return False  # registers have no room
     return block >= depth or block % UNIT == 0 or block in (16, 32)
 
 

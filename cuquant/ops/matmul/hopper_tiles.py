@@ -323,7 +323,8 @@ def _shapes(most: int, decoding: Decoding, kind: int) -> Iterator[Shape]:
                 if tokens >= LARGE and row_groups == depth_groups == 2:
                     continue  # no registers are left for what comes after a tile
                 if tokens in MANY and depth_groups == 2:
-                    continue  # two warpgroups of rows were faster in every product that was measured
+                    # Two warpgroups of rows were faster in every product that was measured.
+                    continue
                 if kind != EXPERTS:
                     yield replace(shape, streamed=True)
                 yield shape

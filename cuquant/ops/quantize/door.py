@@ -186,7 +186,7 @@ def _saturation(fmt: Format) -> str:
     wider = "rescale x, or pass a format with float32 scales, such as 'int4+float32'"
     if fmt.scale is None:
         return f"values of {fmt} are beyond its largest and saturate; rescale x"
-    if fmt.is_blocks:
+    if fmt.is_blocks and fmt.layout.has_half_scale:
         return f"scales of {fmt} are beyond float16: blocks become infinite, as ggml's; {wider}"
     if fmt.scale.nested == "global":
         return f"scales of {fmt} are beyond e4m3: values saturate; pass a larger global_scale"

@@ -162,7 +162,7 @@ def test_fewer_warps_where_shared_memory_is_small(name):
     assert (np.abs(found - wanted) <= bound).all()
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", [n for n in WEIGHTS if not n.startswith("ggml")])  # have no NaN
 def test_what_is_not_finite_stays_in_its_row_and_token(name):
     layout = BLOCK_LAYOUTS[name]
     weights, tokens = operands(name, 20, 6, 9)
