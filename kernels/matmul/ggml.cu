@@ -81,7 +81,7 @@ struct Sums {
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     uint2 b[2];
-                    Own::columns_of(x[n] + columns + 64 * (q + s), b);
+                    Own::columns_of(x[n] + columns + 64 * (q + s), lane % 4, b);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         mma<T>(part[n], a[h], b[h].x, b[h].y);

@@ -106,7 +106,7 @@ struct FloatCodes : Block {
         for (int r = 0; r < 2; ++r) {
             const R& row = r ? lower : upper;
             if constexpr (Block::lookup) {
-                const u32 word = looked_up<FloatCodes>(row, step, t);
+                const u32 word = looked_up<FloatCodes>(row, step, t);  // of two bytes each
                 a[0][r] = entry<0>(word, table), a[0][2 + r] = entry<1>(word, table);
                 a[1][r] = entry<2>(word, table), a[1][2 + r] = entry<3>(word, table);
             } else {
@@ -123,8 +123,16 @@ struct FloatCodes : Block {
             }
         }
     }
-    // Those of x. `x`: the address of the lane's columns.
-    __device__ static void columns_of(u32 x, uint2 (&b)[2]) {
+    // Those of x. `x`: the address of the lane's columns 4 t .. 4 t + 3.
+    __device__ static void columns_of(u32 x, int t, uint2 (&b)[2]) {
+        if constexpr (Block::lookup && FirstOf<typename Layout::Codes>::span == 8) {  // columns i and i + 8 share a byte
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const u32 from = x - 4 * t + 32 * h, low = load4_shared(from), high = load4_shared(from + 16);
+                b[h] = make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+            }
+            return;
+        }
         const uint2 first = load8_shared(x), second = load8_shared(x + 32);
         b[0] = first, b[1] = second;
         if constexpr (Block::lookup) {  // columns i and i + 16 share a byte

@@ -192,13 +192,20 @@ struct FirstOf<Fields<Field<kByte, kBits, kSpan, kShift>, Rest...>> {
 };
 
 // The codes that are looked up of columns 32 step .. of a row, where nibbles of 32 columns lie in 16 bytes: of columns
-// 4 t .. 4 t + 3 and of those 16 further.
+// 4 t .. 4 t + 3 and of those 16 further. Where those of 16 lie in 8 bytes: of 2 t and 2 t + 1 of each half, and of those
+// 8 further.
 template <class Block, class R>
 __device__ u32 looked_up(const R& row, int step, int t) {
     using Layout = typename Block::Layout;
     using First = FirstOf<typename Layout::Codes>;
-    static_assert(First::span == 16, "nibbles of 32 columns in 16 bytes");
-    return row.after(4 * t).word(32 * step / Layout::elements * Layout::bytes + First::byte + 32 * step % Layout::elements / 2);
+    const int at = 32 * step / Layout::elements * Layout::bytes + First::byte + 32 * step % Layout::elements / 2;
+    if constexpr (First::span == 8) {
+        const R pair{row.place + 2 * t, row.skip};
+        return pair.half(at) | pair.half(at + 8) << 16;
+    } else {
+        static_assert(First::span == 16, "nibbles of 32 columns in 16 bytes");
+        return row.after(4 * t).word(at);
+    }
 }
 
 // Of columns 32 step .. of a row, the first 16 or the others (`part`), codes of columns 4 t .. 4 t + 3: see field_of.
@@ -214,18 +221,10 @@ __device__ u32 codes_in(const R& row, int step, int part, int t, int left) {
 template <class Block, class R>
 __device__ void weights_of(const R& row, int step, int t, const uint4& levels, u32& first, u32& second) {
     using Layout = typename Block::Layout;
-    const int block = 32 * step / Layout::elements * Layout::bytes, e = 32 * step % Layout::elements;
     if constexpr (Block::lookup) {
-        constexpr int byte = FirstOf<typename Layout::Codes>::byte, span = FirstOf<typename Layout::Codes>::span;
-        if constexpr (span == 8) {
-            const R pair{row.place + 2 * t, row.skip};
-            first = levels_of(pair.half(block + byte + e / 2), levels);
-            second = levels_of(pair.half(block + byte + e / 2 + 8), levels);
-        } else {
-            const u32 word = looked_up<Block>(row, step, t);
-            first = levels_of(word, levels);
-            second = levels_of(word >> 16, levels);
-        }
+        const u32 word = looked_up<Block>(row, step, t);
+        first = levels_of(word, levels);
+        second = levels_of(word >> 16, levels);
     } else {
         const u32 flip = Block::centred ? levels.x : 0u;  // the top bit of each byte
         constexpr int left = Block::centred ? 8 - Block::bits : 0;

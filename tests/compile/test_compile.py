@@ -50,6 +50,10 @@ WIDE = {"quantize": "LDG", "dequantize": "STG"}
 WIDE_FORMATS = ("nf4", "int8", "fp8_e4m3", "mxfp4", "q4_0")
 
 
+# Formats whose kernels are others than those of any name: minimums, and scales of other types.
+VARIANTS = ("uint4:64+min", "uint5:32+min+bfloat16", "int4+bfloat16", "fp8_e4m3:128x128+e8m0")
+
+
 class Failure(NamedTuple):
     """A kernel that is not as it should be."""
 
@@ -70,7 +74,8 @@ def programs(operation: str, name: str, **options) -> list[Program]:
 
 def all_programs(arch: int = MAIN_ARCH) -> list[Program]:
     """Each distinct one for an architecture, in a fixed order."""
-    pairs = ((operation, name) for operation in sorted(PROGRAMS) for name in cq.list_formats())
+    names = [*cq.list_formats(), *VARIANTS]
+    pairs = ((operation, name) for operation in sorted(PROGRAMS) for name in names)
     found = [program for pair in pairs for program in programs(*pair, arch=arch)]
     return list(dict.fromkeys([*found, *(fine() + tall() if arch == MAIN_ARCH else [])]))
 
@@ -91,6 +96,9 @@ FINE = [
     ("k2", 32, "float16", 4),
     ("k3", 16, "float16", 2),
     ("k6", 16, "float16", 8),
+    ("uint4+min", 32, "bfloat16", 4),
+    ("uint5+min", 16, "float16", 8),
+    ("uint3+min+float32", 32, "bfloat16", 8),
 ]
 
 

@@ -188,10 +188,15 @@ def with_scale(q: cq.QuantArray, scale: np.ndarray) -> cq.QuantArray:
 
 
 def check_nan_scales(run: Products, q: cq.QuantArray, x: np.ndarray, second: int) -> None:
-    """A scale that is NaN hurts its row alone: one of row 4, and the last one of row `second`."""
+    """A scale, or a minimum, that is NaN hurts its row alone: one of row 4, and the last one of row
+    `second`."""
     scale = q.arrays()["scale"].copy()
     scale[4, 0], scale[second, -1] = (255, 255) if scale.dtype == np.uint8 else (np.nan, np.nan)
     hurt = with_scale(q, scale)
+    if q.format.offset == "min" and not q.format.is_blocks:  # of row 4 the minimum instead
+        parts = {**q.arrays(), "scale": q.arrays()["scale"].copy(), "minimum": q.minimum.copy()}
+        parts["scale"][second, -1], parts["minimum"][4, 0] = np.nan, np.nan
+        hurt = cq.QuantArray(q.format, q.shape, q.dtype, parts, q.axes)
     y, clean = (run(cq.linear, x, cq.prepack(w), out_dtype="float32") for w in (hurt, q))
     rows = [4, second]
     assert np.isnan(y[:, rows]).all()

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuquant.formats import Format
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED, SHARED_OF_ALL, is_hopper
@@ -90,12 +89,6 @@ class FloatCodes:
 def float_codes(name: str) -> FloatCodes:
     """Those of a ggml type."""
     return FloatCodes(operand(name))
-
-
-def reads(fmt: Format) -> bool:
-    """Whether the kernel knows where codes lie: those that are looked up share a byte with the ones
-    16 columns on, which nvfp4's do not."""
-    return not operand(fmt.layout.name).lookup or fmt.layout.code_fields[0].span == 16
 
 
 @dataclass(frozen=True)
@@ -236,8 +229,8 @@ class BlocksProduct:
     height = 0
 
     def takes(self, p: Problem) -> bool:
-        """Few rows of x, and blocks [N, K] as ggml writes them, whose codes the kernel reads."""
-        whole = p.format is not None and p.format.is_blocks and p.direct and reads(p.format)
+        """Few rows of x, and blocks [N, K] as ggml writes them."""
+        whole = p.format is not None and p.format.is_blocks and p.direct
         few = p.rows <= MOST_ROWS and p.depth < MOST_DEPTH
         return whole and few and p.is_single and p.takes_halves and p.arch >= 80
 

@@ -75,7 +75,8 @@ def quantize(
         Of the stochastic rounding, 0 to 2^64 - 1: Philox4x32-10 with the seed as key and the flat
         index in x as counter. None: a fresh one. Without `stochastic` it is an error.
     nonfinite
-        "propagate": a block with NaN or infinity becomes NaN. "raise": ValueError, also where a
+        "propagate": a block with NaN or infinity becomes NaN; ggml_mxfp4 and ggml_nvfp4, which have
+        no NaN, clamp. "raise": ValueError, also where a
         scale overflows its dtype, or is so small that a block's numbers are lost: one is wrong by
         as much as the largest of them; this waits for a GPU. "clamp": infinities saturate and NaN
         becomes 0.

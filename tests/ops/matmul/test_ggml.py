@@ -29,7 +29,7 @@ ARCH, BOX_ARCH = 80, 90  # the first one, and the first with boxes
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 # One block is the shortest row. Rows of odd numbers of blocks are no whole vectors, or words.
-BLOCKS = {32: (1, 5, 8, 9, 71), 256: (1, 3, 8)}
+BLOCKS = {32: (1, 5, 8, 9, 71), 64: (1, 4, 5, 9), 256: (1, 3, 8)}
 ROWS = (1, 2, 8, 9, 16)
 MATRIX = [
     Case(name, dtype, ROWS[(i + j) % 5], (n, blocks * BLOCK_LAYOUTS[name].elements))

@@ -497,10 +497,13 @@ def test_a_weight_that_meets_its_scale_is_off_by_little_more_than_one_rounding(
 
 def with_few(name: str) -> tuple[cq.QuantArray, np.ndarray]:
     """A weight whose last group is a part of one, and x."""
-    return weight(name, (70, 136)), normal((19, 136), TYPES[LAID.index(name) % 2])
+    kind = LAID.index(cq.get_format(name).name) % 2
+    return weight(name, (70, 136)), normal((19, 136), TYPES[kind])
 
 
-@pytest.mark.parametrize("name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3"])
+@pytest.mark.parametrize(
+    "name", ["nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3", "uint4:64+min", "int4+bfloat16"]
+)
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, run):
     """Also that of the last group, which the columns behind K share."""
     q, x = with_few(name)

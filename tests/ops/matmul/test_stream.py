@@ -306,7 +306,15 @@ def test_the_same_bits_in_every_order_of_threads(built):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("nf4", 3), ("uint4", 3), ("int8", 3), ("mxfp4", 3), ("fp8_e4m3", 3), ("k3", 3), ("int4", 12)],
+    [
+        *(
+            (name, 3)
+            for name in ("nf4", "uint4", "int8", "mxfp4", "fp8_e4m3", "k3", "int4+bfloat16")
+        ),
+        *((name, 3) for name in ("uint4:32+min", "uint4:64+min+bfloat16", "int8:64+e8m0")),
+        ("int4", 12),
+        ("uint4:64+min", 12),
+    ],
 )
 def test_a_scale_that_is_nan_hurts_its_row_alone(name, rows, run):
     """Also that of the last group, which the columns behind K share."""

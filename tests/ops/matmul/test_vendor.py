@@ -130,7 +130,9 @@ def run(built) -> Iterator[Products]:
 UNITS = [
     ("nf4", {}), ("nf4", {"double_quant": True}), ("int8", {}), ("mxfp8", {}), ("fp8_e5m2", {}),
     ("nvfp4", {}), ("int4", {}), ("uint8", {}), ("fp6_e3m2", {}), ("k3", {}), ("q4_0", {}),
-    ("q4_1", {}), ("q4_k", {}), ("q6_k", {}), ("iq4_xs", {}),
+    ("q4_1", {}), ("q4_k", {}), ("q6_k", {}), ("iq4_xs", {}), ("ggml_mxfp4", {}),
+    ("uint4", {"offset": "min"}), ("uint8", {"offset": "min", "scale_dtype": "bfloat16"}),
+    ("int4", {"scale_dtype": "bfloat16"}), ("fp8_e4m3", {"block_size": 64, "scale_dtype": "e8m0"}),
 ]  # fmt: skip
 
 
