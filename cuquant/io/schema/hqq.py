@@ -117,7 +117,9 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
 def _are_codes(zeros: np.ndarray, bits: int) -> bool:
     """Whether zero points are whole numbers that codes of so many bits have."""
     numbers = zeros.astype(np.float32)
-    return bool(((numbers >= 0) & (numbers < 1 << bits) & (numbers == np.floor(numbers))).all())
+    if not ((numbers >= 0) & (numbers < 1 << bits)).all():  # or NaN
+        return False
+    return bool((numbers == np.floor(numbers)).all())
 
 
 def _shape(c: Checkpoint, stem: str) -> tuple[int, int]:
