@@ -21,6 +21,7 @@ from cuquant.interop import INPUT_DTYPES, name_of
 from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.io.quantized import described, stored_shape
 from cuquant.ops import programs
+from cuquant.ops.quantize.arranged import formats_of
 
 OPERATIONS = ("quantize", "dequantize")  # of formats, where none is named
 Progress = Callable[[int, int, str], object]
@@ -92,7 +93,7 @@ def precompile(
     Precompiled(compiled=12, found=0, seconds=1.4)
     """
     names = formats or (list_formats() if model is None else ())
-    values = [get_format(name) for name in names]
+    values = [plain for name in names for plain in formats_of(get_format(name))]
     own = None if dtypes is None else _known("dtype", dtypes, INPUT_DTYPES)
     every = INPUT_DTYPES if own is None else own
     chosen = OPERATIONS if operations is None else operations

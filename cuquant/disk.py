@@ -272,7 +272,11 @@ def replace_picture(path: Path, figure: Any) -> None:
 def remove_stale(target: Path) -> None:
     """Remove what killed processes left beside a target; files that a process holds stay."""
     try:
-        names = [name for name in os.listdir(target.parent) if name.startswith(_stem(target.name))]
+        names = [
+            name
+            for name in os.listdir(target.parent)
+            if name.startswith(temporary_stem(target.name))
+        ]
     except OSError:  # a folder that may be written, but not listed
         return
     for path in (target.with_name(name) for name in names if is_temporary(name)):
@@ -294,13 +298,18 @@ def is_temporary(name: str) -> bool:
     return re.fullmatch(r"\..+\.[0-9a-f]{16}\.tmp", name, re.DOTALL) is not None
 
 
-def _stem(name: str) -> str:
+def temporary_stem(name: str) -> str:
+    """What the names of temporary files begin with, for a target of this name.
+
+    >>> temporary_stem("model.safetensors")
+    '.model.safetensors.'
+    """
     # 40 characters are at most 160 bytes: with the rest within the 255 of a file name.
     return f".{name[:40]}."
 
 
 def _temporary_name(name: str) -> str:
-    return f"{_stem(name)}{secrets.token_hex(8)}.tmp"
+    return f"{temporary_stem(name)}{secrets.token_hex(8)}.tmp"
 
 
 def is_unheld(file: BinaryIO) -> bool:

@@ -122,6 +122,9 @@ CASES = [
     ("q4_k", True, "bfloat16", 90),
     ("q4_k", False, "float16", 80),
     ("mxfp4", False, "float16", 75),
+    ("nf4:flat1024", False, "float16", 90),
+    ("int4+permuted", True, "float16", 90),
+    ("int8+absmax", False, "bfloat16", 80),
 ]
 
 

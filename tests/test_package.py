@@ -37,6 +37,7 @@ LAYERS = [
     ["gpu.backend"],
     ["gpu.cublas", "gpu.workspace"],
     ["gpu"],
+    ["array.arranged"],
     ["array.components", "array.fragments", "array.slicing"],
     ["array.quant_array"],
     ["array.packed_weight"],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.arranged import check_permutation
 from cuquant.errors import FormatError
 from cuquant.formats import Format
 from cuquant.formats.format import Component
@@ -180,7 +181,10 @@ class Stored(Generic[ArrayT]):
         """TypeError where `a @ self` is not defined."""
 
     def check(self) -> None:
-        """FormatError unless the components have the names, dtypes and shapes that they must."""
+        """FormatError unless the components have the names, dtypes and shapes that they must.
+
+        A permutation on the CPU must name each column once.
+        """
         wanted = self._wanted()
         found = {
             name: (interop.dtype_of(part), tuple(part.shape)) if interop.kind(part) else type(part)
@@ -189,6 +193,8 @@ class Stored(Generic[ArrayT]):
         if found != {part.name: (part.dtype, part.shape) for part in wanted}:
             said = f"{type(self).__name__} of {self.format} {self.shape}"
             raise FormatError(f"a {said} holds {found}; it must hold {list(wanted)}")
+        if self.format.permuted:
+            check_permutation(self.components)
 
     @property
     def ndim(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array import slicing
+from cuquant.array import arranged, slicing
 from cuquant.array.components import OPERATIONS, ArrayT, Stored, torch_call
 from cuquant.errors import FormatError, clipped
 from cuquant.formats import Format, get_format
@@ -89,6 +89,8 @@ class QuantArray(Stored[ArrayT]):
 
     def codes(self) -> Any:
         """The unsigned code of each element: uint8 (uint16 for fp16 and bf16), of `shape`."""
+        if not self.format.is_plain:
+            return arranged.from_stored(self, arranged.plain(self).codes())
         if self.device != "cpu":
             return OPERATIONS["codes"](self)
         codes = reference.codes(self._host, self.format, self.stored_shape)
@@ -115,9 +117,11 @@ class QuantArray(Stored[ArrayT]):
     def scale(self) -> Any:
         """The effective scale of each block; None for fp16 and bf16.
 
-        Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor" and
-        [ceil(M / bm), ceil(K / bk)] for a pair. float32; float16 or bfloat16 where it is stored so.
-        Nested pieces are multiplied out.
+        Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor", [ceil(M / bm),
+        ceil(K / bk)] for a pair and [ceil(size / block)] for "flat". float32; float16 or bfloat16
+        where it is stored so. Nested pieces are multiplied out. With absmax it is absmax / 127, and
+        values may differ from code * scale by one unit in the last place; of permuted columns
+        blocks are those of the columns as they are stored.
         """
         if "scale" in self.components and self.format.scale_is_plain:
             return self._view("scale")
@@ -136,6 +140,8 @@ class QuantArray(Stored[ArrayT]):
         return self._view("zero_point") if "zero_point" in self.components else None
 
     def _block_values(self, name: str) -> Any:
+        if not self.format.is_plain:
+            return getattr(arranged.plain(self), name)
         if self.device != "cpu":
             return OPERATIONS["effective"](self, name)
         values = getattr(reference.effective(self._host, self.format, self.stored_shape), name)
@@ -358,6 +364,10 @@ def reshaped(q: QuantArray[ArrayT], wanted: tuple[int, ...]) -> QuantArray[Array
             "reshape it before it is transposed, or quantize it along its last axis"
         )
     q.format.check_shape(shape)
+    if q.format.is_flat:
+        return q._with(shape=shape, axes=tuple(range(len(shape))))
+    if q.format.permuted and q.shape[-1:] != shape[-1:]:
+        raise ValueError(f"columns are permuted; the last axis stays {q.shape[-1]} long")
     _check_reshape(q.format, q.shape, shape)
     wanted_parts = q.format.components(shape)
     parts = {part.name: q.components[part.name].reshape(part.shape) for part in wanted_parts}
@@ -455,7 +465,7 @@ def _entry(entry: Any) -> Any:
 
 def _block_layout(fmt: Format) -> BlockLayout:
     layout = BLOCK_LAYOUTS.get(fmt.name)
-    if layout is None or fmt.block_size != layout.sub_block:
+    if layout is None or fmt.block_size != layout.sub_block or not fmt.is_plain:
         known = ", ".join(BLOCK_LAYOUTS)
         raise ValueError(
             f"{fmt} has no ggml block; these have: {known} (with their own block size)"

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop, reference
+from cuquant.array.arranged import ORDER, ends_with_rows
 from cuquant.formats import Format, get_format
+from cuquant.formats.scales import FLAT
 
 Parts = dict[str, Any]
 State = tuple[Format, Parts, tuple[int, ...]]
@@ -24,6 +26,10 @@ def take(
 ) -> State:
     """The part of an array that `index` names: one int, slice or int array per stored axis."""
     which = _kind(parts)
+    if fmt.permuted:
+        return _take_permuted(fmt, parts, stored, index)
+    if fmt.is_flat:
+        return _take_flat(fmt, parts, stored, index)
     fmt, parts = flatten_nested(fmt, _local(parts), stored)
     *rows, columns = index
     start, stop, step = columns.indices(stored[-1])
@@ -37,6 +43,61 @@ def take(
     taken_as = _format_of_row(fmt) if not shape else fmt
     taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
     return taken_as, _fresh(taken, which), (*shape, stop - start)
+
+
+def _take_permuted(
+    fmt: Format, parts: Mapping[str, Any], stored: tuple[int, ...], index: Sequence[Any]
+) -> State:
+    """Rows, with the permutation beside them: columns of one slice lie anywhere."""
+    if index[-1].indices(stored[-1]) != (0, stored[-1], 1):
+        raise ValueError(
+            f"the columns of {fmt} are stored in another order and cannot be sliced; slice rows, "
+            "or the values of q.dequantize()"
+        )
+    held = {name: part for name, part in parts.items() if name != ORDER}
+    made, taken, shape = take(fmt.plain, held, stored, index)
+    return get_format(made, permuted=True), {**taken, ORDER: interop.copied(parts[ORDER])}, shape
+
+
+def _take_flat(
+    fmt: Format, parts: Mapping[str, Any], stored: tuple[int, ...], index: Sequence[Any]
+) -> State:
+    """Whole blocks of the flattened array; any rows where blocks end with these."""
+    if ends_with_rows(fmt, stored):
+        held = {c.name: parts[c.name].reshape(c.shape) for c in fmt.plain.components(stored)}
+        made, taken, shape = take(fmt.plain, held, stored, index)
+        made = _flat(made)
+        if not ends_with_rows(made, shape):
+            raise ValueError(f"{shape[-1]} codes of {fmt} do not fill whole words")
+        return made, {c.name: taken[c.name].reshape(c.shape) for c in made.components(shape)}, shape
+    first, *others = index
+    whole = all(
+        isinstance(entry, slice) and entry.indices(extent) == (0, extent, 1)
+        for entry, extent in zip(others, stored[1:], strict=True)
+    )
+    if isinstance(first, slice):
+        start, stop, step = first.indices(stored[0])
+        shape = (max(stop - start, 0), *stored[1:])
+    else:
+        step, whole = 1, whole and not isinstance(first, np.ndarray)
+        start = int(first) % stored[0] if whole else 0
+        stop, shape = start + 1, stored[1:]
+    row, total = math.prod(stored[1:]), math.prod(stored)
+    size = fmt.rule.flat or 1
+    begin, end = (start * row, stop * row) if stop > start else (0, 0)
+    if not whole or step != 1 or begin % size or (end % size and end != total):
+        raise ValueError(
+            f"blocks of {size} run across rows of {stored[-1]}: {fmt} is sliced along its first "
+            f"axis at multiples of {size // math.gcd(size, row)}; or slice q.dequantize()"
+        )
+    made, taken, _ = take(fmt.plain, parts, (total,), (slice(begin, end),))
+    return _flat(made), taken, shape
+
+
+def _flat(fmt: Format) -> Format:
+    """The format with its blocks over the flattened array."""
+    block: Any = f"{FLAT}{fmt.rule.block}"
+    return get_format(fmt, block_size=block)
 
 
 def _format_of_row(fmt: Format) -> Format:
@@ -182,13 +243,12 @@ def _repack(fmt: Format, codes: Sequence[np.ndarray], parts: Parts) -> Any:
 def join(states: Sequence[State], axis: int) -> State:
     """Arrays of one format, one after the other along the stored axis `axis` (not negative)."""
     which = _kind(states[0][1])
+    if states[0][0].permuted or states[0][0].is_flat:
+        return _join_odd(states, axis)
     states = [(*flatten_nested(f, _local(p), s), s) for f, p, s in states]
     fmt, first, shape = states[0]
     for other, _, stored in states[1:]:
-        if other != fmt:
-            raise ValueError(f"cannot concatenate {fmt} with {other}; the formats must be equal")
-        if stored[:axis] + stored[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
-            raise ValueError(f"cannot concatenate shapes {shape} and {stored} along axis {axis}")
+        _check_alike(fmt, shape, other, stored, axis)
     _check_shared(fmt, [parts for _, parts, _ in states], axis == len(shape) - 1)
     total = sum(stored[axis] for _, _, stored in states)
     stored = (*shape[:axis], total, *shape[axis + 1 :])
@@ -204,6 +264,39 @@ def join(states: Sequence[State], axis: int) -> State:
         for name, part in first.items()
     }
     return fmt, _fresh(joined, which), stored
+
+
+def _join_odd(states: Sequence[State], axis: int) -> State:
+    """Rows with one permutation; flat arrays end to end where all but the last are whole blocks."""
+    fmt, first, shape = states[0]
+    for other, _, stored in states[1:]:
+        _check_alike(fmt, shape, other, stored, axis)
+    if fmt.permuted:
+        if axis == len(shape) - 1 or any(_differ(p[ORDER], first[ORDER]) for _, p, _ in states):
+            raise ValueError(f"{fmt} joins rows of one permutation; dequantize the arrays first")
+        held = [(f.plain, {k: v for k, v in p.items() if k != ORDER}, s) for f, p, s in states]
+        made, parts, stored = join(held, axis)
+        parts[ORDER] = interop.copied(first[ORDER])
+        return get_format(made, permuted=True), parts, stored
+    sizes = [math.prod(stored) for _, _, stored in states]
+    if axis or any(size % (fmt.rule.flat or 1) for size in sizes[:-1]):
+        raise ValueError(
+            f"{fmt} is joined along its first axis, of arrays that are whole blocks of "
+            f"{fmt.rule.flat}; dequantize the arrays first"
+        )
+    flat = [(f.plain, p, (size,)) for (f, p, _), size in zip(states, sizes, strict=True)]
+    made, parts, _ = join(flat, 0)
+    total = sum(stored[0] for _, _, stored in states)
+    return _flat(made), parts, (total, *shape[1:])
+
+
+def _check_alike(
+    fmt: Format, shape: tuple[int, ...], other: Format, stored: tuple[int, ...], axis: int
+) -> None:
+    if other != fmt:
+        raise ValueError(f"cannot concatenate {fmt} with {other}; the formats must be equal")
+    if stored[:axis] + stored[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
+        raise ValueError(f"cannot concatenate shapes {shape} and {stored} along axis {axis}")
 
 
 def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> None:

@@ -1,14 +1,24 @@
 """The command `convert`."""
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cuquant.cli.options import JsonFlag, complete_format
+from cuquant.cli.options import (
+    ByNameOption,
+    DeviceOption,
+    DryRunFlag,
+    JsonFlag,
+    ResumeFlag,
+    parse_device,
+    parse_formats,
+)
 from cuquant.cli.progress import Bar
 from cuquant.cli.show import (
     console,
@@ -37,22 +47,13 @@ def convert(
         Path, typer.Argument(metavar="OUT", help="A .gguf or .safetensors file, or a new folder.")
     ],
     to: Annotated[Kind, typer.Option(help="What to write.")],  # type: ignore[valid-type]
-    format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            "-f",
-            metavar="FORMAT",
-            autocompletion=complete_format,
-            help="Quantize plain weights to it first.",
-        ),
-    ] = None,
+    format: ByNameOption = None,
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Accept that arrays OUT cannot hold are rounded.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be written, and its size.")
-    ] = False,
+    dry_run: DryRunFlag = False,
+    resume: ResumeFlag = False,
+    device: DeviceOption = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint as another kind of files.
@@ -60,8 +61,18 @@ def convert(
     Codes and scales stay as they are. An array that the kind cannot hold is refused by name before
     anything is written. OUT appears when it is complete, or not at all.
     """
+    make = partial(
+        Conversion, source, target, to.value,  # type: ignore[attr-defined]
+        parse_formats(format) if format else None, requantize, resume=resume,
+        device=parse_device(device),
+    )  # fmt: skip
+    carry_out(make, dry_run, json)
+
+
+def carry_out(make: Callable[[], Conversion], dry_run: bool, json: bool) -> None:
+    """Plan a conversion, do it but for a dry run, and say what became of each array."""
     started = time.perf_counter()
-    with Conversion(source, target, to.value, format, requantize) as work:  # type: ignore[attr-defined]
+    with make() as work:
         if not dry_run:
             _run(work)
     seconds = time.perf_counter() - started
@@ -78,9 +89,14 @@ def _run(work: Conversion) -> None:
     bar = Bar(f"writing {work.writer.KIND}")
     bar.begin((step.name, step.bytes_out) for step in work.steps)
     # Closed at once after an exception, so that nothing half-written stays.
-    with bar.shown(), closing(work.run()) as done:
-        for step in done:
-            bar.advance(step.bytes_out)
+    try:
+        with bar.shown(), closing(work.run()) as done:
+            for step in done:
+                bar.advance(step.bytes_out)
+    except BaseException:
+        if work.has_finished:
+            print_lines(console(stderr=True), ["finished shards are kept; --resume goes on"])
+        raise
 
 
 def _as_json(work: Conversion, steps: list[Step], seconds: float, dry_run: bool) -> dict[str, Any]:

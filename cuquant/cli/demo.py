@@ -12,8 +12,8 @@ from cuquant.cli.options import (
     check_output,
     parse_device,
 )
-from cuquant.cli.show import console, table
-from cuquant.gpu.device import describe
+from cuquant.cli.show import console, in_bytes, shape_text, table
+from cuquant.gpu.device import describe, resolve
 
 
 def demo(
@@ -31,8 +31,22 @@ def demo(
     ] = Path("cuquant-demo.png"),
     device: DeviceOption = "auto",
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no picture.")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Multiply with the matrices of a GGUF file or any checkpoint, as they lie.",
+        ),
+    ] = None,
 ) -> None:
-    """Compare formats on all-MiniLM-L6-v2: bits, size, embeddings and retrieval; takes a minute."""
+    """Compare formats on all-MiniLM-L6-v2: bits, size, embeddings and retrieval; takes a minute.
+
+    With --from, compare the products of the matrices of a file instead.
+    """
+    if source is not None:
+        _show_products(source, resolve(parse_device(device)))
+        return
     from cuquant.demo import run  # reads the Python documentation: only this command needs it
 
     if (command := run.missing(plot=not no_plot)) is not None:
@@ -91,3 +105,28 @@ def _print_rows(rows: list) -> None:
             f"{row.encode_seconds:.2f}",
         )
     made.print(console())
+
+
+def _show_products(source: Path, device: str) -> None:
+    """A product with a matrix of each format and shape of a file."""
+    from cuquant.demo.products import products
+
+    print(f"products by {describe(device)}")
+    numbers = ("count", "bits/weight", "MB", "SQNR dB", "as it lies", "decoded")
+    made = table(("format", "shape", *numbers), right=numbers, drop=("decoded", "MB", "shape"))
+    screen, total = console(stderr=True), 0
+    with screen.status("reading the file") as status:
+        for row in products(source, device=device, begin=status.update):
+            total += row.nbytes
+            made.add(
+                str(row.format),
+                shape_text(row.shape),
+                str(row.count),
+                f"{row.bits_per_weight:.4g}",
+                f"{row.nbytes / 1e6:.1f}",
+                f"{row.sqnr_db:.1f}",
+                f"{row.seconds * 1e6:,.0f} us",
+                f"{row.decoded_seconds * 1e6:,.0f} us",
+            )
+    made.print(console())
+    print(f"{in_bytes(total)} of quantized matrices; times of x @ w.T with one row of x")

@@ -1,15 +1,16 @@
 """Options that several commands share, and how their texts become values."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 from cuquant.errors import clipped, did_you_mean
-from cuquant.formats import list_formats
+from cuquant.formats import Format, get_format, list_formats
 from cuquant.formats.names import Span
 from cuquant.interop import device_name
 
@@ -27,8 +28,9 @@ def complete_format(incomplete: str) -> list[str]:
     >>> complete_format("nf4,mxf")
     ['nf4,mxfp8', 'nf4,mxfp8_e5m2', 'nf4,mxfp6', 'nf4,mxfp6_e3m2', 'nf4,mxfp4']
     """
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in list_formats() if name.startswith(last)]
+    start = max(incomplete.rfind(mark) for mark in ",=") + 1
+    before, last = incomplete[:start], incomplete[start:]
+    return [before + name for name in list_formats() if name.startswith(last)]
 
 
 DeviceOption = Annotated[
@@ -53,6 +55,32 @@ ShapesOption = Annotated[
         metavar="NxK,...",
         help="Shapes of matrices, such as 4096x14336; repeatable.",
     ),
+]
+ByNameOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        "-f",
+        metavar="[GLOB=]FORMAT",
+        autocompletion=complete_format,
+        help="One of `cuquant formats`, with options such as nf4:32+dq or int8:row; with a glob "
+        "for tensors of such names, where GLOB=keep leaves them; repeatable.",
+    ),
+]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Quantize only such tensors; repeatable."),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Keep tensors of such names; repeatable."),
+]
+DryRunFlag = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be written, and its size.")
+]
+ResumeFlag = Annotated[
+    bool,
+    typer.Option("--resume", help="Keep the shards that a run which was stopped has finished."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document, nothing else.")]
 
@@ -88,22 +116,38 @@ def parse_device(text: str) -> str | None:
 
 
 def parse_block_size(text: str | None) -> int | Span | tuple[int, int] | None:
-    """A block size as it is typed: 64, row, tensor or 128x128.
+    """A block size as it is typed: 64, row, tensor, flat, flat64 or 128x128.
 
     >>> parse_block_size("128x128")
     (128, 128)
     """
-    if text is None or text == "row" or text == "tensor":
-        return text
+    if text is None or text in ("row", "tensor") or re.fullmatch(r"flat\d{0,10}", text):
+        return cast(Span | None, text)
     rows, cross, columns = text.partition("x")
     numbers = (rows, columns) if cross else (rows,)
     if not all(number.isdecimal() and len(number) <= 10 for number in numbers):  # below 2^31
         raise typer.BadParameter(
-            f"{clipped(text)} is no block size; pass a number, row, tensor or a pair such as "
+            f"{clipped(text)} is no block size; pass a number, row, tensor, flat or a pair such as "
             "128x128",
             param_hint="--block-size",
         )
     return (int(rows), int(columns)) if cross else int(rows)
+
+
+def parse_formats(texts: Sequence[str], **options: Any) -> dict[str, Format | None]:
+    """Formats by globs of names, as typed: FORMAT for all, or GLOB=FORMAT, of which the first that
+    fits decides; GLOB=keep quantizes nothing. `options` as `get_format`'s, of all of them.
+
+    >>> parse_formats(["nf4", "*.down_proj=int8", "lm_head=keep"])
+    {'*.down_proj': Format('int8'), 'lm_head': None, '*': Format('nf4')}
+    """
+    found: dict[str, Format | None] = {}
+    for text in sorted(texts, key=lambda text: "=" not in text):
+        glob, _, name = text.rpartition("=") if "=" in text else ("*", "", text)
+        if glob in found:
+            raise typer.BadParameter(f"{clipped(glob)} has two formats", param_hint="--format")
+        found[glob] = None if name == "keep" else get_format(name, **options)
+    return found
 
 
 def parse_shapes(texts: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
@@ -150,8 +194,9 @@ def output_file(text: str, source: Path) -> Path:
         raise ValueError(f"{text or '.'}: names a directory; name a file, such as {inside}")
     kind = OTHER_KINDS.get(path.suffix.lower())
     if kind is not None:
+        other = "pass --to gguf, or " if kind == "GGUF" else ""
         raise ValueError(
-            f"{path}: quantize writes safetensors, not {kind}; call the output "
+            f"{path}: quantize writes safetensors, not {kind}; {other}call the output "
             f"{path.with_suffix('.safetensors').name}"
         )
     return path

@@ -263,16 +263,32 @@ class BlockLayout:
 def _read(blocks: np.ndarray, runs: tuple[Run, ...], count: int) -> np.ndarray:
     """uint8 [n, count]: the fields that `runs` place in `blocks`."""
     fields = np.zeros((len(blocks), count), np.uint8)
+    stored: dict[tuple[int, int], np.ndarray] = {}  # several runs take other bits of the same bytes
     for run in runs:
-        part = blocks[:, run.bytes] >> np.uint8(run.low) & np.uint8(run.mask)
-        fields[:, run.fields] |= part << np.uint8(run.shift)
+        # In one piece: arithmetic on 16 bytes of every 18 takes three times as long.
+        key = run.byte, run.count
+        if key not in stored:
+            stored[key] = np.ascontiguousarray(blocks[:, run.bytes])
+        part = stored[key]
+        if run.low:
+            part = part >> np.uint8(run.low)
+        if run.low + run.bits < 8:
+            part = part & np.uint8(run.mask)
+        if run.shift:
+            part = part << np.uint8(run.shift)
+            fields[:, run.fields] |= part
+        else:
+            fields[:, run.fields] = part
     return fields
 
 
 def _write(blocks: np.ndarray, runs: tuple[Run, ...], fields: np.ndarray) -> None:
     """Put uint8 `fields` [n, count] where `runs` place them; those bits of `blocks` are 0."""
     for run in runs:
-        part = fields[:, run.fields] >> np.uint8(run.shift) & np.uint8(run.mask)
+        part = np.ascontiguousarray(fields[:, run.fields])
+        if run.shift:
+            part = part >> np.uint8(run.shift)
+        part = part & np.uint8(run.mask)
         blocks[:, run.bytes] |= part << np.uint8(run.low)
 
 

@@ -12,11 +12,12 @@ import numpy as np
 from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS
+from cuquant.formats.changes import with_absmax, with_flat_blocks, with_permuted
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import PLAIN, Block, Scale, check_block
+from cuquant.formats.scales import FLAT, PLAIN, Block, Scale, check_block, is_flat
 
 # Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
 # step lower moves a tie up. The steps are float32's.
@@ -111,8 +112,10 @@ def _kbit(bits: int) -> Callable[..., Format]:
                 f"packing {clipped(packing)} is unknown; pass 'dense', 'word' or 'planes'"
             )
         rule = "signed_max" if isinstance(levels, str) and levels == "lloyd" else "absmax"
-        codec = _learned(_levels(levels, bits, check_block(block_size)))
         scale = Scale(rule, 1.0, 64, "float16")
+        block = check_block(block_size)
+        extent = scale.block if block == FLAT else replace(scale, block=block).flat or block
+        codec = _learned(_levels(levels, bits, extent))
         return Format(name, codec, scale, None, Packing(bits, packing))
 
     return make
@@ -321,11 +324,13 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
         `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
         alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
-        one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is floor, which MX
-        formats have. `str(format)` is such a string; levels of one's own are printed as "custom"
-        and not read.
+        permuted, absmax, or one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is
+        floor, for MX formats, which have it. `str(format)` is such a string; levels of one's own
+        are printed as "custom" and not read.
     block_size
-        Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns).
+        Elements that share a scale: a multiple of 8, "row", "tensor", a pair (rows, columns) or
+        "flat": the format's own number of elements of the flattened array, across rows as
+        bitsandbytes has it; "flat128": 128 of them.
     double_quant
         True: float32 scales become 8-bit codes themselves, in nested blocks of 256 (QLoRA).
     levels
@@ -341,6 +346,11 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
     scale_dtype
         "float32", "float16" or "bfloat16", for formats whose scales are one of these; of fp4, fp6,
         fp8 and int2..int8 also "e8m0", powers of two by OCP's rule: 2^(floor(log2 absmax) - emax).
+    permuted
+        True: columns are stored sorted by group, with the permutation beside them (GPTQ's
+        desc_act). `quantize` leaves them where they are.
+    absmax
+        int8 by row only: True stores absmax in place of the scale, absmax / 127 (LLM.int8()).
 
     Raises
     ------
@@ -445,6 +455,8 @@ def _takes_levels(name: str) -> bool:
 
 def _with_block(fmt: Format, block: object) -> Format:
     block = check_block(block)
+    if isinstance(block, str) and is_flat(block):
+        return with_flat_blocks(fmt, block)
     if fmt.scale is None:
         raise ValueError(f"{fmt.name} has no blocks; leave block_size out")
     if fmt.is_blocks:
@@ -508,6 +520,8 @@ _CHANGES: dict[str, Callable[[Format, object], Format]] = {
     "offset": _with_offset,
     "scale_dtype": _with_scale_dtype,
     "double_quant": _with_double_quant,
+    "permuted": with_permuted,
+    "absmax": with_absmax,
 }
 
 
@@ -518,9 +532,12 @@ def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
         kept["block_size"] = fmt.scale.block
     if isinstance(fmt.codec, Codebook) and not isinstance(kept.get("levels", ""), str):
         kept["levels"] = fmt.codec.levels
-    if "double_quant" in kept:
-        kept["double_quant"] = True
+    for flag in ("double_quant", "permuted", "absmax"):
+        if flag in kept:
+            kept[flag] = True
     usual = _MAKERS[fmt.name](fmt.name)
+    if kept.get("block_size") == f"{FLAT}{usual.block_size}":
+        kept["block_size"] = FLAT
     defaults = {
         "block_size": usual.block_size,
         "levels": "lloyd",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from cuquant.formats import strings
 from cuquant.formats.blocks import BlockLayout
 from cuquant.formats.codecs import Codec, Minifloat, Uniform
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import DTYPES, NESTED_BLOCK, PLAIN, Block, Scale
+from cuquant.formats.scales import DTYPES, FLAT, NESTED_BLOCK, PLAIN, Block, Scale
 from cuquant.lazy import lazy
 
 MOST_BITS = 1.5  # times those of long rows, from which on an array is kept as it is
@@ -49,6 +49,9 @@ class Format:
         Where the bits of the codes go; a BlockLayout interleaves codes and scales as ggml does.
     options
         What the user chose beyond the name, for `get_format(name, **options)`.
+    permuted
+        Whether columns are sorted by group: column j of what is stored is column permutation[j] of
+        the array.
     """
 
     name: str
@@ -57,16 +60,18 @@ class Format:
     offset: str | None
     packing: Packing | BlockLayout
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    permuted: bool = False
 
     def __hash__(self) -> int:
         return self._hash
 
     @lazy
     def _hash(self) -> int:  # asked for at every call of an operation
-        return hash((self.name, self.codec, self.scale, self.offset, self.packing))
+        return hash((self.name, self.codec, self.scale, self.offset, self.packing, self.permuted))
 
     def __getstate__(self) -> dict[str, object]:  # another process hashes strings otherwise
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        made = ("_hash", "plain")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __str__(self) -> str:
         return strings.write(self.name, self.options)
@@ -78,6 +83,41 @@ class Format:
     def is_blocks(self) -> bool:
         """Whether codes and scales are interleaved in one array of ggml's bytes."""
         return isinstance(self.packing, BlockLayout)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether blocks run over the flattened array."""
+        return self.scale is not None and self.scale.flat is not None
+
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """What kernels do not see: "permuted", "flat" or "absmax"."""
+        absmax = self.scale is not None and self.scale.absmax
+        said = {"permuted": self.permuted, "flat": self.is_flat, "absmax": absmax}
+        return tuple(word for word, is_so in said.items() if is_so)
+
+    @lazy
+    def is_plain(self) -> bool:
+        """Whether arrays of this format lie as kernels read them: nothing is `odd`."""
+        return not self.odd
+
+    @lazy
+    def plain(self) -> "Format":
+        """The format of what kernels read, of an array that is arranged around it.
+
+        >>> from cuquant import get_format
+        >>> get_format("nf4:flat").plain, get_format("int8+absmax").plain
+        (Format('nf4'), Format('int8'))
+        """
+        if self.is_plain:
+            return self
+        options = {k: v for k, v in self.options.items() if k not in ("permuted", "absmax")}
+        if options.get("block_size") == FLAT:
+            del options["block_size"]
+        elif self.is_flat:
+            options["block_size"] = self.rule.flat
+        scale = replace(self.rule, block=self.rule.flat or self.rule.block, absmax=False)
+        return replace(self, scale=scale, permuted=False, options=options)
 
     @property
     def block_size(self) -> Block | None:
@@ -118,7 +158,8 @@ class Format:
     @property
     def scale_is_plain(self) -> bool:
         """Whether the stored scale is the effective one, in float32, float16 or bfloat16."""
-        return self.scale is not None and not self.scale.nested and self.scale.dtype in PLAIN
+        rule = self.scale
+        return rule is not None and not (rule.nested or rule.absmax) and rule.dtype in PLAIN
 
     @property
     def has_integer_codes(self) -> bool:
@@ -151,6 +192,11 @@ class Format:
     # A call of an operation asks several times, and a model has few shapes.
     @lru_cache(maxsize=4096)  # noqa: B019
     def _components(self, stored: tuple[int, ...]) -> tuple[Component, ...]:
+        if self.is_flat:
+            return self.plain.components((math.prod(stored),))
+        if self.permuted:
+            order = Component("permutation", np.dtype(np.int32), stored[-1:])
+            return (*self.plain.components(stored), order)
         *rows, count = stored
         if self.is_blocks:
             blocks = count // self.layout.elements

@@ -20,7 +20,7 @@ FormatName = Literal[
 ]  # fmt: skip
 Packing = Literal["dense", "word", "planes"]
 ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
-Span = Literal["row", "tensor"]
+Span = Literal["row", "tensor", "flat"]
 Nonfinite = Literal["propagate", "raise", "clamp"]
 
 
@@ -40,3 +40,5 @@ class FormatOptions(TypedDict, total=False):
     packing: Packing | None
     offset: Literal["zero_point", "min"] | None
     scale_dtype: ScaleDtype | None
+    permuted: bool | None
+    absmax: bool | None

@@ -114,15 +114,15 @@ class Packing:
             for i in range(self.group):
                 words |= fields[..., i].astype(np.uint32) << np.uint32(i * self.bits)
             return words
-        if self.order == "dense":
+        if self.order == "dense" and 8 % self.bits:
             return self._pack_dense(codes)
         per_byte = 8 // self.bits
         fields = codes.reshape(rows, -1, per_byte)
-        lanes = range(per_byte) if self.order == "low" else range(per_byte)[::-1]
+        lanes = range(per_byte)[::-1] if self.order == "high" else range(per_byte)
         packed = np.zeros(fields.shape[:2], np.uint8)
         for i, lane in enumerate(lanes):
             packed |= fields[..., i] << np.uint8(lane * self.bits)
-        return packed
+        return packed.view(self.dtype)  # of dense words too, the lowest byte first
 
     def _unpack_groups(self, words: np.ndarray) -> np.ndarray:
         rows = len(words)
@@ -130,7 +130,9 @@ class Packing:
         if self.order == "planes":
             return self._unpack_planes(words)
         if self.order == "dense":
-            return self._unpack_dense(words)
+            if 8 % self.bits:
+                return self._unpack_dense(words)
+            words = words.view(np.uint8)
         width = 8 * words.itemsize
         lanes = list(range(width // self.bits))
         if self.order == "high":

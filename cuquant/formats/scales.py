@@ -1,5 +1,7 @@
 """Scale rules: which elements share a scale, what it is made from and how it is stored."""
 
+import math
+import re
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -18,6 +20,8 @@ DTYPES = {
 PLAIN = ("float32", "float16", "bfloat16")  # stored as the number that decoding multiplies by
 NESTED_BLOCK = 256
 LARGEST_BLOCK = 2**31 - 8
+FLAT = "flat"  # blocks run over the flattened array: "flat64"
+INVERSE_127 = np.float32(1 / 127)  # what LLM.int8() multiplies by, after absmax
 
 Block = int | str | tuple[int, int]
 
@@ -35,7 +39,8 @@ class Scale:
     peak
         The number of the codec that the statistic maps to: scale = statistic / peak.
     block
-        Elements that share a scale: an int along the last axis, "row", "tensor" or (rows, columns).
+        Elements that share a scale: an int along the last axis, "row", "tensor", (rows, columns) or
+        "flatN": N elements of the flattened array, across its rows.
     dtype
         How a scale, and the minimum beside it, is stored: "float32", "float16", "bfloat16", "e8m0"
         or "e4m3". Below the smallest normal number of float16 or e4m3 there are multiples of one
@@ -47,6 +52,9 @@ class Scale:
     nested
         None, "double" (float32 scales become 8-bit codes in nested blocks of 256, QLoRA) or
         "global" (nvfp4: one float32 above the block scales).
+    absmax
+        Whether the largest size is stored in place of the scale: x' = (code * absmax) / 127, with
+        both products rounded (LLM.int8()).
     """
 
     rule: str
@@ -55,9 +63,17 @@ class Scale:
     dtype: str = "float32"
     encode_with: str = "stored"
     nested: str | None = None
+    absmax: bool = False
+
+    @property
+    def flat(self) -> int | None:
+        """Elements of a block that runs over the flattened array; None of other blocks."""
+        return int(self.block[len(FLAT) :]) if is_flat(self.block) else None  # type: ignore[index]
 
     def tile(self, rows: int, columns: int) -> tuple[int, int]:
         """Rows and columns of one block in a [rows, columns] matrix; at least 1."""
+        if self.flat is not None:
+            raise ValueError(f"blocks of {self.block} run across rows, in no tiles of a matrix")
         if isinstance(self.block, tuple):
             return self.block
         if self.block == "tensor":
@@ -68,6 +84,8 @@ class Scale:
         """Shape of the scales of an array stored as [rows..., K]."""
         if self.block == "tensor":
             return ()
+        if self.flat is not None:
+            return (-(-math.prod(stored) // self.flat),)
         *rows, columns = stored
         if isinstance(self.block, tuple):
             *batch, height = rows
@@ -76,12 +94,25 @@ class Scale:
         return (*rows, 1 if isinstance(self.block, str) else -(-columns // self.block))
 
 
+def is_flat(block: object) -> bool:
+    """Whether blocks run over the flattened array."""
+    return isinstance(block, str) and block.startswith(FLAT)
+
+
 def check_block(block: object) -> Block:
-    """`block` as an int, "row", "tensor" or a pair of ints; ValueError or TypeError otherwise."""
+    """`block` as an int, "row", "tensor", "flat", "flatN" or a pair of ints.
+
+    ValueError or TypeError otherwise.
+    """
     if isinstance(block, str):
+        if block == FLAT:
+            return block
+        if found := re.fullmatch(FLAT + r"(\d{1,10})", block):
+            return f"{FLAT}{_extent(int(found[1]), 8)}"
         if block not in ("row", "tensor"):
             raise ValueError(
-                f'block_size {clipped(block)} is unknown; pass an int, "row", "tensor" or a pair'
+                f'block_size {clipped(block)} is unknown; pass an int, "row", "tensor", "flat" or '
+                "a pair"
             )
         return block
     if isinstance(block, (tuple, list)):

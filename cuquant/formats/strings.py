@@ -16,6 +16,8 @@ WORDS: dict[str, tuple[str, object]] = {
     "double_quant": ("double_quant", True),
     **{name: ("levels", name) for name in ("lloyd", "normal", "linear")},
     **{name: ("packing", name) for name in ("dense", "word", "planes")},
+    "permuted": ("permuted", True),
+    "absmax": ("absmax", True),
     "min": ("offset", "min"),
     **{name: ("scale_dtype", name) for name in ("float32", "float16", "bfloat16", "e8m0")},
 }
@@ -25,11 +27,14 @@ OPTIONS = (  # in the order they are written
     "packing",
     "offset",
     "scale_dtype",
+    "permuted",
+    "absmax",
 )
 RULES = ("floor", "ceil", "even", "4over6", "mse")
 SHAPE = "NAME[:BLOCK][+OPTION...][^RULE], such as nf4:32+dq or fp8_e4m3:128x128"
 
 _TRANSFORM = re.compile(r"hadamard\d*")
+_FLAT = re.compile(r"flat(\d{1,10})?")
 _BLOCK = re.compile(r"(\d{1,10})(?:x(\d{1,10}))?")
 
 
@@ -75,13 +80,19 @@ def write(name: str, options: Mapping[str, object]) -> str:
     for option in OPTIONS:
         value = options.get(option)
         if value is not None:
-            text += "+" + ("dq" if value is True else value if isinstance(value, str) else CUSTOM)
+            text += "+" + _word(option, value)
     return text
 
 
+def _word(option: str, value: object) -> str:
+    if value is True:
+        return "dq" if option == "double_quant" else option
+    return value if isinstance(value, str) else CUSTOM
+
+
 def _block(said: str, text: str) -> object:
-    if said == "flat":
-        raise _not_yet("blocks over the flattened array (:flat)")
+    if _FLAT.fullmatch(said):
+        return said
     found = _BLOCK.fullmatch(said)
     if found:
         rows, columns = found.groups()
@@ -89,7 +100,7 @@ def _block(said: str, text: str) -> object:
     if said not in ("row", "tensor"):
         raise ValueError(
             f"format {clipped(text)} has the block {clipped(said)} behind ':'; pass a size, row, "
-            "tensor or ROWSxCOLUMNS, as in nf4:32, int8:tensor or fp8_e4m3:128x128"
+            "tensor, flat or ROWSxCOLUMNS, as in nf4:32, int8:tensor or fp8_e4m3:128x128"
         )
     return said
 
@@ -103,7 +114,7 @@ def _option(word: str, text: str) -> tuple[str, object]:
             "pass the Format, or levels= and the string without it"
         )
     if word not in WORDS:
-        if _BLOCK.fullmatch(word) or word in ("row", "tensor", "flat"):
+        if _BLOCK.fullmatch(word) or _FLAT.fullmatch(word) or word in ("row", "tensor"):
             hint = f"; a block stands behind ':', as in {text.partition('+')[0]}:{word}"
             hint = hint if len(hint) < 100 else ""
         else:

@@ -19,6 +19,7 @@ from cuquant.io.container.safetensors import SafetensorsReader, TensorInfo
 MAX_JSON_BYTES = 1 << 26  # of a file beside the tensors; real ones have some kB
 MAX_SHARDS = 4096
 MOST_OPEN = 64  # shards at a time
+CHUNK_BYTES = 1 << 20  # of a tensor that are read at a time
 INDEX = ".safetensors.index.json"
 
 
@@ -108,6 +109,24 @@ class Checkpoint(Closing):
         """A tensor, in memory of its own."""
         self.info(name)
         return self._reader(self._where[name]).read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor of two axes or more, whose rows are whole bytes."""
+        info = self.info(name)
+        row = info.nbytes // max(info.shape[0], 1)
+        stored = np.empty((stop - start) * row, np.uint8)
+        self._reader(self._where[name]).read_into(name, stored, start * row)
+        return stored.view(info.numpy_dtype).reshape(stop - start, *info.shape[1:])
+
+    def transposed(self, name: str) -> np.ndarray:
+        """A matrix with its axes swapped, in memory of its own; few of its rows are there twice."""
+        rows, columns = self.info(name).shape
+        turned = np.empty((columns, rows), self.info(name).numpy_dtype)
+        step = max(CHUNK_BYTES // max(columns * turned.itemsize, 1), 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            turned[:, start:stop] = self.read_rows(name, start, stop).T
+        return turned
 
     def file_of(self, name: str) -> Path:
         """The shard that a tensor lies in."""

@@ -50,19 +50,17 @@ class CudaSlot:
     ----------
     device
         "cuda:N".
-    fmt, nonfinite
-        As `quantize` takes them.
+    nonfinite
+        As `quantize` takes it.
     capacity
         Bytes of the staging memory: the largest `staging_bytes`.
     largest
         Bytes of the largest tensor.
     """
 
-    def __init__(
-        self, device: str, fmt: Format, nonfinite: Nonfinite, capacity: int, largest: int
-    ) -> None:
+    def __init__(self, device: str, nonfinite: Nonfinite, capacity: int, largest: int) -> None:
         self._cupy = load_cupy()
-        self._device, self._fmt = device, fmt
+        self._device = device
         self._nonfinite: Nonfinite = nonfinite
         self._started: tuple[Job, tuple[Any, ...]] | None = None
         with use(device):
@@ -82,10 +80,10 @@ class CudaSlot:
                 self._buffer.data.ptr, host, job.nbytes, runtime.memcpyHostToDevice, stream
             )
             x = self._cupy.ndarray(job.shape, job.dtype, self._buffer.data)
-            q = quantize(x, self._fmt, nonfinite=self._nonfinite)
+            q = quantize(x, job.format, nonfinite=self._nonfinite)
             sums = _sums(self._cupy, x, q, finite_only=self._nonfinite == "clamp")
             made = {**q.arrays(), SUMS.name: sums}
-            for part, start in _placed(self._fmt, job.shape):
+            for part, start in _placed(job.format, job.shape):
                 source = made[part.name].data.ptr
                 runtime.memcpyAsync(
                     host + start, source, _nbytes(part), runtime.memcpyDeviceToHost, stream
@@ -101,7 +99,7 @@ class CudaSlot:
             part.name: self.staging[start : start + _nbytes(part)]
             .view(part.dtype)
             .reshape(part.shape)
-            for part, start in _placed(self._fmt, job.shape)
+            for part, start in _placed(job.format, job.shape)
         }
         signal, noise = parts.pop(SUMS.name).tolist()
         return Made(parts, sqnr_db(signal, noise))
@@ -113,18 +111,12 @@ class CudaSlot:
 
 
 def make_slots(
-    device: str,
-    fmt: Format,
-    nonfinite: Nonfinite,
-    tensors: Sequence[tuple[tuple[int, ...], int]],
-    count: int,
+    device: str, nonfinite: Nonfinite, jobs: Sequence[Job], count: int
 ) -> list[CudaSlot]:
-    """`count` slots (fewer for fewer tensors) that any of `tensors`, (shape, nbytes), fits in."""
-    capacity = max(staging_bytes(fmt, shape, nbytes) for shape, nbytes in tensors)
-    largest = max(nbytes for _, nbytes in tensors)
-    return [
-        CudaSlot(device, fmt, nonfinite, capacity, largest) for _ in range(min(count, len(tensors)))
-    ]
+    """`count` slots (fewer for fewer jobs) that any of the jobs fits in."""
+    capacity = max(staging_bytes(job.format, job.shape, job.nbytes) for job in jobs)
+    largest = max(job.nbytes for job in jobs)
+    return [CudaSlot(device, nonfinite, capacity, largest) for _ in range(min(count, len(jobs)))]
 
 
 def _sums(cupy: Any, x: Any, q: QuantArray, *, finite_only: bool) -> Any:

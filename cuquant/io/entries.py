@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, did_you_mean
 from cuquant.formats import Format
 from cuquant.io.container.closing import Closing
@@ -41,6 +42,8 @@ class Entry:
         Of a PackedWeight; None for other arrays.
     error
         Why it cannot be read; None where it can.
+    rows
+        Reads rows [start, stop) of a quantized matrix; None where it is read whole.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Entry:
     axes: tuple[int, ...] | None = None
     layout: str | None = None
     error: FormatError | None = None
+    rows: Callable[[int, int], QuantArray] | None = None
 
 
 class Opened(Closing, Mapping[str, Entry]):

@@ -206,6 +206,7 @@ def _own(c: Checkpoint, name: str, array: Described) -> Entry:
         name, array.format, array.shape, array.dtype, array.nbytes, tensors, (),
         lambda: array.read(c, name),
         None if array.axes == tuple(range(len(array.shape))) else array.axes, array.layout,
+        rows=(lambda start, stop: array.rows(c, start, stop)) if array.has_rows else None,
     )  # fmt: skip
 
 
@@ -257,7 +258,18 @@ def _gguf(reader: GgufReader, info: GgufTensor) -> Entry:
             else RawBlocks(kind.name, info.shape, reader.read(name))
         )
 
+    def rows(start: int, stop: int) -> QuantArray:
+        assert fmt is not None  # below
+        row = kind.stored_nbytes(info.shape) // info.shape[0]
+        stored = np.empty((stop - start) * row, np.uint8)
+        reader.read_into(name, stored, start * row)
+        shape = (stop - start, info.shape[1])
+        return QuantArray.from_blocks(stored.reshape(shape[0], row), fmt, shape)
+
     shown = fmt if fmt is not None else None if kind.is_plain else kind.name
     dtype = kind.dtype if kind.is_plain else np.dtype(np.float32)
     nbytes = kind.stored_nbytes(info.shape)
-    return Entry(name, shown, info.shape, dtype, nbytes, (name,), (), read)
+    has_rows = fmt is not None and len(info.shape) == 2 and info.shape[0] > 0
+    return Entry(
+        name, shown, info.shape, dtype, nbytes, (name,), (), read, rows=rows if has_rows else None
+    )

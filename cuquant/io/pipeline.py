@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from cuquant.errors import clipped
+from cuquant.formats import Format
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Job:
     ----------
     name, shape, dtype, nbytes
         Of the tensor.
+    format
+        Of the result.
     read
         Fills uint8 [nbytes] with its bytes; called on the reading thread.
     """
@@ -32,6 +35,7 @@ class Job:
     shape: tuple[int, ...]
     dtype: np.dtype
     nbytes: int
+    format: Format
     read: Callable[[np.ndarray], None]
 
 

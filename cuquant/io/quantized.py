@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from cuquant import interop, reference
+from cuquant.array.arranged import check_permutation, plain
 from cuquant.array.components import OPERATIONS
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_components, unpack
 from cuquant.array.quant_array import QuantArray
@@ -152,6 +153,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     """ValueError where an array would decode to NaN or infinity."""
     if not q.size:
         return
+    q = plain(q)
     blocks = reference.effective(q.arrays(), q.format, q.stored_shape)
     bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
     if bad:
@@ -208,6 +210,10 @@ class Tensors(Protocol):
         """A tensor."""
         ...
 
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor."""
+        ...
+
 
 @dataclass(frozen=True)
 class Described:
@@ -234,6 +240,27 @@ class Described:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.parts.values())
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is a matrix whose rows have all that they are of in rows of its tensors."""
+        if self.layout is not None or self.axes != (0, 1):
+            return False
+        rows = self.shape[0]
+        return all(
+            not part.shape or (len(part.shape) > 1 and part.shape[0] == rows)
+            for part in self.format.components(self.shape)
+        )
+
+    def rows(self, reader: Tensors, start: int, stop: int) -> QuantArray:
+        """Rows of the array, where it `has_rows`."""
+        shape = (stop - start, self.shape[1])
+        parts = {}
+        for component in self.format.components(shape):
+            name = self.parts[component.name].name
+            part = reader.read_rows(name, start, stop) if component.shape else reader.read(name)
+            parts[component.name] = part.view(component.dtype).reshape(component.shape)
+        return QuantArray(self.format, shape, self.dtype, parts, (0, 1))
+
     def read(self, reader: Tensors, name: str) -> QuantArray | PackedWeight:
         """The array itself."""
         stored = stored_shape(self.shape, self.axes)
@@ -242,6 +269,10 @@ class Described:
         for component in wanted:
             part = reader.read(self.parts[component.name].name)
             parts[component.name] = part.view(component.dtype).reshape(component.shape)
+        try:
+            check_permutation(parts)
+        except FormatError as error:
+            raise FormatError(f"{quote(name)}: {error}") from error
         if self.layout is not None:
             return PackedWeight(self.format, self.layout, parts, self.shape, self.dtype)
         return QuantArray(self.format, self.shape, self.dtype, parts, self.axes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.arranged import ORDER
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError
@@ -82,7 +83,8 @@ def changed(
         order = row_order(entry.shape[0], heads[key])
         rows = order if to_gguf else np.argsort(order)
         _refuse_shared_rows(entry)
-        return replace(entry, name=new, read=_after(entry.read, lambda value: by_rows(value, rows)))
+        read = _after(entry.read, lambda value: by_rows(value, rows))
+        return replace(entry, name=new, read=read, rows=None)
     if found.has_one_more(gguf_name) and entry.format is None and entry.dtype.name in INPUT_DTYPES:
         one = np.float32(1 if to_gguf else -1)
         read = _after(entry.read, lambda value: value.astype(np.float32) + one)
@@ -101,7 +103,12 @@ def _refuse_shared_rows(entry: Entry) -> None:
         return
     stored = fmt.components(entry.shape)[0].shape
     is_in_rows = stored[: len(entry.shape) - 1] == entry.shape[:-1] and not entry.axes
-    if isinstance(fmt.scale.block, tuple) or fmt.scale.nested == "double" or not is_in_rows:
+    if (
+        isinstance(fmt.scale.block, tuple)
+        or fmt.is_flat
+        or fmt.scale.nested == "double"
+        or not is_in_rows
+    ):
         raise ValueError(
             f"{quote(entry.name)}: rows of {fmt} share scales, and ggml has rows in another "
             "order; make it a file of cuquant's in another format first"
@@ -114,5 +121,9 @@ def by_rows(value: Any, rows: np.ndarray) -> Any:
         return RawBlocks(value.type, value.shape, value.blocks[rows])
     if not isinstance(value, QuantArray):
         return value[rows]
-    parts = {name: part[rows] if part.ndim else part for name, part in value.components.items()}
+    alone = {ORDER} & value.components.keys()  # of columns
+    parts = {
+        name: part[rows] if part.ndim and name not in alone else part
+        for name, part in value.components.items()
+    }
     return value._with(components=parts)

@@ -6,13 +6,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from cuquant import interop
 from cuquant.array.metrics import error
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
@@ -24,6 +21,7 @@ from cuquant.io.cuda import make_slots
 from cuquant.io.foreign import refuse_foreign
 from cuquant.io.pipeline import Job, Pipeline
 from cuquant.io.quantized import KEY, component_specs, entry, metadata
+from cuquant.io.selection import Formats, Selection
 from cuquant.ops.quantize.door import quantize
 
 SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is written
@@ -31,10 +29,16 @@ SLOTS = 3  # tensors in memory on a GPU: one is read, one computes, one is writt
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen to one tensor: quantized, or kept for `reason`."""
+    """What will happen to one tensor: quantized to `format`, or kept for `reason`."""
 
     info: TensorInfo
+    format: Format | None
     reason: str | None = None
+
+    @property
+    def bytes_out(self) -> int:
+        """That it will take."""
+        return self.format.nbytes(self.info.shape) if self.format else self.info.nbytes
 
 
 @dataclass(frozen=True)
@@ -70,54 +74,30 @@ class Report:
         return self.bytes_out * 8 / max(math.prod(self.shape), 1)
 
 
-def plan(
-    reader: SafetensorsReader, fmt: Format, include: Sequence[str], exclude: Sequence[str]
-) -> list[Plan]:
-    """Which tensors of a file `fmt` will quantize: float matrices that the globs select.
+def plan(reader: SafetensorsReader, chosen: Selection) -> list[Plan]:
+    """Which tensors of a file are quantized: float matrices that the globs select.
 
-    ValueError for a glob of `include` that selects nothing.
+    Raises
+    ------
+    FormatError
+        For a file that another library has quantized.
+    ValueError
+        For one of cuquant's, and a glob that selects nothing.
     """
-    for pattern in include:
-        if not any(fnmatchcase(name, pattern) for name in reader.tensors):
-            some = ", ".join(map(quote, islice(reader.tensors, 3)))
-            raise ValueError(
-                f"{reader.path}: no tensor is called {quote(pattern)}, which include names; the "
-                f"names are {some or 'none'}{', ...' if len(reader.tensors) > 3 else ''}"
-            )
+    if KEY in reader.metadata:
+        raise ValueError(f"{reader.path} is quantized already; quantize the original file")
+    refuse_foreign(reader)
+    chosen.refuse_unused({name: (name,) for name in reader.tensors}, reader.path)
     return [
-        Plan(info, why_kept(info.name, info.numpy_dtype, info.shape, fmt, include, exclude))
+        Plan(info, *chosen.decide((info.name,), info.numpy_dtype, info.shape))
         for info in reader.tensors.values()
     ]
-
-
-def why_kept(
-    name: str,
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    fmt: Format,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> str | None:
-    """Why a tensor of a file is not quantized to `fmt`; None where it is."""
-    if dtype.name not in interop.INPUT_DTYPES:
-        return f"{dtype} values"
-    if len(shape) < 2:
-        return "fewer than two axes"
-    if include and not any(fnmatchcase(name, pattern) for pattern in include):
-        return "not included"
-    if any(fnmatchcase(name, pattern) for pattern in exclude):
-        return "excluded"
-    try:
-        fmt.check_shape(shape)
-    except ValueError:
-        return f"{shape[-1]} columns do not divide into blocks"
-    return fmt.why_keep(shape, dtype.itemsize * math.prod(shape))
 
 
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    fmt: Format,
+    formats: Formats,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -134,11 +114,12 @@ def quantize_file(
     ----------
     source, target
         Safetensors files; they may be the same.
-    fmt
-        Format of the result.
+    formats
+        Of the result: one for all tensors, or {glob: format}, of which the first that fits decides;
+        None keeps a tensor.
     include, exclude
-        Globs of tensor names; without `include`, all are candidates. One of `include` that no
-        name matches is refused.
+        Globs of names of tensors or modules; without `include`, all are candidates. A glob of
+        `include` or `formats` that no name matches is refused.
     nonfinite
         As in `quantize`; by default a NaN or infinity is refused.
     device
@@ -151,41 +132,39 @@ def quantize_file(
     FormatError
         For a malformed source, or one that another library has quantized.
     ValueError
-        For non-finite values, naming the tensor, names that collide, or a glob of `include` that
-        matches none.
+        For non-finite values, naming the tensor, names that collide, or a glob that matches
+        none.
     BackendUnavailable
         Where a GPU is asked for and is not there.
     """
     where = resolve(device)
+    chosen = Selection.of(formats, include, exclude)
     with SafetensorsReader(source) as reader:
-        if KEY in reader.metadata:
-            raise ValueError(f"{source} is quantized already; quantize the original file")
-        refuse_foreign(reader)
-        plans = plan(reader, fmt, include, exclude)
+        plans = plan(reader, chosen)
         if begin is not None:
             begin(plans)
-        specs, entries = _layout(plans, fmt)
+        specs, entries = _layout(plans)
         with SafetensorsWriter(target, specs, {**reader.metadata, **metadata(entries)}) as writer:
             if where == "cpu" or all(step.reason is not None for step in plans):
                 for step in plans:
-                    yield _convert(reader, writer, step, fmt, nonfinite)
+                    yield _convert(reader, writer, step, nonfinite)
             else:
-                yield from _convert_overlapped(reader, writer, plans, fmt, nonfinite, where)
+                yield from _convert_overlapped(reader, writer, plans, nonfinite, where)
             reader.close()  # Windows replaces no file that is open, and the target may be it
 
 
-def _layout(plans: Sequence[Plan], fmt: Format) -> tuple[dict[str, Any], dict[str, Any]]:
+def _layout(plans: Sequence[Plan]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors of the target, and the header entries of the quantized ones."""
     specs: dict[str, Any] = {}
     entries: dict[str, Any] = {}
     for step in plans:
         info = step.info
-        if step.reason is not None:
+        if step.format is None:
             added: dict[str, Any] = {info.name: (info.dtype, info.shape)}
         else:
-            added = component_specs(info.name, fmt, info.shape)
+            added = component_specs(info.name, step.format, info.shape)
             axes = tuple(range(len(info.shape)))
-            entries[info.name] = entry(fmt, info.shape, info.numpy_dtype, axes)
+            entries[info.name] = entry(step.format, info.shape, info.numpy_dtype, axes)
         if clash := specs.keys() & added.keys():
             raise ValueError(f"two tensors would be called {quote(min(clash))}; exclude one")
         specs |= added
@@ -196,16 +175,15 @@ def _convert(
     reader: SafetensorsReader,
     writer: SafetensorsWriter,
     step: Plan,
-    fmt: Format,
     nonfinite: Nonfinite,
 ) -> Report:
     started = time.perf_counter()
     info = step.info
-    if step.reason is not None:
+    if step.format is None:
         return _keep(reader, writer, step, started)
     values = reader.read(info.name)
     try:
-        q = quantize(values, fmt, nonfinite=nonfinite)
+        q = quantize(values, step.format, nonfinite=nonfinite)
     except ValueError as problem:
         raise ValueError(f"{quote(info.name)}: {problem}") from problem
     for name, part in q.arrays().items():
@@ -235,32 +213,32 @@ def _convert_overlapped(
     reader: SafetensorsReader,
     writer: SafetensorsWriter,
     plans: Sequence[Plan],
-    fmt: Format,
     nonfinite: Nonfinite,
     device: str,
 ) -> Iterator[Report]:
     """As `_convert`, on a GPU: a tensor is read while another is quantized and a third written."""
-    chosen = [step.info for step in plans if step.reason is None]
-    sizes = [(info.shape, info.nbytes) for info in chosen]
-    pipeline = Pipeline(make_slots(device, fmt, nonfinite, sizes, SLOTS))
+    jobs = [_job(reader, step.info, step.format) for step in plans if step.format is not None]
+    pipeline = Pipeline(make_slots(device, nonfinite, jobs, SLOTS))
     started = time.perf_counter()
-    with closing(pipeline.run(_job(reader, info) for info in chosen)) as made:
+    with closing(pipeline.run(jobs)) as made:
         for step in plans:
             info = step.info
-            if step.reason is not None:
+            if step.format is None:
                 report = _keep(reader, writer, step, started)
             else:
                 _, (parts, sqnr) = next(made)
                 for name, part in parts.items():
                     writer.write(f"{info.name}.{name}", part)
-                seconds, nbytes = time.perf_counter() - started, fmt.nbytes(info.shape)
-                report = Report(info.name, info.shape, None, info.nbytes, nbytes, sqnr, seconds)
+                seconds = time.perf_counter() - started
+                report = Report(
+                    info.name, info.shape, None, info.nbytes, step.bytes_out, sqnr, seconds
+                )
             yield report
             started = time.perf_counter()
 
 
-def _job(reader: SafetensorsReader, info: TensorInfo) -> Job:
+def _job(reader: SafetensorsReader, info: TensorInfo, fmt: Format) -> Job:
     def read(staging: np.ndarray) -> None:
         reader.read_into(info.name, staging)
 
-    return Job(info.name, info.shape, info.numpy_dtype, info.nbytes, read)
+    return Job(info.name, info.shape, info.numpy_dtype, info.nbytes, fmt, read)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.arranged import ends_with_rows
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
 from cuquant.formats import Format, Uniform
 from cuquant.formats.format import Component
@@ -236,6 +237,11 @@ def plan_weight(
     [N, K] or [E, N, K], for products with any number of rows of x."""
     if not math.prod(shape):
         return
+    if fmt.is_flat and not ends_with_rows(fmt, shape):
+        _plan_decoded(plan, fmt.plain, shape, dtypes)
+        return
+    is_decoded = "absmax" not in fmt.odd  # whose values the array's library multiplies
+    fmt = fmt.plain
     weight = _weight(fmt, shape, layout)
     rows = weight
     if layout != Weight.layout:
@@ -244,12 +250,32 @@ def plan_weight(
     for name in dtypes:
         dtype = interop.float_dtype(name)
         target = View(ADDRESS, shape, c_strides(shape), dtype)
-        decoder(fmt)(plan, dict(rows.parts), shape, target)
+        if is_decoded:
+            decoder(fmt)(plan, dict(rows.parts), shape, target)
         for count in ROWS if len(shape) in (2, 3) else ():
             if len(shape) == 3:
                 _plan_experts(plan, weight, dtype, count)
             else:
                 _plan_layer(plan, weight, rows, dtype, count)
+
+
+def _plan_decoded(plan: Plan, fmt: Format, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
+    """A flat weight: decoded along one axis, and products with float32 where it is a matrix."""
+    size = math.prod(shape)
+    for name in dict.fromkeys((*dtypes, "float32")):
+        target = View(ADDRESS, (size,), (1,), interop.float_dtype(name))
+        decoder(fmt)(plan, _parts(fmt.components((size,))), (size,), target)
+    if len(shape) != 2:
+        return
+    columns, depth = shape
+    decoded = Dense(ADDRESS, np.dtype(np.float32), depth, 1)
+    for name in dtypes:
+        x = Dense(ADDRESS, interop.float_dtype(name), depth, 1)
+        for count in ROWS:
+            product = Product(count, columns, depth, x, (decoded,))
+            family_of(plan, product.problem(plan)).prepare(plan, product)(count)(
+                plan, ADDRESS, bytes(64)
+            )
 
 
 def _plan_layer(plan: Plan, weight: Weight, rows: Weight, dtype: np.dtype, count: int) -> None:

@@ -12,7 +12,7 @@ from cuquant.formats.blocks import FLOAT_LEVELS, BlockLayout
 
 F32 = np.float32
 # Of sizes, in units of the scale: above the i-th the code is i + 1, as the nearest level's, ties to
-# the smaller one. Times a scale they are exact, so that no rounding of x / scale matters.
+# the smaller one. Times a scale they are exact: nothing depends on how x / scale is rounded.
 BORDERS = np.array([(a + b) / 2 for a, b in pairwise(FLOAT_LEVELS)], F32)
 E8M0_LESS = 2  # floor(log2 6): what OCP MX takes off an exponent
 PEAK = F32(6)

@@ -1,6 +1,7 @@
 """`load_`: a file of quantized weights into a model, whichever way it was stored."""
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -9,25 +10,30 @@ from torch import nn
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import clipped_text
-from cuquant.io.files import load
+from cuquant.io.architectures.names import of_gguf
+from cuquant.io.files import GGUF, OWN, PLAIN, load, open
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
 
 
 def load_(model: M, path: str | os.PathLike[str]) -> M:
-    """Load a safetensors file into a model, in place; its linear layers become `QuantLinear`.
+    """Load a file of weights into a model, in place; its linear layers become `QuantLinear`.
 
-    The file is one of `cuquant quantize` or `cuquant.save`, or the state_dict of a model that
-    `quantize_` made. Each nn.Linear whose weight is quantized in the file is swapped, a QuantLinear
-    takes the file's format and layout, and other quantized tensors (embeddings, filters) are
-    decoded. All else is copied, as `load_state_dict` does.
+    The file or folder is what `cuquant.load` reads: files of `cuquant quantize` and `save`, the
+    state_dict of a model that `quantize_` made, GGUF of a known architecture, whose names become
+    transformers', and the checkpoints of GPTQ, AWQ, compressed-tensors, bitsandbytes and others.
+    Each nn.Linear whose weight is quantized in the file is swapped, and computes with its codes and
+    scales; a QuantLinear takes the file's format and layout, and other quantized tensors
+    (embeddings, filters, experts) are decoded. All else is copied, as `load_state_dict` does.
 
     Parameters
     ----------
     model
         On any device; on the meta device too, and then its tensors are the file's, on the CPU.
     path
-        A safetensors file with everything that the model holds, and nothing else.
+        A file or folder with everything that the model holds, and nothing else. What another
+        library stores beside its weights, such as the scales of activations, is left out with a
+        warning.
 
     Returns
     -------
@@ -39,6 +45,11 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
         For a malformed file.
     RuntimeError
         Where names or shapes of file and model differ; the model is then what it was.
+
+    Warns
+    -----
+    UserWarning
+        Where tensors of another library's file are left out.
 
     Examples
     --------
@@ -68,7 +79,8 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     swaps: dict[str, Layer] = {}
     weights: dict[str, QuantArray | PackedWeight] = {}
     plain: dict[str, torch.Tensor] = {}
-    for name, value in load(path, library="torch").items():
+    found, left = _read(path, set(model.state_dict()) | quantized.keys())
+    for name, value in found.items():
         if not isinstance(value, (QuantArray, PackedWeight)):
             plain[name] = value
         elif name in quantized or (name in linears and _takes(linears[name], value)):
@@ -85,6 +97,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
         told = "; ".join(clipped_text(problem, 400) for problem in problems)
         raise RuntimeError(f"{path} does not fit {type(model).__name__}: {told}")
 
+    if left:
+        text = f"{path}: {len(left)} tensors have no place in the model and are left out: {left[0]}"
+        warnings.warn(text, stacklevel=2)
     for name, layer in swaps.items():
         new = follow(QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer)
         for parent, key in layer.places:
@@ -98,6 +113,27 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._parameters[key] = model.get_parameter(other)
     return model
+
+
+def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """The arrays of a file by the model's names, and names that another library stores beside.
+
+    A bias that is not zero is part of what a layer computes: it is not left out.
+    """
+    with open(path) as file:
+        kind, is_known = file.kind, of_gguf(file.metadata) is not None
+    found = load(path, library="torch", names="hf" if kind == GGUF and is_known else None)
+    if kind in (OWN, PLAIN):
+        return found, []
+    left = [
+        name
+        for name, value in found.items()
+        if name not in held
+        and isinstance(value, torch.Tensor)
+        and not name.endswith("weight")
+        and not (name.endswith("bias") and value.any())
+    ]
+    return {name: value for name, value in found.items() if name not in left}, left
 
 
 def _takes(layer: Layer, weight: QuantArray | PackedWeight) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cuquant import interop
+from cuquant.array.arranged import ORDER, check_permutation
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_for
 from cuquant.array.packed_weight import prepack as prepacked
 from cuquant.array.quant_array import QuantArray
@@ -412,6 +413,8 @@ class QuantLinear(nn.Linear):
                 raise ValueError(f"{name} is {found}; it is stored as uint8 bytes")
             if tuple(part.shape) != wanted:
                 raise ValueError(f"size mismatch for {name}: {tuple(part.shape)}, not {wanted}")
+            if name == ORDER and not part.is_meta:
+                check_permutation({ORDER: part.detach().cpu().clone().view(torch.int32)})
         if described is not None:
             self.set_extra_state(described)
 

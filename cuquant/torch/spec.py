@@ -116,7 +116,10 @@ class WeightSpec:
 
 def as_bytes(part: torch.Tensor) -> torch.Tensor:
     """A component's tensor as uint8 [`bytes_shape`], on its memory where that is contiguous."""
-    return (part.contiguous() if part.ndim else part.reshape(1)).view(torch.uint8)
+    shape = part.shape or (1,)
+    # Flat first: torch takes [N, 1] with any stride for contiguous, and then refuses the view.
+    flat = part.contiguous().reshape(-1).view(torch.uint8)
+    return flat.reshape(*shape[:-1], shape[-1] * part.element_size())
 
 
 def is_bytes(value: object) -> bool:

@@ -491,7 +491,8 @@ def test_an_output_that_is_the_input(model, monkeypatch, kind):
 
 def test_help_says_what_may_be_repeated():
     for command, options in {
-        "quantize": ["--include", "--exclude"],
+        "quantize": ["--format", "--include", "--exclude"],
+        "convert": ["--format"],
         "bench quantize": ["--format", "--dtypes", "--shape"],
         "bench matmul": ["--format", "--dtypes", "--shape", "--batch", "--peers"],
         "demo": ["--format"],

@@ -82,6 +82,9 @@ HELD = [
     ("nf4", "bitsandbytes", "nf4"),
     ("fp4:128", "bitsandbytes", "fp4:128"),
     ("nf4:32+dq", "bitsandbytes", "nf4:32+dq"),
+    ("fp4:flat128", "bitsandbytes", "fp4:128"),
+    ("int8+absmax", "bitsandbytes", "int8+absmax"),
+    ("int8:32+float16+permuted", "gptq", "uint8:32"),
     ("uint4:32+min", "gguf", "q4_1"),
     ("uint4:64+min", "gguf", "q4_1"),
     ("uint3:row+min", "gguf", "q4_1"),
@@ -152,13 +155,13 @@ def test_rows_may_be_unpacked_some_at_a_time(tmp_path, monkeypatch, name, kind):
 
 MEMORY = (
     ("q8_0", "gguf", 1.1), ("float16", "gguf", 1.1), ("q4_0", "cuquant", 1.1),
-    ("int4", "gptq", 2.7), ("int4", "compressed-tensors", 2.7), ("uint4:32", "gguf", 2.9),
+    ("int4", "gptq", 1.5), ("int4", "compressed-tensors", 0.3), ("uint4:32", "gguf", 0.9),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kind", "most"), MEMORY)
-def test_memory_holds_one_array_and_what_it_becomes(tmp_path, name, kind, most):
-    """What stays as it is is there once; what changes is there twice, with some rows unpacked."""
+def test_memory_holds_less_than_two_arrays(tmp_path, name, kind, most):
+    """Once what stays as it is, or lies along the other axis; else some rows at a time."""
     x = np.full((2048, 4096), 0.5, np.float16)
     array = x if name == "float16" else cq.quantize(x, name)
     source = saved(tmp_path, **{f"l{i}__weight": array for i in range(3)})
@@ -216,6 +219,9 @@ GOLDEN = {
     "gptq-4bit-asym-v1": ("gptq", "awq", "compressed-tensors"),
     "gptq-2bit-v2": ("gptq", "compressed-tensors"),
     "gptq-8bit": ("gptq", "compressed-tensors"),
+    "gptq-4bit-actorder": ("gptq", "cuquant"),
+    "gptq-autogptq-layers": ("gptq", "cuquant"),
+    "ct-old-actorder": ("gptq", "cuquant"),
     "awq-autoawq-gemm": ("gptq", "compressed-tensors"),
     "awq-gemm-gptqmodel": ("awq", "compressed-tensors"),
     "ct-w4a16": ("compressed-tensors", "gptq", "awq"),
@@ -232,6 +238,10 @@ GOLDEN = {
     "awq-autoawq-gemv_fast": ("mlx",),
     "comfyui-scaled-fp8": ("fp8", "compressed-tensors"),
     "bitsandbytes-nf4-double": ("bitsandbytes",),
+    "bitsandbytes-nf4": ("bitsandbytes", "cuquant"),
+    "bitsandbytes-fp4": ("bitsandbytes",),
+    "bitsandbytes-int8": ("bitsandbytes", "cuquant"),
+    "bitsandbytes-layers": ("cuquant",),
     "modelopt-int4": ("compressed-tensors",),
 }
 
@@ -240,13 +250,35 @@ GOLDEN = {
 def test_checkpoints_of_owners_become_others(tmp_path, name, kind):
     before = cq.load(ROOT / name)
     try:
-        steps = cq.convert(ROOT / name, tmp_path / "out", kind)
+        steps = cq.convert(ROOT / name, target(tmp_path, kind), kind)
     except ValueError as why:
         pytest.fail(str(why))
     assert not any(step.rounds for step in steps)
-    with cq.open(tmp_path / "out") as file:
+    with cq.open(target(tmp_path, kind)) as file:
         assert file.kind == kind
-    same_numbers(before, cq.load(tmp_path / "out"))
+    after = cq.load(target(tmp_path, kind))
+    same_numbers(before, after)
+    if kind == "cuquant" or (name.startswith(kind) and kind in ("gptq", "bitsandbytes")):
+        arrays = [key for key, value in before.items() if isinstance(value, cq.QuantArray)]
+        assert all(cq.array_equal(before[key], after[key]) for key in arrays)
+
+
+@pytest.mark.parametrize(
+    "name", ["uint2:32", "uint3:32", "uint4:64", "int4", "uint8:128", "int3:32"]
+)
+def test_columns_in_any_order_come_back_from_gptq(tmp_path, name):
+    """Values and codes; columns of a group lie in the order of the array then."""
+    stored = weights(name, (64, 224))  # of a short last group, but for 32 columns
+    fmt, order = cq.get_format(name, permuted=True), RNG.permutation(224).astype(np.int32)
+    q = stored._with(format=fmt, components={**stored.components, "permutation": order})
+    cq.convert(saved(tmp_path, up__weight=q), tmp_path / "out", "gptq")
+    found = cq.load(tmp_path / "out")["up.weight"]
+    np.testing.assert_array_equal(found.dequantize(np.float32), q.dequantize(np.float32))
+    np.testing.assert_array_equal(found.codes(), q.codes())
+    size = fmt.block_size
+    for start in range(0, 224, size):
+        group = slice(start, start + size)
+        np.testing.assert_array_equal(found.arrays()["permutation"][group], np.sort(order[group]))
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -258,6 +290,13 @@ LOST = [
     ("int3", "awq", "4 bits"),
     ("int4", "bitsandbytes", "nf4 and fp4"),
     ("bof4s", "bitsandbytes", "nf4 and fp4"),
+    ("int8", "bitsandbytes", "int8+absmax"),
+    ("int4+permuted", "awq", "columns are permuted"),
+    ("int4+permuted", "gguf", "columns are permuted"),
+    ("int8:tensor+permuted", "compressed-tensors", "columns are permuted"),
+    ("nf4:flat", "compressed-tensors", "blocks run across rows"),
+    ("uint4:flat", "gptq", "blocks run across rows"),
+    ("int8+absmax", "compressed-tensors", "absmax in place of scales"),
     ("int4", "fp8", "fp8_e4m3"),
     ("fp8_e4m3", "fp8", "for each block or matrix"),
     ("fp8_e5m2", "compressed-tensors", "holds integers"),

@@ -12,10 +12,10 @@ from cuquant.io.schema.compressed_tensors import group_of
 RNG = np.random.default_rng(11)
 
 
-def converted(folder, kind, *names):
+def converted(folder, kind, *names, shape=(64, 256)):
     """Arrays of these formats, and the folder of a kind that holds them."""
     arrays = {
-        f"layers.{i}.weight": cq.quantize(RNG.standard_normal((64, 256)).astype(np.float16), name)
+        f"layers.{i}.weight": cq.quantize(RNG.standard_normal(shape).astype(np.float16), name)
         for i, name in enumerate(names)
     }
     cq.save(folder / "in.safetensors", arrays)
@@ -73,6 +73,24 @@ def test_bitsandbytes_reads_the_same_numbers(tmp_path, name):
         np.testing.assert_array_equal(weight.numpy(), want)
     else:  # nested scales are rounded twice, and their sum once more
         np.testing.assert_allclose(weight.numpy(), want, rtol=3e-7)
+
+
+@pytest.mark.parametrize("name", ["nf4:flat", "fp4:flat128", "int8+absmax"])
+def test_bitsandbytes_reads_rows_that_blocks_do_not_divide(tmp_path, name):
+    """49 columns: its kernel for CPUs is wrong where an even number is no multiple of a block."""
+    bnb = pytest.importorskip("bitsandbytes")
+    arrays, out = converted(tmp_path, "bitsandbytes", name, shape=(33, 49))
+    found = tensors_of(out)
+    ((key, q),) = arrays.items()
+    if name == "int8+absmax":
+        assert int(found["layers.0.weight_format"]) == 0
+        weight = bnb.functional.int8_vectorwise_dequant(found[key], found["layers.0.SCB"])
+    else:
+        parts = {k: v for k, v in found.items() if k.startswith(key + ".")}
+        state = bnb.functional.QuantState.from_dict(parts, device="cpu")
+        state.dtype = bnb.functional.torch.float32
+        weight = bnb.functional.dequantize_4bit(found[key], state)
+    np.testing.assert_array_equal(weight.numpy(), q.dequantize(np.float32))
 
 
 MLX = ("mxfp4", "mxfp8", "int4", "uint4:32", "int3:64", "q4_1", "q8_0")

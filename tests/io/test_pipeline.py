@@ -28,9 +28,9 @@ READER = "cuquant reader"
 class FakeSlot:
     """A device made of a thread: its work takes a random time and reads the staging memory late."""
 
-    def __init__(self, fmt, nonfinite, capacity, pool, delays):
+    def __init__(self, nonfinite, capacity, pool, delays):
         self.staging = np.full(capacity, 0xA5, np.uint8)
-        self.fmt, self.nonfinite, self.pool, self.delays = fmt, nonfinite, pool, delays
+        self.nonfinite, self.pool, self.delays = nonfinite, pool, delays
         self.running: Future | None = None
         self.closed = 0
 
@@ -38,12 +38,14 @@ class FakeSlot:
         assert self.running is None, "a slot was started twice"
         values = self.staging[: job.nbytes].view(job.dtype).reshape(job.shape)
         if self.nonfinite == "raise":  # as a GPU does, which must look before it goes on
-            cq.quantize(values, self.fmt, nonfinite="raise")
-        self.running = self.pool.submit(self.compute, values, self.delays.random() * 0.01)
+            cq.quantize(values, job.format, nonfinite="raise")
+        self.running = self.pool.submit(
+            self.compute, values, job.format, self.delays.random() * 0.01
+        )
 
-    def compute(self, values, delay):
+    def compute(self, values, fmt, delay):
         time.sleep(delay)
-        q = cq.quantize(values, self.fmt, nonfinite=self.nonfinite)
+        q = cq.quantize(values, fmt, nonfinite=self.nonfinite)
         return q, cq.error(values, q).sqnr_db
 
     def finish(self):
@@ -51,7 +53,7 @@ class FakeSlot:
         q, sqnr = self.running.result()
         self.running = None
         parts = {}
-        for part, start in cuda._placed(self.fmt, q.shape):
+        for part, start in cuda._placed(q.format, q.shape):
             if part.name:
                 place = self.staging[start : start + cuda._nbytes(part)]
                 parts[part.name] = place.view(part.dtype).reshape(part.shape)
@@ -71,11 +73,11 @@ def fake(monkeypatch):
     made = []
     pool = ThreadPoolExecutor(4)
 
-    def make_slots(device, fmt, nonfinite, tensors, count):
+    def make_slots(device, nonfinite, jobs, count):
         assert device == "cuda:0"
-        capacity = max(cuda.staging_bytes(fmt, *tensor) for tensor in tensors)
+        capacity = max(cuda.staging_bytes(j.format, j.shape, j.nbytes) for j in jobs)
         delays = random.Random(len(made))
-        made.extend(FakeSlot(fmt, nonfinite, capacity, pool, delays) for _ in range(count))
+        made.extend(FakeSlot(nonfinite, capacity, pool, delays) for _ in range(count))
         return made[-count:]
 
     monkeypatch.setattr(
@@ -246,7 +248,7 @@ def counting_jobs(count, log):
             log.append(("read", i))
             staging[:] = i
 
-        return Job(str(i), (4,), np.dtype(np.uint8), 4, read)
+        return Job(str(i), (4,), np.dtype(np.uint8), 4, cq.get_format("nf4"), read)
 
     return [job(i) for i in range(count)]
 

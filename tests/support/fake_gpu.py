@@ -36,8 +36,10 @@ KINDS = [
 OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
 SWAPPED = "add sub mul and_ or_ xor"
 UNARY = "neg abs invert"
-METHODS = "reshape transpose view astype copy sum min max any all"
-FUNCTIONS = "abs ascontiguousarray broadcast_to concatenate moveaxis rint signbit where"
+METHODS = "reshape transpose view astype argsort copy sum min max any all"
+FUNCTIONS = (
+    "abs ascontiguousarray broadcast_to clip concatenate isinf moveaxis rint signbit take where"
+)
 PLAIN = "shape dtype ndim size nbytes itemsize strides flags"
 
 

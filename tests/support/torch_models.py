@@ -16,6 +16,9 @@ VARIANTS = {
     "words": cq.get_format("k3", packing="word"),
     "pair": cq.get_format("fp8_e4m3", block_size=(128, 128)),
     "tensor": cq.get_format("int8", block_size="tensor"),
+    "flat": cq.get_format("nf4:flat4096"),
+    "permuted": cq.get_format("int4+permuted"),
+    "absmax": cq.get_format("int8+absmax"),
 }
 
 

@@ -71,6 +71,23 @@ def test_names_of_save_that_do_not_fit():
     assert torch.equal(model(random(2, 256)), wanted)
 
 
+@PREPACK
+def test_a_permutation_that_is_none_changes_nothing(prepack):
+    """It is looked at before columns of x follow it."""
+    model = quantize_(nn.Sequential(linear()), "int4+permuted", prepack=prepack)
+    wanted = model(random(2, 256))
+    for place, value in ((0, 256), (5, -1), (3, 4)):
+        order = torch.arange(256, dtype=torch.int32)
+        order[place] = value
+        state = model.state_dict() | {"0.permutation": order.view(torch.uint8)}
+        with pytest.raises(RuntimeError, match="0: permutation"):
+            model.load_state_dict(state)
+        assert torch.equal(model(random(2, 256)), wanted)
+    order = torch.arange(256, dtype=torch.int32).flip(0)
+    model.load_state_dict(model.state_dict() | {"0.permutation": order.view(torch.uint8)})
+    assert torch.allclose(model(random(2, 256).flip(1)), wanted, atol=1e-5)
+
+
 # ---- views of one flat buffer -------------------------------------------------------------------
 
 
@@ -106,8 +123,9 @@ def test_a_state_cut_out_of_one_buffer(fmt, by, prepack):
     for name, part in flat(dict(layer.named_buffers()), by).items():
         twice.get_buffer(name).data = part
     assert torch.equal(twice(x), layer(x))
-    for part in twice.buffers():  # no copy was kept: what is written there later is seen
-        part.zero_()
+    for name, part in twice.named_buffers():  # no copy was kept: what is written later is seen
+        if name != "permutation":  # of which zeros are none
+            part.zero_()
     zeros = QuantLinear(twice.quantized, layer.bias)
     assert torch.equal(twice(x), zeros(x))
 

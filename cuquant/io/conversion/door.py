@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import warnings
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +14,20 @@ import numpy as np
 
 from cuquant.disk import replace_file
 from cuquant.errors import FormatError
-from cuquant.formats import Format, get_format
+from cuquant.formats.names import Nonfinite
+from cuquant.gpu.device import resolve
 from cuquant.io.checkpoint import INDEX
 from cuquant.io.container.closing import Closing
 from cuquant.io.container.gguf import GgufWriter
 from cuquant.io.container.safetensors import SafetensorsWriter
 from cuquant.io.container.shards import by_size
+from cuquant.io.conversion.folder import NewFolder, identity, new_folder
 from cuquant.io.conversion.models import model_for
 from cuquant.io.conversion.plan import (
     Step,
+    Wish,
     configuration,
+    names_of,
     plan,
     refuse_clashes,
     writer_of,
@@ -33,6 +35,7 @@ from cuquant.io.conversion.plan import (
 from cuquant.io.files import GGUF, Opened, open
 from cuquant.io.quantized import metadata
 from cuquant.io.schema import own
+from cuquant.io.selection import Formats, Selection
 
 SHARD_BYTES = 5_000_000_000
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of a configuration
@@ -60,8 +63,11 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     to: Kind,
-    format: str | Format | None = None,
+    format: Formats | None = None,
     requantize: bool = False,
+    *,
+    resume: bool = False,
+    device: object = None,
 ) -> list[Step]:
     """Write the arrays of a file or folder as another kind of files.
 
@@ -81,9 +87,16 @@ def convert(
     format
         That plain weights are quantized to first: matrices of floats, in kinds of linear layers
         without embeddings and lm_head. Needs `requantize` for arrays that are quantized already.
+        A dict has a format for each glob of names, of which the first that fits decides; None
+        keeps an array: ``{"*.down_proj": "int8", "*.0.*": None, "*": "int4"}``.
     requantize
         Accept that arrays are rounded to `format`, or to the nearest one that the kind holds; one
         whose shape fits none is decoded, to float16 or what it was quantized from.
+    resume
+        Go on with what an attempt that failed, of the same files and arguments, finished: shards
+        of 5 GB of a folder. The bytes are the same.
+    device
+        "cpu", "cuda" or "cuda:N", where arrays are quantized. None: a GPU where one is usable.
 
     Returns
     -------
@@ -116,7 +129,7 @@ def convert(
     >>> cq.load(folder / "gptq")["up.weight"]
     QuantArray(uint4:32, shape=(32, 64), dtype=float32, 4.75 bits/element, device=cpu)
     """
-    with Conversion(src, dst, to, format, requantize) as work:
+    with Conversion(src, dst, to, format, requantize, resume=resume, device=device) as work:
         for text in work.warnings:
             warnings.warn(text, stacklevel=2)
         for _ in work.run():
@@ -126,6 +139,8 @@ def convert(
 
 class Conversion(Closing):
     """A conversion that is planned, and nothing of it done; arguments as `convert`'s.
+
+    `include` and `exclude` are globs of what `format` is for; `nonfinite` as `quantize` has it.
 
     Attributes
     ----------
@@ -144,27 +159,40 @@ class Conversion(Closing):
         src: str | os.PathLike[str],
         dst: str | os.PathLike[str],
         to: str,
-        format: str | Format | None = None,
+        format: Formats | None = None,
         requantize: bool = False,
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        nonfinite: Nonfinite = "raise",
+        resume: bool = False,
+        device: object = None,
     ) -> None:
         self.writer = writer_of(to)
         self.target = Path(dst)
         self.is_folder = _is_folder(self.target, to)
-        fmt = None if format is None else get_format(format)
+        chosen = None if format is None else Selection.of(format, include, exclude)
+        rounds = chosen is not None or requantize
+        self.device = resolve(device) if rounds else "cpu"
+        self._resume, self._folder = resume, NewFolder(self.target)
+        wish = Wish(chosen, requantize, self.device, nonfinite)
         self.file: Opened = open(src)
         try:
             self._model = model_for(self.file, to)
             self.warnings = self._model.warnings
-            self.steps = self._planned(fmt, requantize)
+            if chosen is not None:
+                entries = self._model.entries
+                chosen.refuse_unused({e.name: names_of(e) for e in entries.values()}, src)
+            self.steps = self._planned(wish)
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
         except BaseException:
             self.close()
             raise
 
-    def _planned(self, fmt: Format | None, requantize: bool) -> list[Step]:
+    def _planned(self, wish: Wish) -> list[Step]:
         try:
-            return plan(self._model.entries, self.writer, fmt, requantize)
+            return plan(self._model.entries, self.writer, wish)
         except FormatError as error:
             raise FormatError(f"{self.file.path}: {error}") from error
 
@@ -173,21 +201,34 @@ class Conversion(Closing):
         self.file.close()
 
     def run(self) -> Generator[Step, None, None]:
-        """Convert; yields each step when it is done. Closed before the end, it leaves nothing."""
+        """Convert; yields each step when it is done.
+
+        Closed before the end, it leaves nothing but whole shards, for `resume`.
+        """
         if self.writer.KIND == GGUF:
             yield from self._write_gguf()
         elif self.is_folder:
-            with _new_folder(self.target) as folder:
-                yield from self._write_folder(folder)
+            with new_folder(self.target, self._told(), self._resume) as self._folder:
+                yield from self._write_folder(self._folder)
         else:
-            yield from self._write_file(self.target, self.steps)
+            with self._writer(self.target, self.steps) as writer:
+                yield from _written(writer, self.steps)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether there are whole shards, which `resume` goes on with where it was stopped."""
+        return self._folder.is_worth_keeping
+
+    def _told(self) -> list[Any]:
+        """What decides the bytes of a folder."""
+        arrays = [(step.name, step.becomes, step.specs) for step in self.steps]
+        path = self.file.path
+        return [str(path.absolute()), identity(path), self.writer.KIND, arrays]
 
     def _write_gguf(self) -> Iterator[Step]:
         specs = {name: spec for step in self.steps for name, spec in step.specs.items()}
         with GgufWriter(self.target, specs, self._gguf_metadata()) as writer:
-            for step in self.steps:
-                _write(writer, step)
-                yield step
+            yield from _written(writer, self.steps)
 
     def _gguf_metadata(self) -> Mapping[str, Any]:
         found = dict(self._model.metadata)
@@ -197,27 +238,28 @@ class Conversion(Closing):
             found["general.quantization_version"] = np.uint32(2)  # of ggml's blocks since 2023
         return found
 
-    def _write_file(self, path: Path, steps: list[Step]) -> Iterator[Step]:
+    def _writer(self, path: Path, steps: list[Step]) -> SafetensorsWriter:
         specs = {name: spec for step in steps for name, spec in step.specs.items()}
         entries = {}
         if self.writer is own:
             entries = {step.name: step.recipe.said for step in steps if step.recipe}
-        told = metadata(entries) if entries else {"format": "pt"}
-        with SafetensorsWriter(path, specs, told) as writer:
-            for step in steps:
-                _write(writer, step)
-                yield step
+        return SafetensorsWriter(path, specs, metadata(entries) if entries else {"format": "pt"})
 
-    def _write_folder(self, folder: Path) -> Iterator[Step]:
+    def _write_folder(self, new: NewFolder) -> Iterator[Step]:
+        folder, weight_map = new.path, {}
         shards = by_size(self.steps, lambda step: step.bytes_out, SHARD_BYTES)
-        weight_map = {}
         for number, steps in enumerate(shards, 1):
             name = "model.safetensors"
             if len(shards) > 1:
                 name = f"model-{number:05}-of-{len(shards):05}.safetensors"
             weight_map |= dict.fromkeys((key for step in steps for key in step.specs), name)
-            with closing(self._write_file(folder / name, steps)) as done:  # type: ignore[type-var]
-                yield from done
+            writer = self._writer(folder / name, steps)
+            if new.has(name, writer.nbytes):
+                yield from steps
+                continue
+            with writer:
+                yield from _written(writer, steps)
+            new.finished(name)
         if len(shards) > 1:
             size = sum(step.bytes_out for step in self.steps)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -253,10 +295,19 @@ class Conversion(Closing):
                 shutil.copyfile(path, folder / name)
 
 
+def _written(writer: GgufWriter | SafetensorsWriter, steps: list[Step]) -> Iterator[Step]:
+    for step in steps:
+        _write(writer, step)
+        yield step
+
+
 def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
     """Write the tensors of one array; they are gone when the next one is read."""
     for name, part in step.make().items():
-        writer.write(name, part)
+        if isinstance(part, Iterator):
+            writer.write_raw(name, part)
+        else:
+            writer.write(name, part)
 
 
 def _is_folder(target: Path, kind: str) -> bool:
@@ -277,23 +328,6 @@ def _is_folder(target: Path, kind: str) -> bool:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target}: is there already; name a new folder")
     return True
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder that appears under its name when it is complete, or not at all."""
-    if not target.absolute().parent.is_dir():
-        raise FileNotFoundError(2, "no such directory; create it first", str(target.parent))
-    folder = target.absolute().with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
-    folder.mkdir()
-    try:
-        yield folder
-        if target.is_dir():
-            target.rmdir()  # it is empty
-        os.rename(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import did_you_mean, shortened
 from cuquant.formats import Format, get_format
+from cuquant.formats.names import Nonfinite
 from cuquant.io.container.gguf.types import GgufType, gguf_type
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors.tensors import stored_nbytes, tag_of
@@ -22,7 +23,7 @@ from cuquant.io.entries import Entry
 from cuquant.io.schema import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, own
 from cuquant.io.schema.modelopt import PRE_SCALE
 from cuquant.io.schema.recipe import Recipe, Source, Specs, Tensors, Writer, refuse_odd_parts
-from cuquant.io.streaming import why_kept
+from cuquant.io.selection import Selection, fits
 from cuquant.ops.quantize.door import quantize
 
 _MODULES: tuple[Writer, ...] = (
@@ -54,7 +55,8 @@ class Step:
     specs
         Of the tensors that are written.
     make
-        Reads the array and makes these.
+        Reads the array and makes these: arrays, or an iterator of the bytes of one, which comes
+        first.
     recipe
         Of a quantized array; None for plain ones.
     """
@@ -68,7 +70,7 @@ class Step:
     bytes_out: int
     rounds: bool
     specs: Specs
-    make: Callable[[], Tensors]
+    make: Callable[[], Mapping[str, Any]]
     recipe: Recipe | None = None
 
     @property
@@ -87,12 +89,37 @@ def writer_of(kind: object) -> Writer:
     raise ValueError(f"no kind of files is called {quote(kind)}{hint}; known: {', '.join(WRITERS)}")
 
 
-def plan(
-    entries: Mapping[str, Entry],
-    writer: Writer,
-    fmt: Format | None = None,
-    requantize: bool = False,
-) -> list[Step]:
+@dataclass(frozen=True)
+class Wish:
+    """What a conversion shall change.
+
+    Attributes
+    ----------
+    formats
+        Of plain weights; with `requantize` of quantized ones too. None: they stay as they are.
+    requantize
+        Whether an array that the kind cannot hold may be rounded to a format that it holds.
+    device
+        "cpu" or "cuda:N", where arrays are quantized.
+    nonfinite
+        What becomes of NaN and infinity there.
+    """
+
+    formats: Selection | None = None
+    requantize: bool = False
+    device: str = "cpu"
+    nonfinite: Nonfinite = "raise"
+
+    def encoded(self, name: str, values: np.ndarray, fmt: Format) -> QuantArray:
+        """Values of an array in a format, as NumPy arrays."""
+        where = values if self.device == "cpu" else interop.to_device(values, self.device)
+        try:
+            return quantize(where, fmt, nonfinite=self.nonfinite).to("cpu")
+        except ValueError as error:
+            raise ValueError(f"{quote(name)}: {error}") from error
+
+
+def plan(entries: Mapping[str, Entry], writer: Writer, wish: Wish) -> list[Step]:
     """What every array becomes.
 
     Parameters
@@ -101,10 +128,8 @@ def plan(
         Of a file, by the names to write; arrays are read where their numbers decide.
     writer
         Of the kind that is written.
-    fmt
-        That plain weights are quantized to; with `requantize` also quantized ones.
-    requantize
-        Whether an array that the kind cannot hold may be rounded to a format that it holds.
+    wish
+        What shall change.
 
     Raises
     ------
@@ -120,7 +145,7 @@ def plan(
         try:
             if writer is not own and entry.name.endswith(f".{PRE_SCALE}"):
                 raise ValueError(f"x is multiplied by it, which no {writer.KIND} file can say")
-            steps.append(_step(entry, writer, fmt, requantize))
+            steps.append(_step(entry, writer, wish))
         except (ValueError, TypeError) as why:
             lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")
     if lost:
@@ -129,36 +154,47 @@ def plan(
     return steps
 
 
-def _step(entry: Entry, writer: Writer, fmt: Format | None, requantize: bool) -> Step:
+def _step(entry: Entry, writer: Writer, wish: Wish) -> Step:
     if isinstance(entry.format, str):
         return _raw(entry, writer)
     if entry.format is None or (entry.format.scale is None and writer is not own):
-        return _plain_or_quantized(entry, writer, fmt)
+        return _plain_or_quantized(entry, writer, wish)
     source = _source(entry)
-    if fmt is not None and requantize and fmt != entry.format:
-        return _quantized(entry, replace(source, format=fmt, read=_rounded(source, fmt)), writer)
+    fmt = None
+    if wish.requantize and wish.formats is not None:
+        fmt, _ = wish.formats.decide(names_of(entry), np.dtype(np.float32), entry.shape)
+    if fmt is not None and fmt != entry.format:
+        rounded = replace(source, format=fmt, read=_rounded(source, fmt, wish), rows=None)
+        return _quantized(entry, rounded, writer)
     try:
         return _quantized(entry, source, writer, rounds=False)
     except (ValueError, TypeError) as why:
-        if requantize:
-            return _nearest(entry, source, writer, fmt)
+        if wish.requantize:
+            return _nearest(entry, source, writer, wish)
         raise ValueError(
             f"{entry.format} cannot be {writer.KIND} without loss: {why}; "
             "pass requantize=True to round it to a format that can"
         ) from why
 
 
-def _nearest(entry: Entry, source: Source, writer: Writer, fmt: Format | None) -> Step:
+def names_of(entry: Entry) -> tuple[str, ...]:
+    """What globs may call an array: its name where it goes, and where it comes from."""
+    return (entry.name, *entry.tensors)
+
+
+def _nearest(entry: Entry, source: Source, writer: Writer, wish: Wish) -> Step:
     """An array in the nearest format of a kind; decoded where its shape or name fits none."""
-    near = fmt or nearest(writer, source)
     try:
-        rounded = replace(source, format=near, read=_rounded(source, near), axes=None)
+        near = nearest(writer, source)
+        rounded = replace(
+            source, format=near, read=_rounded(source, near, wish), axes=None, rows=None
+        )
         return _quantized(entry, rounded, writer)
     except (ValueError, TypeError):
         decoded = replace(
             entry, format=None, axes=None, read=lambda: source.read().dequantize(source.dtype)
         )
-        step = _plain_or_quantized(decoded, writer, None)
+        step = _plain_or_quantized(decoded, writer, Wish())
         return replace(step, was=str(entry.format), bytes_out=_sum(step.specs), rounds=True)
 
 
@@ -178,22 +214,26 @@ def _source(entry: Entry) -> Source:
         return unpack(value) if isinstance(value, PackedWeight) else value
 
     assert isinstance(entry.format, Format)
-    return Source(entry.name, entry.format, entry.shape, entry.dtype, read, entry.axes)
+    return Source(entry.name, entry.format, entry.shape, entry.dtype, read, entry.axes, entry.rows)
 
 
-def _rounded(source: Source, fmt: Format) -> Callable[[], QuantArray]:
-    return lambda: quantize(source.read().dequantize(np.float32), fmt).astype(source.dtype)
+def _rounded(source: Source, fmt: Format, wish: Wish) -> Callable[[], QuantArray]:
+    def read() -> QuantArray:
+        values = source.read().dequantize(np.float32)
+        return wish.encoded(source.name, values, fmt).astype(source.dtype)
+
+    return read
 
 
 def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
     if writer is not own:
-        refuse_odd_parts(source)
+        refuse_odd_parts(source, getattr(writer, "ODD", ()))
     made = writer.recipe(source)
 
-    def make() -> Tensors:
-        return made.tensors(source.read())
+    def make() -> Mapping[str, Any]:
+        return made.tensors(source)
 
     was = str(entry.format or entry.dtype)
     return Step(
@@ -213,12 +253,16 @@ def _nbytes(kind: Any, shape: tuple[int, ...]) -> int:
     return stored_nbytes(kind if isinstance(kind, str) else tag_of(kind), shape)
 
 
-def _plain_or_quantized(entry: Entry, writer: Writer, fmt: Format | None) -> Step:
-    if fmt is not None and entry.format is None and _is_chosen(entry, writer, fmt):
+def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
+    fmt = None if entry.format is not None else _chosen(entry, writer, wish.formats)
+    if fmt is not None:
         source = Source(
-            entry.name, fmt, entry.shape, entry.dtype,
-            lambda: quantize(entry.read(), fmt, nonfinite="raise"),
-        )  # fmt: skip
+            entry.name,
+            fmt,
+            entry.shape,
+            entry.dtype,
+            lambda: wish.encoded(entry.name, entry.read(), fmt),
+        )
         try:
             return _quantized(entry, source, writer)
         except ValueError as why:
@@ -245,13 +289,19 @@ def _plain_or_quantized(entry: Entry, writer: Writer, fmt: Format | None) -> Ste
     )  # fmt: skip
 
 
-def _is_chosen(entry: Entry, writer: Writer, fmt: Format) -> bool:
+def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format | None:
+    """The format of a plain array; a glob of its own makes one of what loaders expect plain."""
+    if formats is None:
+        return None
+    names = names_of(entry)
     if writer.KIND in FOR_LINEAR:
         if len(entry.shape) != 2 or not entry.name.endswith("weight"):
-            return False
-        return why_kept(entry.name, entry.dtype, entry.shape, fmt, exclude=NOT_LINEAR) is None
-    kept = (ROUTERS,) if writer is gguf else ()
-    return why_kept(entry.name, entry.dtype, entry.shape, fmt, exclude=kept) is None
+            return None
+        if formats.rule_of(names)[0] == "*" and any(fits(glob, names) for glob in NOT_LINEAR):
+            return None
+    if writer is gguf and fits(ROUTERS, names):
+        return None
+    return formats.decide(names, entry.dtype, entry.shape)[0]
 
 
 def _raw(entry: Entry, writer: Writer) -> Step:

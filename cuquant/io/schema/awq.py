@@ -30,6 +30,7 @@ from cuquant.io.schema.layer import (
     stems,
 )
 from cuquant.io.schema.recipe import (
+    CHUNK,
     Recipe,
     Source,
     Specs,
@@ -91,9 +92,8 @@ def _gemm(
     fmt = get_format("uint4", block_size=depth // groups, scale_dtype=kept)
 
     def parts() -> Parts:
-        transposed = np.ascontiguousarray(in_order(c.read(codes.name)).T)
         return {
-            "packed": NIBBLES.pack(transposed, fmt.zero_code),
+            "packed": turned(c, codes.name, fmt.zero_code),
             "scale": c.read(scales.name).T,
             "zero_point": in_order(c.read(zeros.name)).T,
         }
@@ -170,6 +170,21 @@ def _group_size(c: Checkpoint, depth: int, words: int, name: str) -> int:
         if -(-needed // multiple) * multiple == words:
             return size
     raise refuse(name, f"{words} words of zero points do not fit {depth} columns")
+
+
+def turned(c: Checkpoint, name: str, pad: int) -> np.ndarray:
+    """Packed rows uint8 [8 words, K / 2] of a tensor I32 [K, words] in ORDER, read by columns."""
+    depth, count = c.info(name).shape
+    packed = np.empty((8 * count, NIBBLES.words(depth)), np.uint8)
+    step = max(CHUNK // max(8 * count, 1) // 8, 1) * 8
+    for start in range(0, depth, step):
+        stop = min(start + step, depth)
+        words = np.ascontiguousarray(c.read_rows(name, start, stop).T).view(np.uint32)
+        codes = np.empty((count, 8, stop - start), np.uint8)
+        for column, field in enumerate(ORDER):
+            codes[:, column] = words >> np.uint32(4 * field) & np.uint32(15)
+        packed[:, start // 2 : -(-stop // 2)] = NIBBLES.pack(codes.reshape(8 * count, -1), pad)
+    return packed
 
 
 def in_order(words: np.ndarray) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 4 bits: weight U8 [ceil(N K / 2), 1], or the same bytes as another dtype; absmax F32, or U8 codes
 with nested_absmax; quant_state.bitsandbytes__nf4 or __fp4, JSON as U8. 8 bits: weight I8 [N, K] and
-SCB F32 [N]: w = code * SCB / 127. Source: bitsandbytes 0.50.2, functional.QuantState.
+SCB F32 [N]: w = (code * SCB) * float32(1 / 127). Blocks of 4 bits run over the flattened weight:
+where they do not end with its rows, the format is flat. Source: bitsandbytes 0.50.2,
+functional.QuantState.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.catalogue import MAPS
 from cuquant.formats.codecs import Codebook
+from cuquant.formats.scales import FLAT
 from cuquant.interop import float_dtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
@@ -69,17 +72,12 @@ def _eight(c: Checkpoint, stem: str) -> Layer:
         raise refuse(codes.name, f"SCB is {scales.dtype}{list(scales.shape)}")
 
     def parts() -> Parts:
-        with np.errstate(all="ignore"):
-            scale = c.read(scales.name) * np.float32(1 / 127)
-        return {"packed": c.read(codes.name), "scale": scale}
+        return {"packed": c.read(codes.name), "scale": c.read(scales.name)}
 
     names = [codes.name, scales.name]
     names += [name for name in (stem + "weight_format",) if name in c]
-    notes = (
-        "scales are SCB / 127: values may differ from the owner's by one unit in the last place",
-    )
-    dtype = model_dtype(c)
-    return Layer(codes.name, get_format("int8"), codes.shape, dtype, tuple(names), parts, notes)
+    fmt = get_format("int8", absmax=True)
+    return Layer(codes.name, fmt, codes.shape, model_dtype(c), tuple(names), parts)
 
 
 def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
@@ -93,12 +91,9 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
     size = integer(said, "blocksize", 8, 1 << 20)
     if codes.nbytes != -(-math.prod(shape) // 2):
         raise refuse(name, f"{codes.nbytes} bytes do not hold {shape} codes of 4 bits")
-    if shape[-1] % size:
-        raise refuse(
-            name, f"blocks of {size} run across rows of {shape[-1]}, which is not read yet"
-        )
     nested = name + ".nested_absmax" in c
-    fmt = get_format(kind, block_size=size, double_quant=nested)
+    flat = FLAT if shape[-1] % size else ""
+    fmt = get_format(f"{kind}:{flat}{size}", double_quant=nested)
     ends = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if nested else [])]
     names = [f"{name}.{end}" for end in ends]
     for part in names:
@@ -146,29 +141,34 @@ def _is_map(levels: np.ndarray, codec: object) -> bool:
 
 NEAREST = {4: "nf4"}
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+ODD = ("flat", "absmax")
 
 
 def recipe(source: Source) -> Recipe:
-    """nf4 and fp4 whose blocks divide rows, with float32 scales or nested ones."""
+    """nf4 and fp4, flat or in blocks that divide rows, and int8 with absmax."""
     fmt, shape = source.format, source.shape
     rows, depth = source.matrix(KIND)
+    if fmt.odd == ("absmax",):
+        return _recipe_of_eight(source)
     if fmt.name not in TYPES:
         raise ValueError(
-            "bitsandbytes holds nf4 and fp4 (its int8 has SCB = 127 times the scale, which rounds)"
+            "bitsandbytes holds nf4 and fp4, and int8+absmax (int8 has scales, and its SCB = 127 "
+            "times the scale rounds)"
         )
     if fmt.rule.dtype != "float32" or isinstance(fmt.rule.block, tuple):
         raise ValueError("bitsandbytes has float32 scales of blocks in a row")
-    size = min(fmt.rule.tile(rows, depth)[1], depth)
-    if size not in BLOCKS or depth % size or fmt.rule.block == "tensor":
+    size = fmt.rule.flat or min(fmt.rule.tile(rows, depth)[1], depth)
+    is_whole = fmt.is_flat or not (depth % size or fmt.rule.block == "tensor")
+    if size not in BLOCKS or not is_whole:
         raise ValueError(f"bitsandbytes has whole blocks of {BLOCKS}, not {size} of {depth}")
     name, nested = source.name, fmt.rule.nested == "double"
     source.stem  # noqa: B018  (a module's weight, or ValueError)
-    blocks = rows * depth // size
+    blocks = -(-rows * depth // size)
     state = name + STATE + fmt.name
     offset = float(source.read().components["nested_offset"]) if nested else None
     text = _written_state(fmt.name, size, source.dtype, shape, offset)
     specs: Specs = {
-        name: ("U8", (rows * depth // 2, 1)),
+        name: ("U8", (-(-rows * depth // 2), 1)),
         f"{name}.absmax": ("U8" if nested else "F32", (blocks,)),
         f"{name}.quant_map": ("F32", (16,)),
         state: ("U8", (len(text),)),
@@ -195,6 +195,25 @@ def recipe(source: Source) -> Recipe:
     return Recipe(specs, encode, str(fmt), said, source.module)
 
 
+def _recipe_of_eight(source: Source) -> Recipe:
+    """LLM.int8()'s weight and the absmax of its rows."""
+    name, stem, shape = source.name, source.stem, source.shape
+    specs: Specs = {
+        name: ("I8", shape),
+        stem + "SCB": ("F32", shape[:1]),
+        stem + "weight_format": ("U8", ()),
+    }
+
+    def encode(q: QuantArray) -> Tensors:
+        parts = q.arrays()
+        absmax = np.ascontiguousarray(parts["scale"].reshape(-1))
+        rows = np.zeros((), np.uint8)  # bitsandbytes.utils.LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING
+        return {name: parts["packed"], stem + "SCB": absmax, stem + "weight_format": rows}
+
+    said = {"quant_type": source.format.name, "double_quant": False}
+    return Recipe(specs, encode, str(source.format), said, source.module)
+
+
 def _written_state(
     kind: str, size: int, dtype: np.dtype, shape: tuple[int, ...], offset: float | None
 ) -> np.ndarray:
@@ -211,15 +230,18 @@ def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, 
     """One type for all modules."""
     if not recipes:
         return {}
+    kind = same(recipes, "quant_type", KIND)
     return {
         "quantization_config": {
             "quant_method": KIND,
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": same(recipes, "quant_type", KIND),
+            "load_in_4bit": kind in TYPES,
+            "load_in_8bit": kind not in TYPES,
+            "bnb_4bit_quant_type": kind if kind in TYPES else "fp4",
             "bnb_4bit_use_double_quant": same(recipes, "double_quant", KIND),
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_compute_dtype": "float32",
             "llm_int8_skip_modules": list(plain),
+            "llm_int8_threshold": 6.0,
+            "llm_int8_has_fp16_weight": False,
         }
     }

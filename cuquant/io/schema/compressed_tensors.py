@@ -22,6 +22,7 @@ from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8, sparse
+from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Extent,
     Found,
@@ -38,6 +39,7 @@ from cuquant.io.schema.layer import (
 from cuquant.io.schema.patterns import matches
 from cuquant.io.schema.pieces import block_floats, extent_of, integers
 from cuquant.io.schema.recipe import (
+    CHUNK,
     Integers,
     Recipe,
     Source,
@@ -148,8 +150,6 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         c.info(stem + "weight_packed"),
         c.info(stem + "weight_scale"),
     )
-    if stem + "weight_g_idx" in c:
-        raise refuse(name, "columns in the order of actorder are not read yet")
     bits = integer(weights, "num_bits", 2, 8)
     shape = _shape(c, stem, codes.shape, bits, name)
     words, depth = codes.shape[-1], shape[-1]
@@ -162,26 +162,46 @@ def _packed(c: Checkpoint, stem: str, weights: Group) -> Layer:
         raise refuse(name, f"zero points {list(c.info(zeros).shape)} are none of a matrix")
     extent = _extent(shape, scales, weights, name)
     kept = scale_dtype(scales, "scales")
-    if bits == 8 and not has_zeros:
-        fmt = get_format("int8", block_size=extent, scale_dtype=kept)
-    else:
-        fmt = get_format(f"{'u' * has_zeros}int{bits}", block_size=extent, scale_dtype=kept)
+    order = _order(c, stem, depth, extent, name)
+    fmt = get_format(
+        f"{'u' * has_zeros}int{bits}",
+        block_size=extent,
+        scale_dtype=kept,
+        permuted=order is not None,
+    )
 
     def parts() -> Parts:
         rows = c.read(codes.name).view(np.uint32).reshape(-1, words)
         used = 32 // bits * bits  # of a padded word
         padded = len(ways) > 1 and not np.any(rows >> np.uint32(used))
         stored = ways[-1] if padded else ways[0]
-        found = {
-            "packed": repacked(rows, stored, depth, fmt),
-            "scale": c.read(scales.name),
-        }
+        found = {"scale": c.read(scales.name)}
+        if order is None:
+            found["packed"] = repacked(rows, stored, depth, fmt)
+        else:
+            own = fmt.row_packing, order, fmt.zero_code
+            found |= {"packed": permuted_rows(rows, stored, depth, *own), "permutation": order}
         if has_zeros:
             found["zero_point"] = _zeros(c.read(zeros), bits, stored, scales.shape)
         return found
 
-    names = _names(c, stem, "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+    ends = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    names = _names(c, stem, *ends)
     return Layer(name, fmt, shape, model_dtype(c, scales), names, parts)
+
+
+def _order(c: Checkpoint, stem: str, depth: int, extent: Extent, name: str) -> np.ndarray | None:
+    """Columns sorted by group, where actorder has them in another order; else None.
+
+    A group of -1 says that they are in order.
+    """
+    if stem + "weight_g_idx" not in c:
+        return None
+    g_idx = c.read(stem + "weight_g_idx")
+    if g_idx.size and (g_idx == -1).all():
+        return None
+    size = extent if isinstance(extent, int) else depth
+    return column_order(g_idx, depth, size, -(-depth // size), name)
 
 
 def _shape(
@@ -221,10 +241,16 @@ def _version(c: Checkpoint) -> tuple[int, ...] | None:
 def repacked(rows: np.ndarray, stored: Packing, depth: int, fmt: Format) -> np.ndarray:
     """Codes of words [rows, words], as a format packs them."""
     wanted = fmt.row_packing
-    if wanted == stored and depth % 32 == 0:
+    if depth % 32 == 0 and wanted == stored:
         return rows
-    codes = stored.unpack(np.ascontiguousarray(rows), depth)
-    return wanted.pack(codes, fmt.zero_code)
+    if depth % 32 == 0 and (stored.order, wanted.order, wanted.signed) == ("dense", "low", False):
+        return rows.view(np.uint8)  # whole bytes of codes, the lowest first
+    made = np.empty((len(rows), wanted.words(depth)), wanted.dtype)
+    step = max(CHUNK // max(depth, 1), 1)
+    for start in range(0, len(rows), step):
+        codes = stored.unpack(np.ascontiguousarray(rows[start : start + step]), depth)
+        made[start : start + step] = wanted.pack(codes, fmt.zero_code)
+    return made
 
 
 def _zeros(words: np.ndarray, bits: int, stored: Packing, shape: tuple[int, ...]) -> np.ndarray:
@@ -319,10 +345,8 @@ def _experts_recipe(source: Source) -> Recipe:
     if shape not in made.specs:
         return made
 
-    def encode(q: QuantArray) -> Tensors:
-        return {**made.encode(q), shape: np.array(source.shape, np.int64)}
-
-    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, encode=encode)
+    given = {shape: np.array(source.shape, np.int64)}
+    return replace(made, specs={**made.specs, shape: ("I64", (3,))}, given=given)
 
 
 def _strategy(source: Source) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _fitting(source: Source, found: Integers) -> str:
         low, high = -found.zero, (1 << found.bits) - 1 - found.zero
     else:
         low = high = 0
-        for q in row_chunks(source.read()):
+        for q in row_chunks(source):
             codes, zeros = codes_of(q), group_zeros(q, found.group)
             signed = moved(codes, zeros, found.group, 0)
             low, high = min(low, int(signed.min(initial=0))), max(high, int(signed.max(initial=0)))

@@ -19,6 +19,7 @@ from cuquant.formats import get_format
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
+from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Found,
     Layer,
@@ -87,29 +88,30 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     if not groups or not columns or codes.shape[1] != columns or codes.shape[0] * 32 % bits:
         raise refuse(name, f"codes {list(codes.shape)} do not fit scales {list(scales.shape)}")
     depth = codes.shape[0] * 32 // bits
-    g_idx = c.read(stem + "g_idx") if stem + "g_idx" in c else None
     size = _group_size(own, depth, groups, name)
-    if g_idx is not None and not _in_order(g_idx, depth, size):
-        raise refuse(
-            name,
-            "its columns are in the order of desc_act, which cuquant does not keep yet",
-        )
+    order = _order(c, own, stem, depth, size, groups)
     first = _is_first(own)
     packing = Packing(bits, "low" if bits in (4, 8) else "dense")
     kept = scale_dtype(scales, "scales")
-    fmt = get_format(f"uint{bits}", block_size=size if groups > 1 else "row", scale_dtype=kept)
+    fmt = get_format(
+        f"uint{bits}",
+        block_size=size if groups > 1 else "row",
+        scale_dtype=kept,
+        permuted=order is not None,
+    )
 
     def parts() -> Parts:
-        words = np.ascontiguousarray(c.read(codes.name).T).view(np.uint32)
+        words = c.transposed(codes.name).view(np.uint32)
         stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
-        return {
-            "packed": words if packing.dtype == np.uint32 else words.view(np.uint8),
-            "scale": c.read(scales.name).T,
-            "zero_point": stored.T,
-        }
+        packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
+        found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
+        if order is None:
+            return {"packed": packed, **found}
+        packed = permuted_rows(packed, packing, depth, fmt.row_packing, order, fmt.zero_code)
+        return {"packed": packed, "permutation": order, **found}
 
     tensors = [codes.name, zeros.name, scales.name]
-    if g_idx is not None:
+    if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts)
 
@@ -148,8 +150,17 @@ def _group_size(config: Mapping[str, Any], depth: int, groups: int, name: str) -
     return size
 
 
-def _in_order(g_idx: np.ndarray, depth: int, size: int) -> bool:
-    return g_idx.shape == (depth,) and np.array_equal(g_idx, np.arange(depth) // size)
+def _order(
+    c: Checkpoint, config: Mapping[str, Any], stem: str, depth: int, size: int, groups: int
+) -> np.ndarray | None:
+    """Columns sorted by group, where desc_act has them in another order; else None."""
+    if stem + "g_idx" in c:
+        return column_order(c.read(stem + "g_idx"), depth, size, groups, stem + "weight")
+    if config.get("desc_act") is True and groups > 1:
+        raise refuse(
+            stem + "weight", "desc_act is true and its g_idx is missing: groups are not known"
+        )
+    return None
 
 
 def _is_first(config: Mapping[str, Any]) -> bool:
@@ -177,10 +188,14 @@ def _override(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
 # ---- writing ------------------------------------------------------------------------------------
 
 NEAREST = {2: "int2", 3: "int3", 4: "int4", 8: "int8:128+float16"}
+ODD = ("permuted",)
 
 
 def recipe(source: Source) -> Recipe:
-    """Integers of 2, 3, 4 or 8 bits with scales of float16, as "gptq_v2"."""
+    """Integers of 2, 3, 4 or 8 bits with scales of float16, as "gptq_v2".
+
+    Codes of permuted columns go back to their place, and g_idx says which group they are of.
+    """
     columns, depth = source.matrix("GPTQ")
     found = integers_of(source.format, source.shape)
     if found is None or found.bits not in BITS:
@@ -203,7 +218,7 @@ def recipe(source: Source) -> Recipe:
             stem + "qweight": np.ascontiguousarray(words.T),
             stem + "qzeros": words_of(packing.pack(zeros, 0)),
             stem + "scales": as_tag(group_scales(q, group).T, kept),
-            stem + "g_idx": (np.arange(depth) // group).astype(np.int32),
+            stem + "g_idx": _groups_of(q, group),
         }
 
     specs: Specs = {
@@ -217,9 +232,20 @@ def recipe(source: Source) -> Recipe:
         "group_size": group,
         "groups": groups,
         "sym": is_sym == 1 << (bits - 1),
+        "desc_act": source.format.permuted,
     }
     axes = {stem + "qweight": 1, stem + "qzeros": 1, stem + "scales": 1}
     return Recipe(specs, encode, f"{bits} bits, groups of {group}", said, source.module, axes)
+
+
+def _groups_of(q: QuantArray, group: int) -> np.ndarray:
+    """int32 [K]: the group of each column."""
+    groups = (np.arange(q.shape[-1]) // group).astype(np.int32)
+    if not q.format.permuted:
+        return groups
+    g_idx = np.empty_like(groups)
+    g_idx[q.arrays()["permutation"]] = groups
+    return g_idx
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
@@ -243,7 +269,7 @@ def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, 
             "bits": bits,
             "group_size": group_size,
             "sym": all(made.said["sym"] for made in recipes),
-            "desc_act": False,
+            "desc_act": any(made.said["desc_act"] for made in recipes),
             "checkpoint_format": "gptq_v2",
             "lm_head": any(made.module == "lm_head" for made in recipes),
             "dynamic": dynamic,

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.arranged import check_permutation
 from cuquant.array.quant_array import QuantArray
 from cuquant.errors import FormatError, shortened
 from cuquant.formats import Format
@@ -65,6 +66,10 @@ class Layer:
                     f"{self.format} of shape {self.shape} needs {part.dtype}{list(part.shape)}"
                 )
             parts[part.name] = array.reshape(part.shape)
+        try:
+            check_permutation(parts)
+        except FormatError as error:
+            raise refuse(self.name, str(error)) from error
         axes = tuple(range(len(self.shape)))
         return QuantArray(self.format, self.shape, self.dtype, parts, axes)
 

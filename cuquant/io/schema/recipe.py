@@ -23,6 +23,11 @@ PARTS = {
     "packed", "scale", "zero_point", "minimum", "blocks", "global_scale", "nested_scale",
     "nested_offset",
 }  # fmt: skip
+ODD = {
+    "permuted": "its columns are permuted, which files of gptq and cuquant keep",
+    "flat": "its blocks run across rows, which files of bitsandbytes and cuquant keep",
+    "absmax": "it has absmax in place of scales, which files of bitsandbytes and cuquant keep",
+}
 CHUNK = 1 << 19  # elements whose codes are unpacked at a time
 SCALE_TAGS = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # dtypes of plain scales
@@ -41,6 +46,8 @@ class Source:
         Reads it.
     axes
         As a QuantArray's; None where the last axis is the quantized one.
+    rows
+        Reads rows [start, stop) of a matrix; None where it is read whole.
     """
 
     name: str
@@ -49,6 +56,7 @@ class Source:
     dtype: np.dtype
     read: Callable[[], QuantArray]
     axes: tuple[int, ...] | None = None
+    rows: Callable[[int, int], QuantArray] | None = None
 
     @property
     def stem(self) -> str:
@@ -70,8 +78,12 @@ class Source:
         return self.shape[0], self.shape[1]
 
 
-def refuse_odd_parts(source: Source) -> None:
-    """ValueError where an array has components that no kind of others knows, or not in rows."""
+def refuse_odd_parts(source: Source, held: Sequence[str] = ()) -> None:
+    """ValueError where an array is odd in another way than a kind holds, or not in rows."""
+    if odd := [word for word in source.format.odd if word not in held]:
+        raise ValueError(ODD[odd[0]])
+    if not source.format.is_plain:
+        return
     parts = source.format.components(source.shape)
     if odd := [part.name for part in parts if part.name not in PARTS]:
         raise ValueError(f"it has a component {odd[0]!r}, which only files of cuquant keep")
@@ -107,26 +119,56 @@ class Recipe:
     module: str = ""
     axes: Mapping[str, int] | None = None
 
-    def tensors(self, q: QuantArray) -> Tensors:
-        """What the array becomes."""
+    def tensors(self, source: Source) -> dict[str, np.ndarray | Iterator[np.ndarray]]:
+        """What the array becomes.
+
+        The largest tensor whose rows are the array's comes first, as an iterator of its bytes; the
+        others are complete when that is at its end.
+        """
         if self.axes is None:
-            return self.encode(q)
-        made: Tensors = {}
-        done = dict.fromkeys(self.axes, 0)
-        for part in row_chunks(q):
-            for name, piece in self.encode(part).items():
+            return dict(self.encode(source.read()))
+        chunks = row_chunks(source)
+        first = next(chunks)
+        found = self.encode(first)
+        if first.shape == source.shape:
+            return dict(found)
+        by_rows = [name for name in found if self.axes.get(name) == 0]
+        streamed = max(by_rows, key=lambda name: found[name].nbytes, default=None)
+        made = {
+            name: np.empty(_whole(self.specs[name], piece), piece.dtype)
+            if name in self.axes
+            else piece
+            for name, piece in found.items()
+            if name != streamed
+        }
+        pieces = self._pieces(found, chunks, made, streamed)
+        if streamed is None:
+            for _ in pieces:
+                pass
+            return dict(made)
+        return {streamed: pieces, **made}
+
+    def _pieces(
+        self, found: Tensors, chunks: Iterator[QuantArray], made: Tensors, streamed: str | None
+    ) -> Iterator[np.ndarray]:
+        """Bytes of the streamed tensor; puts the parts of others where they belong."""
+        assert self.axes is not None  # `tensors` has looked
+        done = dict.fromkeys(found, 0)
+        while True:
+            for name in found:
                 axis = self.axes.get(name)
-                if part.shape == q.shape or axis is None:
-                    made[name] = piece
-                    continue
-                if name not in made:
-                    made[name] = np.empty(_whole(self.specs[name], piece), piece.dtype)
-                start, done[name] = done[name], done[name] + piece.shape[axis]
-                made[name][(slice(None),) * axis + (slice(start, done[name]),)] = piece
-        return made
+                if name != streamed and axis is not None:
+                    start, done[name] = done[name], done[name] + found[name].shape[axis]
+                    made[name][(slice(None),) * axis + (slice(start, done[name]),)] = found[name]
+            if streamed is not None:
+                yield np.ascontiguousarray(found[streamed]).reshape(-1).view(np.uint8)
+            part = next(chunks, None)
+            if part is None:
+                return
+            found = self.encode(part)
 
 
-def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
+def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> AllRows:
     """What several matrices [E, N, K] become: that of one with all their rows, whose tensors have
     the matrices' axis in front.
 
@@ -135,21 +177,40 @@ def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> Recipe:
     ValueError
         Where rows of two matrices, or all of them, share scales.
     """
-    fmt, (count, rows, columns) = source.format, source.shape
+    fmt, (count, rows, _) = source.format, source.shape
     if isinstance(fmt.rule.block, tuple) or fmt.rule.block == "tensor" or fmt.rule.nested:
         raise ValueError(f"{fmt} of several matrices has scales that they share")
-    shape = (count * rows, columns)
-    made = recipe(replace(source, shape=shape, read=lambda: flattened(source.read())))
+    made = recipe(_one_matrix(source))
     specs = {
-        name: (kind, (count, rows, *rest) if first == shape[0] and rest else (first, *rest))
+        name: (kind, (count, rows, *rest) if first == count * rows and rest else (first, *rest))
         for name, (kind, (first, *rest)) in made.specs.items()
     }
 
-    def encode(q: QuantArray) -> Tensors:
-        found = made.tensors(flattened(q))
-        return {name: part.reshape(specs[name][1]) for name, part in found.items()}
+    return AllRows(specs, made.encode, made.words, made.said, made.module, made.axes, made)
 
-    return replace(made, specs=specs, encode=encode, axes=None)
+
+@dataclass(frozen=True)
+class AllRows(Recipe):
+    """What several matrices become: `matrix` is of one with all their rows; `given` is as it is."""
+
+    matrix: Recipe | None = None
+    given: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def tensors(self, source: Source) -> dict[str, np.ndarray | Iterator[np.ndarray]]:
+        """As a Recipe's; arrays have the matrices' axis in front."""
+        assert self.matrix is not None  # of_all_rows has set it
+        found = self.matrix.tensors(_one_matrix(source))
+        shaped = {
+            name: part if isinstance(part, Iterator) else part.reshape(self.specs[name][1])
+            for name, part in found.items()
+            if name not in self.given
+        }
+        return {**shaped, **self.given}
+
+
+def _one_matrix(source: Source) -> Source:
+    shape = (math.prod(source.shape[:-1]), source.shape[-1])
+    return replace(source, shape=shape, read=lambda: flattened(source.read()), rows=None)
 
 
 def flattened(q: QuantArray) -> QuantArray:
@@ -166,17 +227,24 @@ def _whole(spec: tuple[Any, tuple[int, ...]], piece: np.ndarray) -> tuple[int, .
     return (*shape[:-1], piece.shape[-1]) if isinstance(kind, GgufType) else shape
 
 
-def row_chunks(q: QuantArray) -> Iterator[QuantArray]:
-    """A matrix by rows, of about CHUNK elements: a multiple of 32 rows."""
-    if q.ndim != 2:
-        yield q
+def row_chunks(source: Source) -> Iterator[QuantArray]:
+    """A matrix by rows, of about CHUNK elements: a multiple of 32 rows; else the whole array."""
+    if len(source.shape) != 2:
+        yield source.read()
         return
-    rows = max(CHUNK // max(q.shape[1], 1) // 32, 1) * 32
-    if q.shape[0] <= rows:
-        yield q
+    count, columns = source.shape
+    rows = max(CHUNK // max(columns, 1) // 32, 1) * 32
+    if count <= rows:
+        yield source.read()
         return
-    for start in range(0, q.shape[0], rows):
-        yield q[start : start + rows]
+    whole = None if source.rows else source.read()
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
+        if whole is not None:
+            yield whole[start:stop]
+        else:
+            assert source.rows is not None  # above
+            yield source.rows(start, stop)
 
 
 class Writer(Protocol):
@@ -328,7 +396,12 @@ def dense_words(q: QuantArray, pad: int) -> np.ndarray:
     packing, (_, columns) = q.format.row_packing, q.shape
     dense = Packing(packing.bits, "dense")
     is_dense = packing == dense or packing == Packing(packing.bits, "low")
-    if is_dense and not q.format.is_blocks and columns * packing.bits % 32 == 0:
+    if (
+        is_dense
+        and q.format.is_plain
+        and not q.format.is_blocks
+        and columns * packing.bits % 32 == 0
+    ):
         return words_of(q.arrays()["packed"])
     return words_of(dense.pack(codes_of(q), pad))
 

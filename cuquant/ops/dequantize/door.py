@@ -7,7 +7,7 @@ import numpy as np
 from cuquant import interop, reference
 from cuquant.array.components import OPERATIONS, ArrayT, Stored
 from cuquant.array.quant_array import QuantArray
-from cuquant.ops.dequantize import on_gpu
+from cuquant.ops.dequantize import arranged, on_gpu
 from cuquant.ops.outputs import writable_out
 
 
@@ -47,6 +47,8 @@ def dequantize(
     if not isinstance(q, QuantArray):
         hint = "; call p.dequantize()" if isinstance(q, Stored) else ""
         raise TypeError(f"dequantize takes a QuantArray, got {type(q).__name__}{hint}")
+    if not q.format.is_plain:
+        return arranged.values(q, dtype, out, stream)
     if q.device != "cpu":
         return on_gpu.values(q, dtype, out, stream)
     q.check()

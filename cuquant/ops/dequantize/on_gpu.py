@@ -27,7 +27,7 @@ def _order(q: QuantArray) -> tuple[int, ...]:
 def values(q: QuantArray, dtype: object, out: Any, stream: object) -> Any:
     """`dequantize` on a GPU; the arguments are the user's."""
     if out is not None:
-        _check_out(q, dtype, out)
+        check_out_of(q, dtype, out)
     with backend_of(_first(q), stream) as backend:
         target = out
         if target is None:
@@ -57,7 +57,8 @@ def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
     return contiguous(backend, q.components)
 
 
-def _check_out(q: QuantArray, dtype: object, out: Any) -> None:
+def check_out_of(q: QuantArray, dtype: object, out: Any) -> None:
+    """TypeError or ValueError where `out` cannot take an array's values."""
     if interop.kind(out) != q.kind:
         raise TypeError(f"out must be a {q.kind} array, got {type(out).__name__}")
     if interop.device(out) != q.device:

@@ -9,6 +9,7 @@ from cuquant.array.components import OPERATIONS, ArrayT
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.ops.matmul import on_gpu
+from cuquant.ops.matmul.arranged import decoded, is_odd, product_of, rearranged
 from cuquant.ops.matmul.check import (
     F32,
     Finish,
@@ -84,6 +85,12 @@ def matmul(
             "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
         )
     finish = _finish(call, [left, right], product_shape(left.shape, right.shape), stream)
+    if is_odd(left) or is_odd(right):
+        summed = len(left.shape) - 1, max(len(right.shape) - 2, 0)
+        if (pair := rearranged(left, right, summed, stream)) is not None:
+            kept = {"bias": bias, "activation": activation, "out": out, "stream": stream}
+            return matmul(*pair, out_dtype=finish.dtype, **kept)
+        left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
         return on_gpu.matmul(left, right, finish, stream, call)
     return finish(lambda: flat_matmul(left.values(), right.values()))
@@ -144,6 +151,11 @@ def linear(
         return made
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
     finish = _finish(call, [left, right], linear_shape(left, right), stream)
+    if is_odd(left) or is_odd(right):
+        if (pair := rearranged(left, right, (len(left.shape) - 1, 1), stream)) is not None:
+            kept = {"residual": residual, "activation": activation, "out": out, "stream": stream}
+            return linear(*pair, bias, out_dtype=finish.dtype, **kept)
+        left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
         return on_gpu.linear(left, (right,), finish, stream, call)
     return finish(lambda: flat_matmul(left.values(), right.values().T))
@@ -197,6 +209,9 @@ def swiglu(
     if up.shape != gate.shape:
         raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
     finish = _finish(call, [left, gate, up], shape, stream)
+    if any(map(is_odd, (left, gate, up))):
+        gated = linear(x, w_gate, activation="silu", out_dtype=F32, stream=stream)
+        return product_of(gated, linear(x, w_up, out_dtype=F32, stream=stream), finish, stream)
     if finish.place.is_gpu:
         return on_gpu.linear(left, (gate, up), finish, stream, call)
 
@@ -255,6 +270,10 @@ def grouped_linear(
         raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
     finish = Finish.check([left, right], (left.shape[0], width), out=out, stream=stream)
     chosen = _experts(experts, left, known)
+    if is_odd(left) or is_odd(right):
+        if (pair := rearranged(left, right, (1, 2), stream)) is not None:
+            return grouped_linear(*pair, experts, out=out, stream=stream)
+        left, right = decoded(left, stream), decoded(right, stream)
     if finish.place.is_gpu:
         return on_gpu.grouped_linear(left, right, chosen, finish, stream)
 
@@ -262,7 +281,8 @@ def grouped_linear(
         values = left.values()
         result = np.zeros((len(chosen), width), F32)
         stored = right.quantized.numpy()
-        stacked = stored.axes == (0, 1, 2)  # else an expert has no components of its own
+        # Else an expert has no components of its own.
+        stacked = stored.axes == (0, 1, 2) and stored.format.is_plain
         whole = None if stacked else stored.dequantize(dtype=F32)
         for expert in np.unique(chosen):
             part = stored[int(expert)].dequantize(dtype=F32) if whole is None else whole[expert]

@@ -88,8 +88,8 @@ def _weight(backend: GpuBackend, operand: Operand) -> tuple[Weight | Dense, int]
 
 def _row_weight(backend: GpuBackend, operand: Operand) -> tuple[Weight | Dense, int]:
     """The same as rows, which the plain kernels take."""
-    q = operand.quantized
-    if q.axis == q.ndim - 1:
+    if _runs_along(operand, len(operand.shape) - 1):
+        q = operand.quantized
         *experts, rows, _ = _row_steps(q)
         return _stored_rows(backend, q, rows), experts[0] if experts else 0
     floats = _floats(backend, operand)
@@ -223,8 +223,10 @@ def linear(
 
 def _is_as_given(weight: Weight | Dense, operand: Operand) -> bool:
     """Whether kernels read the operand's own memory: not a copy of it."""
+    if not isinstance(weight, Weight):
+        return False
     own = operand.source.components
-    return isinstance(weight, Weight) and all(own[k] is part for k, part in weight.parts.items())
+    return all(own[k] is part for k, part in weight.parts.items())
 
 
 def _with_rows(

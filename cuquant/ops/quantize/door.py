@@ -16,6 +16,7 @@ from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, Nonfinite
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops import geometry
+from cuquant.ops.quantize import arranged
 from cuquant.ops.quantize.given import calibration
 from cuquant.ops.quantize.on_gpu import EncodeOnGpu
 
@@ -51,7 +52,8 @@ def quantize(
         What `get_format` takes: a name, a string with options such as "nf4:32+dq", a Format.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor" or a pair (rows, columns) for
-        the last two axes. None: the format's own.
+        the last two axes; "flat" or "flat128": blocks over the flattened array, across rows. None:
+        the format's own.
     axis
         Blocks run along this axis and never leave it.
     scale
@@ -144,6 +146,17 @@ def quantize(
     result = partial(QuantArray, fmt, shape, dtype, axes=axes)
     if out is not None:
         _check_out(out, fmt, shape, dtype, axes, given)
+    if not fmt.is_plain:
+        others = {
+            "scale": scale,
+            "zero_point": zero_point,
+            "global_scale": global_scale,
+            "stochastic": stochastic,
+            "seed": seed,
+            "nonfinite": nonfinite,
+            "stream": stream,
+        }
+        return arranged.quantized(quantize, given, fmt, axis, out, others)
     if on_gpu:
         run = EncodeOnGpu(fmt, axis, bool(stochastic), key, nonfinite, out)
         parts = run(given, stored, scale, zero_point, global_scale, stream)

@@ -90,6 +90,11 @@ class SafetensorsWriter:
         self._file: BinaryIO | None = None
         self._pending: set[str] = set()
 
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self._header) + sum(info.nbytes for info in self.tensors.values())
+
     def __enter__(self) -> SafetensorsWriter:
         self._new.__enter__()
         self._pending = set(self.tensors)

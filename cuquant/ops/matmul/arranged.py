@@ -1,0 +1,77 @@
+"""Products with arrays of odd formats: by the plain arrays that they store, or by their values.
+
+Columns of x follow the permutation of a weight; blocks of the flattened array that end with its
+rows are a plain array's; absmax becomes scales. What is left is decoded to float32.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.array import arranged
+from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.gpu.arrays import backend_of
+from cuquant.ops.dequantize.door import dequantize
+from cuquant.ops.matmul.check import F32, Finish, Operand
+
+Pair = tuple[Any, Any]
+
+
+def is_odd(operand: Operand) -> bool:
+    """Whether kernels do not read an operand as it is stored."""
+    return operand.dtype is None and not operand.source.format.is_plain
+
+
+def rearranged(left: Operand, right: Operand, axes: tuple[int, int], stream: object) -> Pair | None:
+    """Factors of the same product of which none is odd, and one is quantized; None: there are none.
+
+    `axes` are those that are summed over.
+    """
+    first = left.memory()[0]
+    with backend_of(first, stream) if left.place.is_gpu else nullcontext():
+        if is_odd(left) and is_odd(right):
+            return _with(right, dequantize(left.quantized, F32), axes[1], axes[0])
+        if is_odd(right):
+            return _with(right, left.source, axes[1], axes[0])
+        made = _with(left, right.source, axes[0], axes[1])
+        return made and made[::-1]
+
+
+def decoded(operand: Operand, stream: object) -> Operand:
+    """An odd operand on a GPU as an array of float32; others as they are."""
+    if not (operand.place.is_gpu and is_odd(operand)):
+        return operand
+    values = dequantize(operand.quantized, F32, stream=stream)
+    return replace(operand, source=values, dtype=np.dtype(F32))
+
+
+def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
+    """The other factor and the odd one, as `rearranged` has them."""
+    source, fmt = odd.source, odd.source.format
+    if fmt.is_flat:
+        source = arranged.in_rows(unpack(source) if isinstance(source, PackedWeight) else source)
+        return None if source is None else (other, source)
+    if not fmt.permuted:
+        return other, arranged.plain(source)
+    is_along = isinstance(source, PackedWeight) or source.axis == axis
+    if not is_along:
+        return None
+    if interop.kind(other) is None:  # quantized
+        other = other.dequantize(dtype=F32)
+    order = interop.beside(source.components[arranged.ORDER], other, arranged.ORDER)
+    return arranged.gathered(other, order, others), arranged.plain(source)
+
+
+def product_of(gated: Any, other: Any, finish: Finish, stream: object) -> Any:
+    """The elements of two float32 results multiplied, as a product's `finish` has them."""
+    if not finish.place.is_gpu:
+        return finish(lambda: interop.to_numpy(gated) * interop.to_numpy(other))
+    with backend_of(gated, stream) as backend:
+        made = interop.astype(gated * other, finish.dtype)
+        if finish.out is None:
+            return made
+        backend.copy_into(finish.out, made)
+        return finish.out
