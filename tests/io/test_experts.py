@@ -181,7 +181,9 @@ def test_experts_that_are_not_all_there_or_differ_are_refused(tmp_path):
     tiles = {
         name: cq.quantize(v, "fp8_e4m3:32x32") for name, v in arrays.items() if "_proj" in name
     }
-    refused("scales of their own", {**arrays, **tiles})
+    refused("cannot lie in one array", {**arrays, **tiles})
+    odd = {n: cq.quantize(v, "nf4:flat") for n, v in arrays.items() if "experts" in n}
+    refused("cannot lie in one array", {**arrays, **odd})
     config = {**CONFIG, **QWEN, "norm_topk_prob": False}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     refused("norm_topk_prob", arrays)
