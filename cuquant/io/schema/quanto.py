@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.schema import fp8
@@ -25,7 +27,7 @@ from cuquant.io.schema.layer import (
     refuse,
     scale_dtype,
 )
-from cuquant.io.schema.pieces import extent_of, integers, of_slabs
+from cuquant.io.schema.pieces import extent_of, integers, of_slabs, packed_by_rows
 
 KIND = "quanto"
 DATA, SLABS, SCALE, SHIFT = "._data", "._data._data", "._scale", "._shift"
@@ -89,9 +91,13 @@ def _grouped(c: Checkpoint, name: str) -> Layer:
     fmt = get_format(f"uint{bits}", block_size=block, offset="min", scale_dtype=kept)
 
     def parts() -> Parts:
-        fields = of_slabs(c.read(codes.name), bits, SHIFTS[bits], groups)
+        words, each = c.read(codes.name), depth // size
+
+        def unpacked(start: int, stop: int) -> np.ndarray:
+            return of_slabs(words, bits, SHIFTS[bits], start * each, stop * each)
+
         return {
-            "packed": fmt.row_packing.pack(fields.reshape(rows, depth), fmt.zero_code),
+            "packed": packed_by_rows(fmt, rows, depth, unpacked),
             "scale": c.read(scales.name),
             "minimum": -c.read(shifts.name),
         }
