@@ -159,7 +159,10 @@ def _blocks(
             found = dict(made.parts())
             found["scale"] = untiled(found["scale"], rows, depth // size)
             if kind == "nvfp4":  # the high nibble is the first
-                found["packed"] = (found["packed"] << 4) | (found["packed"] >> 4)
+                packed = found["packed"]
+                found["packed"] = packed >> 4
+                packed <<= 4
+                found["packed"] |= packed
             return found
 
         return replace(made, parts=parts)
