@@ -51,7 +51,7 @@ def layers(c: Checkpoint) -> Iterator[Found]:
     """Layers that have a format of their own."""
     dtype = _dtype(c)
     listed = _listed(c)
-    marks = [name for stem in stems(c, MARK) if (name := stem + MARK)]
+    marks = [stem + MARK for stem in stems(c, MARK)]
     for stem in dict.fromkeys([*(f"{name}." for name in listed), *stems(c, SAYS)]):
         if stem + "weight" in c:
             yield attempt(stem + "weight", _layer, c, stem, listed, dtype)
