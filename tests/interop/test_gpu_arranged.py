@@ -98,3 +98,22 @@ def test_products_are_the_hosts(name, to):
     for w in (moved(q, to), cq.prepack(moved(q, to))):
         found = host(cq.grouped_linear(to(Y), w, experts))
         np.testing.assert_allclose(found, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8+absmax", "int4:32+permuted"])
+def test_what_is_overwritten_in_place_counts_in_the_next_product(name, to):
+    """Scales and permutation are read anew by each product, also by a plan that was kept."""
+    q = made(name, 1)
+    w, y = moved(q, to), to(Y)
+    for _ in range(2):
+        close(cq.linear(y, w), Y, q.dequantize().T)
+    w.components["scale"][...] = to(
+        np.array(q.components["scale"]) * q.components["scale"].dtype.type(2)
+    )
+    for _ in range(2):
+        close(cq.linear(y, w), Y, 2 * q.dequantize().T)
+    if q.format.permuted:
+        order = RNG.permutation(X.shape[1]).astype(np.int32)
+        w.components["permutation"][...] = to(order)
+        other = q._with(components={**q.components, "permutation": order})
+        close(cq.linear(y, w), Y, 2 * other.dequantize().T)

@@ -13,9 +13,11 @@ import numpy as np
 from cuquant import interop
 from cuquant.array import arranged
 from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.formats.scales import INVERSE_127
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul.check import F32, Finish, Operand
+from cuquant.ops.remember import Remembered
 
 Pair = tuple[Any, Any]
 
@@ -23,6 +25,46 @@ Pair = tuple[Any, Any]
 def is_odd(operand: Operand) -> bool:
     """Whether kernels do not read an operand as it is stored."""
     return operand.dtype is None and not operand.source.format.is_plain
+
+
+def at_hand(x: Any, w: Any) -> Pair | None:
+    """x with its columns in the order of a weight [N, K], and the plain weight; None: `rearranged`
+    has to look closer.
+
+    Of arrays on one GPU: the plain weight's components are the same objects in every call, so that
+    a product is made by the plan of the call before.
+    """
+    fmt, kind = w.format, interop.kind(x)
+    if fmt.is_plain or kind not in ("cupy", "torch") or not (fmt.permuted or fmt.rule.absmax):
+        return None
+    parts = w.components
+    first = next(iter(parts.values()))
+    is_row_major = isinstance(w, PackedWeight) or w.axes == (0, 1)
+    if not is_row_major or len(w.shape) != 2 or w.kind != kind or not interop.is_on_gpu(x):
+        return None
+    if x.device != first.device or not x.shape or x.shape[-1] != w.shape[1]:
+        return None
+    if kind == "torch" and interop.wants_gradient(x):
+        return None
+    if fmt.permuted:
+        return arranged.gathered(x, parts[arranged.ORDER], x.ndim - 1), arranged.plain(w)
+    absmax = parts["scale"]
+    scale = _scales.get([absmax])
+    if scale is None:
+        scale = _scales.put([absmax], _like(absmax))
+    interop.namespace(absmax).multiply(absmax, INVERSE_127.item(), out=scale)
+    return x, w._with(format=fmt.plain, components={**parts, "scale": scale})
+
+
+def _like(array: Any) -> Any:
+    """Memory for as many numbers; of torch none that only its inference mode may write to."""
+    library = interop.namespace(array)
+    with library.inference_mode(False) if interop.kind(array) == "torch" else nullcontext():
+        return library.empty_like(array)
+
+
+# Where scales of absmax go, which each product makes anew: absmax may have changed.
+_scales: Remembered[Any] = Remembered()
 
 
 def rearranged(left: Operand, right: Operand, axes: tuple[int, int], stream: object) -> Pair | None:

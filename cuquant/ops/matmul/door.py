@@ -5,11 +5,11 @@ from typing import Any, Literal
 import numpy as np
 
 from cuquant import interop
-from cuquant.array.components import OPERATIONS, ArrayT
+from cuquant.array.components import OPERATIONS, ArrayT, Stored
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.ops.matmul import on_gpu
-from cuquant.ops.matmul.arranged import decoded, is_odd, product_of, rearranged
+from cuquant.ops.matmul.arranged import at_hand, decoded, is_odd, product_of, rearranged
 from cuquant.ops.matmul.check import (
     F32,
     Finish,
@@ -149,6 +149,9 @@ def linear(
     call = Call("linear", x, (w := stored(w),), bias, residual, out, activation, out_dtype)
     if stream is None and (made := again(call)) is not None:
         return made
+    if stream is None and isinstance(w, Stored) and (pair := at_hand(x, w)) is not None:
+        kept = {"residual": residual, "activation": activation, "out": out}
+        return linear(*pair, bias, out_dtype=out_dtype, **kept)
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
     finish = _finish(call, [left, right], linear_shape(left, right), stream)
     if is_odd(left) or is_odd(right):
