@@ -150,3 +150,47 @@ def test_transformers_reads_a_model_of_gguf(tmp_path, model_type):
     load = transformers.AutoModelForCausalLM.from_pretrained
     assert torch.equal(load(tmp_path, gguf_file="m.gguf").eval()(ids).logits, want)
     assert torch.equal(load(tmp_path / "out").eval()(ids).logits, want)
+
+
+GPTQ = (
+    "int4:32", "uint4:32", "uint4", "int8:32+float16", "int3:32", "int2:32", "int4:row",
+    "uint4:32+permuted",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPTQ)
+def test_gptqmodel_reads_the_same_numbers(tmp_path, name):
+    """Its layer decodes in float16, with one rounding."""
+    torch = pytest.importorskip("torch")
+    qlinear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    weight = cq.quantize(RNG.standard_normal((64, 256)).astype(np.float16), name)
+    if weight.format.permuted:
+        order = RNG.permutation(256).astype(np.int32)
+        weight = weight._with(components={**weight.components, "permutation": order})
+    cq.save(tmp_path / "in.safetensors", {"up.weight": weight})
+    cq.convert(tmp_path / "in.safetensors", tmp_path / "out", "gptq")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    layer = qlinear.TorchLinear(
+        **{key: said[key] for key in ("bits", "group_size", "sym", "desc_act")},
+        in_features=256, out_features=64, bias=False, pack_dtype=torch.int32, register_buffers=True,
+    )  # fmt: skip
+    found = tensors_of(tmp_path / "out")
+    layer.load_state_dict({key.removeprefix("up."): value for key, value in found.items()})
+    layer.post_init()
+    decoded = layer.dequantize_weight().T.float().numpy()
+    assert np.array_equal(decoded, weight.dequantize(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["int4:32", "uint4:64", "uint4:128+bfloat16"])
+def test_awq_of_gptqmodel_reads_the_same_numbers(tmp_path, name):
+    pytest.importorskip("torch")
+    packing = pytest.importorskip("gptqmodel.quantization.awq.utils.packing_utils")
+    arrays, out = converted(tmp_path, "awq", name)
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    found = tensors_of(out)
+    for key, q in arrays.items():
+        stem = key.removesuffix("weight")
+        parts = (found[stem + end] for end in ("qweight", "qzeros", "scales"))
+        decoded = packing.dequantize_gemm(*parts, said["bits"], said["group_size"])
+        rounded = q.dequantize(np.float16 if "bfloat16" not in name else "bfloat16")
+        assert np.array_equal(decoded.T.float().numpy(), rounded.astype(np.float32))
