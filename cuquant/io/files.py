@@ -214,10 +214,11 @@ def _foreign(c: Checkpoint, layer: Found) -> Entry:
     if isinstance(layer, Unread):
         return _unread(c, layer)
     nbytes = sum(c.info(name).nbytes for name in layer.tensors)
-    fmt = None if isinstance(layer, Plain) else layer.format
+    fmt, axes = (None, None) if isinstance(layer, Plain) else (layer.format, layer.axes)
     return Entry(
-        layer.name, fmt, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes, layer.read
-    )
+        layer.name, fmt, layer.shape, layer.dtype, nbytes, layer.tensors, layer.notes, layer.read,
+        axes,
+    )  # fmt: skip
 
 
 def _unread(c: Checkpoint, layer: Unread) -> Entry:

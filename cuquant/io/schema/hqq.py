@@ -1,9 +1,11 @@
 """HQQ: layers whose settings are tensors too.
 
-W_q holds the codes of [N K / g, g] (axis 1) in slabs of rows, the first in the high bits; scale and
-zero [N K / g, 1]; shape, nbits, group_size, axis as numbers, packing as text in U8.
-w = (code - zero) * scale in compute_dtype; zero is a fraction unless round_zero. Source: hqq 0.2.8,
-core/quantize and core/bitpack.
+W_q holds the codes of [N K / g, g] (axis 1) or [g, N K / g] (axis 0) in slabs of rows, the first in
+the high bits; scale and zero [N K / g, 1] or [1, N K / g]; shape, nbits, group_size, axis as
+numbers, packing as text in U8. w = (code - zero) * scale in compute_dtype; zero is a fraction
+unless round_zero. Groups of axis 0 are g rows of a column, N / g rows apart: blocks along N, of
+permuted rows. Where g does not divide N they lie across columns too, and the weight is decoded.
+Source: hqq 0.2.8, core/quantize and core/bitpack.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from cuquant.io.schema.layer import (
     Found,
     Layer,
     Parts,
+    Plain,
     attempt,
     model_dtype,
     refuse,
@@ -45,6 +48,7 @@ SETTINGS = (
     "offload_meta", "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape",
     "stores_quant_config", "unpack_view_dtype", "view_as_float",
 )  # fmt: skip
+ACROSS = "groups of axis 0 that do not divide the rows lie across columns: the weight is decoded"
 ROUNDS = "values are those of exact arithmetic, which HQQ rounds twice in its compute_dtype"
 
 
@@ -65,12 +69,12 @@ def layers(c: Checkpoint) -> Iterator[Found]:
         yield attempt(stem + "weight", _layer, c, stem)
 
 
-def _layer(c: Checkpoint, stem: str) -> Layer:
+def _layer(c: Checkpoint, stem: str) -> Layer | Plain:
     name = stem + "weight"
     codes, scales, zeros = (c.info(stem + end) for end in (CODES, "scale", "zero"))
     rows, depth = _shape(c, stem)
-    if _number(c, stem, "axis", 1) != 1:
-        raise refuse(name, "groups of axis 0 lie across rows; quantize it again with axis=1")
+    if (axis := _number(c, stem, "axis", 1)) not in (0, 1):
+        raise refuse(name, f"its axis is {axis}; HQQ has 0 and 1")
     for key in ("quant_scale", "quant_zero", "view_as_float"):
         if _number(c, stem, key, 0):
             raise refuse(name, f"HQQ's {key} is not read; quantize it again without")
@@ -81,42 +85,70 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     bits, groups = _number(c, stem, "nbits", 0), math.prod(scales.shape)
     if bits not in known or codes.dtype != dtype or len(codes.shape) != 2:
         raise refuse(name, f"{bits} bits in {codes.dtype}{list(codes.shape)} as {packing}")
-    size = codes.shape[1]
-    if zeros.shape != scales.shape or groups * size != rows * depth or not size or depth % size:
+    size = codes.shape[1] if axis else rows * depth // max(groups, 1)
+    across, along = (rows, depth) if axis else (depth, rows)  # blocks run along the second
+    fits = groups * size == rows * depth and size and (not axis or along % size == 0)
+    if zeros.shape != scales.shape or not fits or (not axis and codes.shape[1] != groups):
         raise refuse(name, f"{groups} groups of {size} do not make {rows} rows of {depth}")
     if scales.dtype not in SCALE_DTYPES or zeros.dtype not in SCALE_DTYPES:
         raise refuse(name, f"scales {scales.dtype} and zeros {zeros.dtype} are unknown")
+    held = 8 if dtype == "U8" and len(shifts) == 1 else bits
+    tensors = (codes.name, scales.name, zeros.name)
+    tensors += tuple(stem + end for end in SETTINGS if stem + end in c)
+    if along % size:
+        compute = _dtype(c, stem)
+
+        def decoded() -> np.ndarray:
+            fields = of_slabs(c.read(codes.name), held, shifts, 0, size)
+            zero, scale = (
+                c.read(info.name).reshape(-1).astype(compute) for info in (zeros, scales)
+            )
+            with np.errstate(all="ignore"):
+                return ((fields.astype(compute) - zero) * scale).reshape(rows, depth)
+
+        return Plain(name, (rows, depth), compute, tensors, decoded, (ACROSS,))
     whole = bool(_number(c, stem, "round_zero", 0)) and _are_codes(c.read(zeros.name), bits)
     fmt = get_format(
         f"uint{max(bits, 2)}",
-        block_size=size if size < depth else "row",
+        block_size=size if size < along else "row",
         offset="zero_point" if whole else "min",
         scale_dtype=SCALE_DTYPES[scales.dtype] if whole else "float32",
+        permuted=not axis and size < along,
     )
+    each = along // size
 
     def parts() -> Parts:
-        words, each = c.read(codes.name), depth // size
-        held = 8 if dtype == "U8" and len(shifts) == 1 else bits
+        words = c.read(codes.name)
 
         def unpacked(start: int, stop: int) -> np.ndarray:
-            fields = of_slabs(words, held, shifts, start * each, stop * each)
+            if axis:
+                fields = of_slabs(words, held, shifts, start * each, stop * each)
+            else:
+                columns = words.reshape(len(words), each, depth)[..., start:stop]
+                fields = of_slabs(columns.reshape(len(words), -1), held, shifts, 0, size)
+                fields = fields.reshape(size, each, -1).transpose(2, 1, 0)
             if held > bits and fields.max(initial=0) >> bits:
                 raise refuse(name, f"a code has more than {bits} bits")
             return fields
 
-        stored, zero = c.read(scales.name), c.read(zeros.name)
-        found = {"packed": packed_by_rows(fmt, rows, depth, unpacked)}
+        def by_rows(values: np.ndarray) -> np.ndarray:
+            return values.reshape(across, each) if axis else values.reshape(each, across).T
+
+        stored, zero = by_rows(c.read(scales.name)), by_rows(c.read(zeros.name))
+        found = {"packed": packed_by_rows(fmt, across, along, unpacked)}
+        if fmt.permuted:  # column r of a group's i-th is row i N / g + r
+            order = np.arange(along, dtype=np.int32).reshape(size, each)
+            found["permutation"] = np.ascontiguousarray(order.T).reshape(-1)
         if whole:
             return {**found, "scale": stored, "zero_point": zero.astype(np.uint8)}
         scale = stored.astype(np.float32)
         with np.errstate(all="ignore"):
             return {**found, "scale": scale, "minimum": -zero.astype(np.float32) * scale}
 
-    names = (codes.name, scales.name, zeros.name)
-    settings = tuple(stem + end for end in SETTINGS if stem + end in c)
     notes = (*(() if whole else (ROUNDS,)), *((ONE_BIT,) if bits == 1 else ()))
     made = _dtype(c, stem)
-    return Layer(name, fmt, (rows, depth), made, (*names, *settings), parts, notes)
+    axes = None if axis else (1, 0)
+    return Layer(name, fmt, (rows, depth), made, tensors, parts, notes, axes)
 
 
 def _are_codes(zeros: np.ndarray, bits: int) -> bool:

@@ -17,6 +17,7 @@ from cuquant.formats.names import ScaleDtype
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
 from cuquant.io.container.safetensors import TensorInfo
+from cuquant.io.quantized import stored_shape
 
 Parts = dict[str, np.ndarray]
 Extent = int | Literal["row", "tensor"] | tuple[int, int]  # what shares a scale
@@ -40,6 +41,8 @@ class Layer:
         Reads its components from these.
     notes
         What a reader of a report should know, in words.
+    axes
+        As a QuantArray's; None where the last axis is the quantized one.
     """
 
     name: str
@@ -49,10 +52,12 @@ class Layer:
     tensors: tuple[str, ...]
     parts: Callable[[], Parts]
     notes: tuple[str, ...] = ()
+    axes: tuple[int, ...] | None = None
 
     def read(self) -> QuantArray:
         """The array; FormatError where its tensors do not fit together."""
-        wanted = self.format.components(self.shape)
+        axes = self.axes or tuple(range(len(self.shape)))
+        wanted = self.format.components(stored_shape(self.shape, axes))
         try:
             found = self.parts()
         except (ValueError, OverflowError) as error:  # bytes that do not have these shapes
@@ -70,7 +75,6 @@ class Layer:
             check_permutation(parts)
         except FormatError as error:
             raise refuse(self.name, str(error)) from error
-        axes = tuple(range(len(self.shape)))
         return QuantArray(self.format, self.shape, self.dtype, parts, axes)
 
 

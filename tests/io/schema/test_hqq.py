@@ -78,7 +78,7 @@ def test_a_group_may_be_a_row(tmp_path):
     [
         ({"quant_scale": np.uint8(1)}, "quant_scale"),
         ({"view_as_float": np.uint8(1)}, "view_as_float"),
-        ({"axis": np.int32(0)}, "axis=1"),
+        ({"axis": np.int32(2)}, "axis is 2"),
         ({"nbits": np.int32(3)}, "3 bits"),
         ({"packing": np.frombuffer(b"4bit_32", np.uint8)}, "4bit_32"),
         ({"packing": np.zeros(1000, np.uint8)}, "packing"),
@@ -97,6 +97,35 @@ def test_other_settings_are_refused_by_name(changed, why, tmp_path):
     ):
         file["a.weight"].read()
     assert "a.weight" in str(raised.value)
+
+
+def test_groups_of_axis_0_are_blocks_of_rows(tmp_path):
+    """Eight rows of a column, four apart; where they do not divide the rows the owner's values."""
+    rng = np.random.default_rng(1)
+    rows, depth, size = 32, 24, 8
+    codes = rng.integers(0, 16, (size, rows * depth // size), np.uint8)
+    scale = rng.random((1, codes.shape[1])).astype(np.float16)
+    zero = (rng.random(scale.shape) * 15).astype(np.float16)
+    given = tensors("b4") | {
+        "W_q": codes[: size // 2] << 4 | codes[size // 2 :], "scale": scale, "zero": zero,
+        "shape": np.array([rows, depth]), "axis": np.int32(0),
+    }  # fmt: skip
+    q = cq.load(written(tmp_path / "m.safetensors", given))["a.weight"]
+    assert str(q.format) == "uint4:8+min+float32+permuted" and q.shape == (rows, depth)
+    exact = (codes - zero.astype(np.float32)) * scale.astype(np.float32)
+    np.testing.assert_allclose(q.dequantize("float32"), exact.reshape(rows, depth), atol=1e-6)
+    np.testing.assert_array_equal(q.codes(), codes.reshape(rows, depth))
+    x = rng.standard_normal((3, depth)).astype(np.float32)
+    np.testing.assert_allclose(cq.linear(x, q), x @ exact.reshape(rows, depth).T, atol=1e-3)
+    cq.save(tmp_path / "own.safetensors", {"a": q})
+    assert cq.array_equal(cq.load(tmp_path / "own.safetensors")["a"], q)
+    with cq.open(ROOT) as file:
+        entry = file["axis0.weight"]
+        assert entry.format is None and "axis 0" in entry.notes[0]
+        found = entry.read()
+    assert found.dtype == np.float16
+    want = np.load(ROOT / "dequantized.npz")["axis0.weight"]
+    np.testing.assert_array_equal(found.astype(np.float32), want)
 
 
 def test_codes_of_more_bits_are_refused(tmp_path):
