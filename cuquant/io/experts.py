@@ -15,7 +15,7 @@ import numpy as np
 
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
-from cuquant.formats import Format
+from cuquant.formats import Format, get_format
 from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry
 
@@ -81,10 +81,23 @@ def split(entry: Entry, name: str) -> Iterator[Entry]:
         yield replace(
             entry,
             name=f"{before}{number}{after}",
+            format=_of_one(entry.format),
             shape=entry.shape[1:],
             nbytes=entry.nbytes // count,
             read=shared.reader(number),
         )
+
+
+def _of_one(fmt: Any) -> Any:
+    """The format of one matrix of several."""
+    alone = isinstance(fmt, Format) and fmt.scale is not None and fmt.scale.per_matrix
+    return get_format(fmt, per_matrix=False) if alone else fmt
+
+
+def _of_all(fmt: Any) -> Any:
+    """The format of several matrices of one: each keeps its global scale."""
+    has_one = isinstance(fmt, Format) and fmt.scale is not None and fmt.scale.nested == "global"
+    return get_format(fmt, per_matrix=True) if has_one else fmt
 
 
 def _count(entry: Entry) -> int:
@@ -180,6 +193,7 @@ def _stacked(name: str, given: Mapping[int, Entry]) -> Entry:
     return replace(
         first,
         name=name,
+        format=_of_all(first.format),
         shape=(len(entries), *first.shape),
         nbytes=sum(entry.nbytes for entry in entries),
         tensors=tuple(tensor for entry in entries for tensor in entry.tensors),
@@ -192,7 +206,8 @@ def _refuse_shared(entry: Entry, fmt: Format) -> None:
     scale = fmt.scale
     if scale is None:
         return
-    if isinstance(scale.block, tuple) or scale.block == "tensor" or scale.nested or entry.axes:
+    shares = isinstance(scale.block, tuple) or scale.block == "tensor" or scale.nested == "double"
+    if shares or entry.axes or (scale.nested and len(entry.shape) != 2):
         raise ValueError(f"{quote(entry.name)}: experts of {fmt} have scales of their own")
 
 
@@ -206,9 +221,10 @@ def _together(arrays: Sequence[Any]) -> Any:
         return np.stack(arrays)
     shape = (len(arrays), *first.shape)
     parts = {}
-    for part in first.format.components(shape):
+    fmt = _of_all(first.format)
+    for part in fmt.components(shape):
         stacked = np.stack([array.arrays()[part.name] for array in arrays])
         if stacked.size != math.prod(part.shape):
             raise ValueError(f"experts of {first.format} share their {part.name}")
         parts[part.name] = stacked.reshape(part.shape)
-    return QuantArray(first.format, shape, first.dtype, parts, tuple(range(len(shape))))
+    return QuantArray(fmt, shape, first.dtype, parts, tuple(range(len(shape))))

@@ -12,7 +12,10 @@ F32 = np.float32
 RNG = np.random.default_rng(9)
 X = RNG.standard_normal((16, 96)).astype(F32)
 Y, Z = (RNG.standard_normal((3, n)).astype(np.float16).astype(F32) for n in (96, 16))
-NAMES = ("nf4:flat", "nf4:flat+dq", "nf4:flat32", "int8+absmax", "int4:32+permuted")
+NAMES = (
+    "nf4:flat", "nf4:flat+dq", "nf4:flat32", "int8+absmax", "int4:32+permuted", "nvfp4+divisor",
+    "nvfp4+per_matrix", "nvfp4+divisor+per_matrix",
+)  # fmt: skip
 
 
 @pytest.fixture(params=fake_gpu.KINDS)

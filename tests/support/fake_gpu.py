@@ -34,11 +34,12 @@ KINDS = [
 ]
 
 OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
-SWAPPED = "add sub mul and_ or_ xor"
+SWAPPED = "add sub mul truediv and_ or_ xor"
 UNARY = "neg abs invert"
 METHODS = "reshape transpose view astype argsort copy sum min max any all"
 FUNCTIONS = (
-    "abs ascontiguousarray broadcast_to clip concatenate isinf moveaxis rint signbit take where"
+    "abs ascontiguousarray broadcast_to clip concatenate isfinite isinf moveaxis ones_like prod"
+    " rint signbit stack take where"
 )
 PLAIN = "shape dtype ndim size nbytes itemsize strides flags"
 

@@ -54,6 +54,8 @@ def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
     if fmt.is_flat:
         source = arranged.in_rows(unpack(source) if isinstance(source, PackedWeight) else source)
         return None if source is None else (other, source)
+    if fmt.rule.per_matrix and isinstance(source, PackedWeight):  # which lies in rows
+        source = unpack(source)
     if not fmt.permuted:
         return other, arranged.plain(source)
     is_along = isinstance(source, PackedWeight) or source.axis == axis
