@@ -319,7 +319,9 @@ def test_slices_are_right_or_refused(name):
             continue
         part.check()
         np.testing.assert_array_equal(part.dequantize(), values[index])
-        assert part.format.odd == tuple(w for w in q.format.odd if w != "per_matrix" or part.ndim > 2)
+        assert part.format.odd == tuple(
+            w for w in q.format.odd if w != "per_matrix" or part.ndim > 2
+        )
         right += 1
     assert right >= 2
     block = q.format.rule.flat

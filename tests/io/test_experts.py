@@ -242,6 +242,38 @@ def test_experts_are_one_array_in_gguf_and_come_apart_again(tmp_path, more):
     assert not compared.only_a and not compared.only_b and not compared.left_out
 
 
+@pytest.mark.filterwarnings("ignore:there is no tokenizer")
+@pytest.mark.filterwarnings("ignore:tokens stay behind")
+@pytest.mark.parametrize("more", [QWEN, MIXTRAL], ids=["qwen3moe", "mixtral"])
+def test_experts_keep_their_global_scales_in_gguf(tmp_path, more):
+    """NVFP4 with a scale for each expert; nothing of it is left over by transformers' names."""
+    arrays = model(tmp_path / "in", more)
+    held = {
+        name: v
+        if "norm" in name or "embed" in name or v.shape[0] == 3 or v.shape[1] % 64
+        else cq.quantize(v * np.float16(i + 1), "nvfp4")
+        for i, (name, v) in enumerate(arrays.items())
+    }
+    cq.save(tmp_path / "in" / "model.safetensors", held)
+    cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    with GgufReader(tmp_path / "m.gguf") as reader:
+        assert reader.tensors["blk.0.ffn_up_exps.weight"].type.name == "NVFP4"
+        assert reader.tensors["blk.0.ffn_up_exps.scale"].shape == (3,)
+        assert reader.tensors["blk.0.attn_q.scale"].shape == (1,)
+    one = cq.load(tmp_path / "m.gguf")["blk.0.ffn_up_exps.weight"]
+    assert str(one.format) == "nvfp4+per_matrix"
+    by_hf = cq.load(tmp_path / "m.gguf", names="hf")
+    assert by_hf.keys() == held.keys()
+    for key, value in held.items():
+        np.testing.assert_array_equal(values(by_hf[key]), values(value), key)
+        assert not isinstance(value, cq.QuantArray) or cq.array_equal(by_hf[key], value)
+    cq.save(tmp_path / "in" / "model.safetensors", arrays)
+    formats = {"*ffn_down_exps*": None, "*": "nvfp4"}
+    cq.convert(tmp_path / "in", tmp_path / "one.gguf", "gguf", format=formats)
+    with GgufReader(tmp_path / "one.gguf") as reader:  # one number for all, which each has
+        assert reader.tensors["blk.0.ffn_up_exps.scale"].shape == (3,)
+
+
 @pytest.mark.parametrize("more", [QWEN, MIXTRAL], ids=["qwen3moe", "mixtral"])
 def test_experts_are_one_array_in_mlx(tmp_path, more):
     arrays = model(tmp_path / "in", more)

@@ -124,9 +124,10 @@ def _scale_of(q: QuantArray) -> np.ndarray | None:
             raise ValueError("its global scale divides, and GGUF's multiplies: values would differ")
     if (number == 1).all():
         return None
-    if number.ndim > 1:
-        raise ValueError(f"GGUF has scales of experts in one axis, not {number.shape}")
-    return number.reshape(number.shape or (1,))
+    if q.ndim > 3:
+        raise ValueError(f"GGUF has scales of experts in one axis, not {q.shape[:-2]}")
+    each = q.shape[:-2] or (1,)  # of experts that share a number too, as llama.cpp wants it
+    return np.ascontiguousarray(np.broadcast_to(number, each))
 
 
 def _blocks(source: Source, scale: np.ndarray | None = None) -> Any:

@@ -126,9 +126,7 @@ def _numbers(given: Any, leading: tuple[int, ...], x: Any) -> list[Any]:
     return [given] * count if not shape else list(given.reshape(-1))
 
 
-def _with_global_scale(
-    quantize: Quantize, matrix: Any, fmt: Format, given: dict
-) -> QuantArray:
+def _with_global_scale(quantize: Quantize, matrix: Any, fmt: Format, given: dict) -> QuantArray:
     """One array with one number; codes are those of the number that values have."""
     own = fmt.usual
     if not fmt.rule.divisor:
@@ -152,9 +150,7 @@ def _within(divisor: Any) -> Any:
     return interop.namespace(divisor).clip(divisor, None, float(np.finfo(np.float32).max))
 
 
-def _stacked(
-    made: list[QuantArray], wanted: tuple[Component, ...], like: Any
-) -> dict[str, Any]:
+def _stacked(made: list[QuantArray], wanted: tuple[Component, ...], like: Any) -> dict[str, Any]:
     """The components of all matrices, in the shapes that they have together."""
     if not made:
         return {c.name: interop.like(np.zeros(c.shape, c.dtype), like) for c in wanted}

@@ -46,7 +46,11 @@ SETS = {
     ),
     "ct-fp8-channel": ("compressed-tensors", OWN, {"fp8_e4m3+bfloat16"}),
     "ct-fp8-tensor": ("compressed-tensors", OWN, {"fp8_e4m3:tensor+bfloat16"}),
-    "ct-layers": ("compressed-tensors", OWN, {"int2:32", "uint3:32+bfloat16", "int7:row", "nvfp4+divisor"}),
+    "ct-layers": (
+        "compressed-tensors",
+        OWN,
+        {"int2:32", "uint3:32+bfloat16", "int7:row", "nvfp4+divisor"},
+    ),
     "ct-mxfp4": ("compressed-tensors", OWN, {"mxfp4"}),
     "ct-mxfp8": ("compressed-tensors", OWN, {"mxfp8"}),
     "ct-nvfp4": ("compressed-tensors", OWN, {"nvfp4+divisor"}),
