@@ -57,7 +57,7 @@ def plain(q: "S") -> "S":
     if fmt.is_plain:
         return q
     if fmt.rule.per_matrix:
-        return exact(q)
+        return exact(q)  # type: ignore[arg-type, return-value]
     if fmt.is_flat:
         return q._with(format=fmt.plain, shape=(math.prod(q.shape),), axes=(0,))
     check_permutation(parts)

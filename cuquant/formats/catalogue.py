@@ -330,9 +330,9 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
         `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
         alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
-        permuted, absmax, divisor, per_matrix, or one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is
-        floor, for MX formats, which have it. `str(format)` is such a string; levels of one's own
-        are printed as "custom" and not read.
+        permuted, absmax, divisor, per_matrix, or one of `levels`, `packing`, `offset` (min) or
+        `scale_dtype`; a rule is floor, for MX formats, which have it. `str(format)` is such a
+        string; levels of one's own are printed as "custom" and not read.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor", a pair (rows, columns) or
         "flat": the format's own number of elements of the flattened array, across rows as

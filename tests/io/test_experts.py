@@ -101,14 +101,16 @@ def test_each_expert_has_its_global_scale(tmp_path, kind, axes):
     wide, spread = scale.astype(np.float32), WORLD[:, None, None]
     if kind == "torchao":
         ends = ("qdata", "scale", "per_tensor_scale")
-        tensors = {f"up._weight_{end}": v for end, v in zip(ends, (PACKED, scale, world))}
+        tensors = {
+            f"up._weight_{end}": v for end, v in zip(ends, (PACKED, scale, world), strict=True)
+        }
         said = json.dumps({"_type": "NVFP4Tensor", "_data": {"orig_dtype": "torch.float32"}})
         checkpoint(
             tmp_path / "in", tensors, metadata={"tensor_names": '["up.weight"]', "up.weight": said}
         )
     else:
         ends = NVFP4 if kind != "modelopt" else ("weight", "weight_scale", "weight_scale_2")
-        tensors = {f"up.{end}": v for end, v in zip(ends, (PACKED, scale, world))}
+        tensors = {f"up.{end}": v for end, v in zip(ends, (PACKED, scale, world), strict=True)}
         checkpoint(tmp_path / "in", tensors, {"quantization_config": {"quant_method": kind}})
     q = cq.load(tmp_path / "in")["up.weight"]
     divides = kind == "compressed-tensors"
@@ -128,7 +130,7 @@ def test_global_scales_that_fit_no_experts_are_refused(tmp_path):
         if world is WORLD and shape[0] == 3:
             world = world.reshape(1, 3)
         parts = (packed[0], scale[0]) if len(shape) == 2 else (packed, scale)
-        tensors = {f"up.{end}": v for end, v in zip(NVFP4, (*parts, world))}
+        tensors = {f"up.{end}": v for end, v in zip(NVFP4, (*parts, world), strict=True)}
         checkpoint(tmp_path / "in", tensors)
         with pytest.raises(cq.FormatError, match=r"'up\.weight': global scales \[.*do not fit"):
             cq.load(tmp_path / "in")
@@ -136,7 +138,8 @@ def test_global_scales_that_fit_no_experts_are_refused(tmp_path):
 
 def test_compressed_tensors_gives_its_divisors_back(tmp_path):
     """The same bytes of every tensor, of a real file and of experts."""
-    tensors = {f"up.{end}": v for end, v in zip(NVFP4, (PACKED, e4m3(BYTES), WORLD[:, None, None]))}
+    parts = (PACKED, e4m3(BYTES), WORLD[:, None, None])
+    tensors = {f"up.{end}": v for end, v in zip(NVFP4, parts, strict=True)}
     checkpoint(tmp_path / "experts", tensors, {"torch_dtype": "float16"})
     for i, source in enumerate((tmp_path / "experts", Path("tests/data/checkpoints/ct-nvfp4"))):
         cq.convert(source, tmp_path / f"out{i}", "compressed-tensors")

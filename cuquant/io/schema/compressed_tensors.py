@@ -462,8 +462,8 @@ def _block_recipe(source: Source) -> Recipe:
 
 def _divisors(q: QuantArray) -> np.ndarray:
     """weight_global_scale [1], or [E, 1, 1] of experts, by which block scales are divided as they
-    lie. Those of a global scale that multiplies are rounded: values may be one unit in the last
-    place of float32 off, which rounding to float16 or bfloat16 does not show."""
+    lie. Those of a global scale that multiplies are rounded: values may be a unit or two in the
+    last place of float32 off, which rounding to bfloat16 hardly shows."""
     numbers = np.asarray(q.arrays()["global_scale"], np.float32)
     shape = (*numbers.shape, 1, 1) if q.format.rule.per_matrix and q.ndim > 2 else (1,)
     if not q.format.rule.divisor:

@@ -42,7 +42,7 @@ def extent_of(
         whole = type(tall) is type(wide) is int and min(tall, wide) > 0
         if whole and scales[-2:] == (-(-codes[-2] // tall), -(-codes[-1] // wide)):
             return tall, wide
-    if is_of_matrices(codes, scales):
+    if len(codes) > 2 and is_of_matrices(codes, scales):
         return max(codes[-2], 1), max(-(-codes[-1] // 8), 1) * 8
     raise refuse(name, f"scales {list(scales)} do not fit a weight of {list(codes)}")
 
@@ -99,13 +99,13 @@ def block_floats(
 ) -> Layer:
     """An MX format's or NVFP4's codes, densely in bytes or words, and the bytes of their scales.
 
-    `whole`: the tensor of NVFP4's global scale, or of the `divisor`, and what that is of its number;
-    1 without it. Several matrices may have one each.
+    `whole`: the tensor of NVFP4's global scale, or of the `divisor`, and what that is of its
+    number; 1 without it. Several matrices may have one each.
     """
-    of_each = False
-    if whole is not None and (size := c.info(whole[0]).shape) and math.prod(size) != 1:
-        if not (of_each := is_of_matrices(codes.shape, size)):
-            raise refuse(name, f"global scales {list(size)} do not fit {list(codes.shape)}")
+    size = () if whole is None else c.info(whole[0]).shape
+    of_each = math.prod(size) != 1
+    if of_each and not is_of_matrices(codes.shape, size):
+        raise refuse(name, f"global scales {list(size)} do not fit {list(codes.shape)}")
     fmt = get_format(kind, divisor=divisor, per_matrix=of_each)
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 * codes.numpy_dtype.itemsize // fmt.bits)
 

@@ -15,9 +15,9 @@ from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWrite
 ROOT = Path("tests/data/checkpoints")
 KINDS = (
     "awq-autoawq-gemm", "awq-autoawq-gemv", "awq-autoawq-gemv_fast", "bitsandbytes-layers",
-    "bitsandbytes-int8", "comfyui-layers", "comfyui-scaled-fp8", "ct-layers", "ct-fp8-block", "ct-nvfp4",
-    "ct-old-actorder", "ct-old-sparse24", "fbgemm-fp8", "gptq-3bit", "gptq-4bit-actorder",
-    "gptq-autogptq-layers", "hf-fp8-ragged", "hf-mxfp4-gpt-oss", "hqq-layers",
+    "bitsandbytes-int8", "comfyui-layers", "comfyui-scaled-fp8", "ct-layers", "ct-fp8-block",
+    "ct-nvfp4", "ct-old-actorder", "ct-old-sparse24", "fbgemm-fp8", "gptq-3bit",
+    "gptq-4bit-actorder", "gptq-autogptq-layers", "hf-fp8-ragged", "hf-mxfp4-gpt-oss", "hqq-layers",
     "mlx-affine-mixed", "mlx-nvfp4", "modelopt-int4", "modelopt-nvfp4", "quanto-layers",
     "quanto-qint4", "torchao-layers",
 )  # fmt: skip
