@@ -94,17 +94,16 @@ def _product(scale: Any, world: Any) -> Any:
     return xp.where(finite, xp.clip(made, -top, top), made)
 
 
-def reciprocal(number: Any) -> Any:
+def reciprocal(number: Any, out: Any = None) -> Any:
     """1 / number in float32, of a global scale or a divisor: one is infinite where the other is 0.
 
-    >>> reciprocal(np.float32(4.0)).item()
-    0.25
+    >>> reciprocal(np.array(4, np.float32))
+    array(0.25, dtype=float32)
     """
-    if interop.kind(number) == "torch":
-        return number.reciprocal()
+    xp = interop.namespace(number)
     with np.errstate(all="ignore"):
-        made = 1 / number
-    return made if interop.is_on_gpu(made) else np.asarray(made, np.float32)
+        made = xp.reciprocal(number, out=out)
+    return np.asarray(made) if xp is np else made
 
 
 def ends_with_rows(fmt: Format, stored: tuple[int, ...]) -> bool:

@@ -243,6 +243,9 @@ def test_global_scales_are_given():
         d = cq.quantize(EXPERTS, "nvfp4+divisor+per_matrix", global_scale=1 / np.asarray(given))
         np.testing.assert_array_equal(d.packed, q.packed)
         np.testing.assert_array_equal(d.dequantize(), q.dequantize())
+    for four in (4, np.array(4), np.array([4.0])):
+        q = cq.quantize(EXPERTS, "nvfp4+divisor", global_scale=four)
+        assert q.arrays()["global_scale"] == 4 and cq.error(EXPERTS, q).sqnr_db > 18
     assert cq.quantize(EXPERTS, "nvfp4+divisor", global_scale=0.5).arrays()["global_scale"] == 0.5
     with pytest.raises(ValueError, match=r"global_scale has shape \(2,\)"):
         cq.quantize(EXPERTS, "nvfp4+per_matrix", global_scale=np.ones(2))

@@ -39,7 +39,7 @@ UNARY = "neg abs invert"
 METHODS = "reshape transpose view astype argsort copy sum min max any all"
 FUNCTIONS = (
     "abs ascontiguousarray broadcast_to clip concatenate isfinite isinf moveaxis ones_like prod"
-    " rint signbit stack take where"
+    " reciprocal rint signbit stack take where"
 )
 PLAIN = "shape dtype ndim size nbytes itemsize strides flags"
 
@@ -123,7 +123,8 @@ def _method(name: str) -> Any:
 def _function(name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> CupyArray:
         plain = [[_operand(a) for a in x] if isinstance(x, list) else _operand(x) for x in args]
-        return CupyArray(getattr(np, name)(*plain, **kwargs))
+        named = {key: _operand(value) for key, value in kwargs.items()}
+        return CupyArray(getattr(np, name)(*plain, **named))
 
     return call
 

@@ -16,8 +16,13 @@ from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul.check import F32, Finish, Operand
+from cuquant.ops.remember import Remembered
 
 Pair = tuple[Any, Any]
+
+# By a divisor on a GPU the array that holds its reciprocal, which each product writes anew: what
+# was prepared for a product is found again by the arrays that it reads.
+_reciprocals: Remembered[Any] = Remembered()
 
 
 def is_odd(operand: Operand) -> bool:
@@ -57,7 +62,7 @@ def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
     if fmt.rule.per_matrix and isinstance(source, PackedWeight):  # which lies in rows
         source = unpack(source)
     if not fmt.permuted:
-        return other, arranged.plain(source)
+        return other, undivided(source)
     is_along = isinstance(source, PackedWeight) or source.axis == axis
     if not is_along:
         return None
@@ -65,6 +70,27 @@ def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
         other = other.dequantize(dtype=F32)
     order = interop.beside(source.components[arranged.ORDER], other, arranged.ORDER)
     return arranged.gathered(other, order, others), arranged.plain(source)
+
+
+def is_divided(source: Any) -> bool:
+    """Whether a divisor is all that makes an array odd."""
+    return interop.kind(source) is None and source.format.odd == ("divisor",)
+
+
+def undivided(source: Any) -> Any:
+    """The plain array of one that is not permuted; that of a divisor has the same arrays again."""
+    if not (is_divided(source) and source.device != "cpu"):
+        return arranged.plain(source)
+    divisor = source.components["global_scale"]
+    kept = _reciprocals.get((divisor,))
+    # torch writes to what was made in inference mode in that mode alone, and to others there too.
+    is_torch = interop.kind(divisor) == "torch"
+    with interop.namespace(divisor).inference_mode() if is_torch else nullcontext():
+        made = arranged.reciprocal(divisor, kept)
+    if kept is None:
+        kept = _reciprocals.put((divisor,), made)
+    parts = {**source.components, "global_scale": kept}
+    return source._with(format=source.format.plain, components=parts)
 
 
 def product_of(gated: Any, other: Any, finish: Finish, stream: object) -> Any:

@@ -135,14 +135,16 @@ def _with_global_scale(quantize: Quantize, matrix: Any, fmt: Format, given: dict
     if divisor is None:
         found = quantize(matrix, own, **given).components["global_scale"]
         divisor = _within(arranged.reciprocal(found))
-    elif not interop.kind(divisor):
+    elif interop.kind(divisor):
+        divisor = interop.astype(divisor, np.float32)
+    else:
         divisor = np.asarray(divisor, np.float32)
     made = quantize(matrix, own, **{**given, "global_scale": arranged.reciprocal(divisor)})
     near = made.components["global_scale"]
     if not interop.is_on_gpu(divisor):
         divisor = interop.like(interop.to_numpy(divisor, "global_scale"), near)
-    kept = interop.astype(divisor, np.float32).reshape(())
-    return made._with(components={**made.components, "global_scale": kept})
+    parts = {**made.components, "global_scale": divisor.reshape(())}
+    return made._with(components=parts)
 
 
 def _within(divisor: Any) -> Any:
