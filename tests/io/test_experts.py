@@ -173,6 +173,20 @@ def test_each_expert_has_a_scale_of_its_own(tmp_path, axes):
         np.testing.assert_allclose(found, y, rtol=1e-4, atol=1)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 1), (3, 5)])
+def test_each_row_of_experts_has_a_scale(tmp_path, shape):
+    scale = RNG.random(shape).astype(np.float32)
+    for i, dtype in enumerate((ml_dtypes.float8_e4m3fn, np.int8)):
+        codes = RNG.integers(-60, 60, (3, 5, 20)).astype(dtype)
+        tensors = {"up.weight": codes, "up.weight_scale": scale}
+        config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+        checkpoint(tmp_path / f"{i}", tensors, config)
+        q = cq.load(tmp_path / f"{i}")["up.weight"]
+        assert q.format.block_size == "row"
+        want = codes.astype(np.float32) * scale.reshape(3, 5, 1)
+        np.testing.assert_array_equal(q.dequantize("float32"), want)
+
+
 # ---- names ---------------------------------------------------------------------------------------
 
 CONFIG = {

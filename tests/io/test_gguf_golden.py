@@ -3,6 +3,8 @@
 random.gguf holds random bytes of every type; arrays.gguf what ggml's C quantizers make of an array.
 """
 
+import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +136,23 @@ def test_scales_that_fit_nothing_are_refused_or_told(tmp_path):
     with cq.open(tmp_path / "o.gguf") as file:
         assert file["a.weight"].notes == ("llama.cpp multiplies the product with it by 'a.scale'",)
         assert "a.scale" in file
+
+
+def test_a_damaged_file_with_scales_is_refused_or_fits(tmp_path):
+    path, rng, read = tmp_path / "m.gguf", random.Random(1), 0
+    scaled(path, SCALED)
+    good = path.read_bytes()
+    for _ in range(200):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 2)):
+            data[rng.randrange(420)] = rng.choice([0, 1, 2, 255, rng.randrange(256)])  # the header
+        path.write_bytes(data)
+        with suppress(cq.FormatError), cq.open(path) as file:
+            for entry in file.values():
+                with suppress(cq.FormatError):
+                    value = entry.read()
+                    assert tuple(value.shape) == entry.shape
+                    if isinstance(value, cq.QuantArray):
+                        value.check()
+                        read += np.isfinite(value.dequantize()).all()
+    assert read > 20
