@@ -240,9 +240,9 @@ def test_without_fcntl(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"new" and os.listdir(tmp_path) == ["a"]
 
 
-# What writes in place all the same: a file for a disassembler in a temporary folder, and the
-# script that a developer runs for formats/tables.py.
-IN_PLACE = {"elf.py", "fit_levels.py"}
+# What writes in place all the same: a file for a disassembler in a temporary folder, the script
+# that a developer runs for formats/tables.py, and an empty file that a lock is on.
+IN_PLACE = {"elf.py", "fit_levels.py", "folder.py"}
 SOURCES = sorted(Path(disk.__file__).parent.rglob("*.py"))
 
 

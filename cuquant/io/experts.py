@@ -72,7 +72,7 @@ def split(entry: Entry, name: str) -> Iterator[Entry]:
     Raises
     ------
     ValueError
-        For an array that is none of matrices, or whose scales have scales across them.
+        For an array that is none of matrices, or whose matrices share a part of it.
     """
     count = _count(entry)
     shared = _Shared(entry.read, count)
@@ -85,6 +85,7 @@ def split(entry: Entry, name: str) -> Iterator[Entry]:
             shape=entry.shape[1:],
             nbytes=entry.nbytes // count,
             read=shared.reader(number),
+            rows=None,
         )
 
 
@@ -104,8 +105,9 @@ def _count(entry: Entry) -> int:
     fmt = entry.format
     if len(entry.shape) != 3 or not 0 < entry.shape[0] <= MANY or entry.axes is not None:
         raise ValueError(f"{quote(entry.name)} of shape {entry.shape} is no array of experts")
-    if isinstance(fmt, Format) and fmt.scale is not None and fmt.scale.nested == "double":
-        raise ValueError(f"{quote(entry.name)}: scales of {fmt} have scales across experts")
+    is_apart = not isinstance(fmt, Format) or fmt.usual.is_plain
+    if not is_apart or (isinstance(fmt, Format) and fmt.scale and fmt.scale.nested == "double"):
+        raise ValueError(f"{quote(entry.name)}: experts share parts of {fmt}")
     return entry.shape[0]
 
 
@@ -198,17 +200,21 @@ def _stacked(name: str, given: Mapping[int, Entry]) -> Entry:
         nbytes=sum(entry.nbytes for entry in entries),
         tensors=tuple(tensor for entry in entries for tensor in entry.tensors),
         read=read,
+        rows=None,
     )
 
 
 def _refuse_shared(entry: Entry, fmt: Format) -> None:
     """ValueError where experts cannot lie in one array: a block of several rows, or one scale."""
     scale = fmt.scale
-    if scale is None:
-        return
-    shares = isinstance(scale.block, tuple) or scale.block == "tensor" or scale.nested == "double"
-    if shares or entry.axes or (scale.nested and len(entry.shape) != 2):
-        raise ValueError(f"{quote(entry.name)}: experts of {fmt} have scales of their own")
+    is_shared = scale is not None and (
+        isinstance(scale.block, tuple)
+        or scale.block == "tensor"
+        or scale.nested == "double"
+        or (scale.nested is not None and len(entry.shape) != 2)
+    )
+    if is_shared or entry.axes or not fmt.usual.is_plain:
+        raise ValueError(f"{quote(entry.name)}: parts of {fmt} cannot lie in one array")
 
 
 def _together(arrays: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from cuquant.formats import Format, Minifloat, get_format
 from cuquant.formats.search import search
 from cuquant.reference.decode import nested_scales
-from cuquant.reference.float_blocks import float_codes, scale_bytes
+from cuquant.reference.float_blocks import float_blocks
 from cuquant.reference.memory import empty
 from cuquant.reference.philox import uniform
 from cuquant.reference.refuse import (
@@ -90,7 +90,7 @@ def quantize(
     if fmt.scale is not None and fmt.rule.rule == "search":
         return _told(_search_blocks(source, fmt, stored, nonfinite), fmt, saturates)
     if fmt.is_blocks and not fmt.layout.has_half_scale:
-        return _float_blocks(source, fmt, stored, nonfinite, saturates)
+        return float_blocks(source, fmt, stored, nonfinite, saturates)
     scales = _scales(source, fmt, tiles, given, nonfinite, stochastic)
     _report_saturation(fmt, scales, saturates)
     if fmt.is_blocks:
@@ -460,34 +460,6 @@ def _search_blocks(source: Source, fmt: Format, stored: tuple, nonfinite: str) -
             vanished += vanished_blocks(values, packed, fmt)
         flat[done : done + len(packed)] = packed
         done += len(packed)
-    refuse_vanished(fmt, vanished)
-    return {"blocks": blocks}
-
-
-def _float_blocks(
-    source: Source,
-    fmt: Format,
-    stored: tuple,
-    nonfinite: str,
-    saturates: Callable[[int], object] | None,
-) -> Components:
-    """ggml's mxfp4 and nvfp4: a byte for the scale of each sub-block, and the nearest levels."""
-    layout = fmt.layout
-    blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
-    flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
-    done = large = vanished = 0
-    for piece in Tiles.of(fmt, stored).panels(layout.elements):
-        values = source[piece].reshape(-1, layout.elements)
-        scales, beyond = scale_bytes(values.reshape(-1, layout.sub_block), layout)
-        packed = layout.pack(float_codes(values, scales, layout), scales)
-        large += beyond
-        if nonfinite == "raise":
-            refuse_count(fmt, large)
-            vanished += vanished_blocks(values, packed, fmt)
-        flat[done : done + len(packed)] = packed
-        done += len(packed)
-    if large and saturates:
-        saturates(large)
     refuse_vanished(fmt, vanished)
     return {"blocks": blocks}
 

@@ -4,11 +4,17 @@ Source: quantize_row_mxfp4_ref, quantize_row_nvfp4_ref and ggml_fp32_to_ue4m3 of
 quants.py has in NumPy. Levels are e2m1's twice, and scales half of what the bytes stand for.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 
+from cuquant.formats import Format
 from cuquant.formats.blocks import FLOAT_LEVELS, BlockLayout
+from cuquant.reference.memory import empty
+from cuquant.reference.refuse import Components, refuse_count, refuse_vanished, vanished_blocks
+from cuquant.reference.source import Source
+from cuquant.reference.tiles import Tiles
 
 F32 = np.float32
 # Of sizes, in units of the scale: above the i-th the code is i + 1, as the nearest level's, ties to
@@ -18,6 +24,34 @@ E8M0_LESS = 2  # floor(log2 6): what OCP MX takes off an exponent
 PEAK = F32(6)
 TOP_E4M3, FROM_E4M3, LARGEST_E4M3 = 0x7E, 0x78, F32(448)  # codes of 448 and of 256, and 448
 HALF_AN_EIGHTH = np.uint32(1 << 19)  # of a mantissa
+
+
+def float_blocks(
+    source: Source,
+    fmt: Format,
+    stored: tuple,
+    nonfinite: str,
+    saturates: Callable[[int], object] | None,
+) -> Components:
+    """ggml's mxfp4 and nvfp4: a byte for the scale of each sub-block, and the nearest levels."""
+    layout = fmt.layout
+    blocks = empty(fmt.components(stored)[0].shape, np.dtype(np.uint8))
+    flat = blocks.reshape(blocks.size // layout.nbytes, layout.nbytes)
+    done = large = vanished = 0
+    for piece in Tiles.of(fmt, stored).panels(layout.elements):
+        values = source[piece].reshape(-1, layout.elements)
+        scales, beyond = scale_bytes(values.reshape(-1, layout.sub_block), layout)
+        packed = layout.pack(float_codes(values, scales, layout), scales)
+        large += beyond
+        if nonfinite == "raise":
+            refuse_count(fmt, large)
+            vanished += vanished_blocks(values, packed, fmt)
+        flat[done : done + len(packed)] = packed
+        done += len(packed)
+    if large and saturates:
+        saturates(large)
+    refuse_vanished(fmt, vanished)
+    return {"blocks": blocks}
 
 
 def scale_bytes(values: np.ndarray, layout: BlockLayout) -> tuple[np.ndarray, int]:

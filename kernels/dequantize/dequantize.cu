@@ -45,8 +45,10 @@ __global__ void __launch_bounds__(kThreads) dequantize(
             x[i] = value_of<Format>(code_at<Packing>(bits[u], i), scale[u], minimum[u], zero[u], tables);
         if (fmaxf(fabsf(scale[u]), fabsf(minimum[u])) > limit) {
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i)
-                x[i] = saturated_value<Format, T>(x[i], code_at<Packing>(bits[u], i), scale[u], minimum[u], zero[u], tables);
+            for (int i = 0; i < kChunk; ++i) {
+                const u32 code = code_at<Packing>(bits[u], i);
+                x[i] = saturated_value<Format, T>(x[i], code, scale[u], minimum[u], zero[u], tables);
+            }
         }
         store_values(out + c * kChunk, x, c < chunks);
     }

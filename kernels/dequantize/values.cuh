@@ -15,11 +15,13 @@ struct ScaleArrays {
     const float* nested_map;     // [256], the values of its codes
 };
 
-// What is made of finite numbers never becomes infinite: of an element; one whose scale or minimum is infinite stays so, and one
-// whose code stands for infinity (e5m2 has two).
+// What is made of finite numbers never becomes infinite: of an element; one whose scale or minimum is infinite stays so,
+// and one whose code stands for infinity (e5m2 has two).
 template <class Format, typename T>
-__device__ float saturated_value(float x, u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
-    return is_finite(scale) && is_finite(minimum) && is_finite(Format::Codec::decode(code, shift, tables)) ? saturated(x, Element<T>::top) : x;
+__device__ float saturated_value(
+    float x, u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
+    const bool finite = is_finite(scale) && is_finite(minimum) && is_finite(Format::Codec::decode(code, shift, tables));
+    return finite ? saturated(x, Element<T>::top) : x;
 }
 
 // Of an array of float32, float16 or bfloat16.
@@ -32,7 +34,8 @@ __device__ float number_at(const void* array, i64 block) {
 
 template <Stored kStored>
 __device__ float scale_at(const ScaleArrays& arrays, i64 block) {
-    if constexpr (kStored == Stored::Float32 || kStored == Stored::Float16 || kStored == Stored::BFloat16) return number_at<kStored>(arrays.scale, block);
+    if constexpr (kStored == Stored::Float32 || kStored == Stored::Float16 || kStored == Stored::BFloat16)
+        return number_at<kStored>(arrays.scale, block);
     if constexpr (kStored == Stored::E8M0) {
         const u32 byte = static_cast<const u8*>(arrays.scale)[block];
         return float_of(byte == 255 ? 0x7FC00000u : byte ? byte << 23 : 0x00400000u);
@@ -59,7 +62,8 @@ __device__ float minimum_at(const ScaleArrays& arrays, i64 block) {
 
 // decode(code) * scale + minimum of one element; `shift` is the codec's own for the block's zero point.
 template <class Format>
-__device__ float value_of(u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
+__device__ float value_of(
+    u32 code, float scale, float minimum, float shift, const typename Format::Codec::DecodeTables& tables) {
     const float value = Format::Codec::decode(code, shift, tables);
     if constexpr (Format::stored == Stored::None) return value;
     // A codec without a -0.0 never decodes to it, whatever the scale's sign.

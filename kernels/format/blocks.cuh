@@ -110,7 +110,8 @@ __device__ inline float read_half(const u8* from) { return float_of_half(from[0]
 // A scale of a byte.
 template <Stored kStored>
 __device__ float scale_of_byte(u32 byte) {
-    if constexpr (kStored == Stored::E8M0) return float_of(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+    if constexpr (kStored == Stored::E8M0)
+        return float_of(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
     if constexpr (kStored == Stored::HalfE8M0) return float_of(byte < 2 ? 0x00200000u << byte : (byte - 1) << 23);
     if constexpr (kStored == Stored::HalfE4M3)
         return byte == 127 ? 0.0f : __fmul_rn(Minifloat<4, 3, Specials::None>::decode(byte & 0x7Fu), 0.5f);

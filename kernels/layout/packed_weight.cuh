@@ -61,7 +61,8 @@ struct Group {
     static constexpr bool zeros = !blocks && Format::offset == Offset::ZeroPoint;
     using Parts = Pieces<Format, blocks>;
     static constexpr bool minimums = !blocks && Parts::minimums;  // one for each scale, and stored as that is
-    static constexpr int bytes = stored == Stored::Float32 ? 4 : stored == Stored::Float16 || stored == Stored::BFloat16 ? 2 : 1;
+    static constexpr bool halves = stored == Stored::Float16 || stored == Stored::BFloat16;
+    static constexpr int bytes = stored == Stored::Float32 ? 4 : halves ? 2 : 1;
     using Both = u32[bytes == 4 ? 2 : 1];  // of rows g and g + 8
 
     Both scale, minimum;
@@ -237,7 +238,8 @@ struct Group {
         }
         if constexpr (minimums) {
 #pragma unroll
-            for (int i = 0; i < static_cast<int>(sizeof minimum / sizeof minimum[0]); ++i) got.minimum[i] = __shfl_sync(~0u, minimum[i], lane);
+            for (int i = 0; i < static_cast<int>(sizeof minimum / sizeof minimum[0]); ++i)
+                got.minimum[i] = __shfl_sync(~0u, minimum[i], lane);
         }
         if constexpr (zeros) got.zero = __shfl_sync(~0u, zero, lane);
         return got;

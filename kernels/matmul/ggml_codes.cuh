@@ -125,7 +125,7 @@ struct FloatCodes : Block {
     }
     // Those of x. `x`: the address of the lane's columns 4 t .. 4 t + 3.
     __device__ static void columns_of(u32 x, int t, uint2 (&b)[2]) {
-        if constexpr (Block::lookup && FirstOf<typename Layout::Codes>::span == 8) {  // columns i and i + 8 share a byte
+        if constexpr (Block::lookup && FirstOf<typename Layout::Codes>::span == 8) {  // i and i + 8 share a byte
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const u32 from = x - 4 * t + 32 * h, low = load4_shared(from), high = load4_shared(from + 16);

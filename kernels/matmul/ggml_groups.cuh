@@ -192,8 +192,8 @@ struct FirstOf<Fields<Field<kByte, kBits, kSpan, kShift>, Rest...>> {
 };
 
 // The codes that are looked up of columns 32 step .. of a row, where nibbles of 32 columns lie in 16 bytes: of columns
-// 4 t .. 4 t + 3 and of those 16 further. Where those of 16 lie in 8 bytes: of 2 t and 2 t + 1 of each half, and of those
-// 8 further.
+// 4 t .. 4 t + 3 and of those 16 further. Where those of 16 lie in 8 bytes: of 2 t and 2 t + 1 of each half, and of
+// those 8 further.
 template <class Block, class R>
 __device__ u32 looked_up(const R& row, int step, int t) {
     using Layout = typename Block::Layout;

@@ -10,8 +10,8 @@ namespace cuquant {
 template <class Format, class T, int kLie>
 struct Factor {
     using Own = Group<Format, kLie>;
-    static constexpr bool exact = !Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || (Own::stored == Stored::Float16 && is_same<T, Half>)
-                                                  || (Own::stored == Stored::BFloat16 && !is_same<T, Half>));
+    static constexpr Stored as_t = is_same<T, Half> ? Stored::Float16 : Stored::BFloat16;
+    static constexpr bool exact = !Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::E8M0 || Own::stored == as_t);
     static constexpr bool minimums = Own::Parts::minimums;
     // Whether weights stay in the range of T: bfloat16 has float32's, and e4m3 times a code is small.
     static constexpr bool in_range = !is_same<T, Half> || (!Own::blocks && (Own::stored == Stored::E4M3 || Own::stored == Stored::None));
@@ -20,8 +20,9 @@ struct Factor {
 
     // The unit of a warp's strip, of its groups first .. last. Scales that lie one behind the other are read by fours or
     // eights, by all lanes; those that are made of several numbers as products read them, by the four lanes of a row.
-    static constexpr bool runs = kLie == kInStrips && !Own::blocks && !minimums && (Own::stored == Stored::Float16 || Own::stored == Stored::Float32);
-    static constexpr int kBatch = runs ? 4 : 8;  // on their way, one latency for all; with 6 some kernels spilled registers
+    static constexpr bool plain = Own::stored == Stored::Float16 || Own::stored == Stored::Float32;
+    static constexpr bool runs = kLie == kInStrips && !Own::blocks && !minimums && plain;
+    static constexpr int kBatch = runs ? 4 : 8;  // on their way, one latency for all; with 6 some kernels spilled
     __device__ static float unit_of(const Prepacked& w, const typename Own::Strip& lies, int first, int last, int lane) {
         if constexpr (in_range) return 1.0f;
         float largest = 0.0f;

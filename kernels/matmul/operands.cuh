@@ -91,7 +91,8 @@ struct Rows {
                 zero = shift_of<Format>(arrays, block);
             }
             x[i] = value_of<Format>(codes[i], scale, minimum, zero, tables);
-            if (fmaxf(fabsf(scale), fabsf(minimum)) > limit) x[i] = saturated_value<Format, float>(x[i], codes[i], scale, minimum, zero, tables);  // seldom
+            if (fmaxf(fabsf(scale), fabsf(minimum)) > limit)  // seldom
+                x[i] = saturated_value<Format, float>(x[i], codes[i], scale, minimum, zero, tables);
         }
         if (k + kChunk > depth) {
 #pragma unroll

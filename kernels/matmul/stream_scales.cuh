@@ -111,7 +111,8 @@ struct ChunkGroups {
 template <class Group, int kCount>
 struct ChunkScales {
     static constexpr int bytes = kCount * Group::bytes, words = bytes / 4;
-    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && Group::stored != Stored::Double && !Group::minimums;
+    static constexpr bool plain = Group::stored != Stored::Double && !Group::minimums;
+    static constexpr bool fits = bytes % 4 == 0 && bytes <= 16 && (!Group::zeros || kCount <= 4) && plain;
     u32 w[2][fits ? words : 1];
     u32 zeros[2];  // of a row, then of both rows in turn
 

@@ -23,7 +23,8 @@ struct UnitDecoder {
             if constexpr (Own::Parts::minimums) return __fadd_rn(x, minimum);
             return x;
         } else {
-            return saturated_value<Format, float>(value_of<Format>(code, scale, minimum, shift, tables), code, scale, minimum, shift, tables);
+            const float x = value_of<Format>(code, scale, minimum, shift, tables);
+            return saturated_value<Format, float>(x, code, scale, minimum, shift, tables);
         }
     }
     // Registers 0 .. 3 of step kStep: see cuquant/array/fragments.py.

@@ -88,7 +88,8 @@ __device__ void settle(
         const u32 steps = contest.below + up;
         const float share = __fdiv_rn(static_cast<float>(steps), static_cast<float>(contest.below + 1));
         const Numbers tried = contest.with(steps, numbers, found);
-        const u64 own = total(Loss<Format>{tables, lookup, tried.inverse, contest.above, share, tried.minimum, tried.zero_point});
+        const u64 own = total(Loss<Format>{
+            tables, lookup, tried.inverse, contest.above, share, tried.minimum, tried.zero_point});
         higher = own < lost;
         lost = own;
     }

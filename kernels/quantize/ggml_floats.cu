@@ -14,8 +14,8 @@ struct Nibbles<Fields<Field<kByte, 4, kSpan, 0>>> {
     static constexpr int byte = kByte, span = kSpan;
 };
 
-// floorf(log2f(size)) - 2 + 127 as C has it, from 0 on: a size 2^k (1 - j 2^-24) has the logarithm k - j 2^-24 / ln 2, which
-// float32 rounds to k where it is within half a step of the numbers below k.
+// floorf(log2f(size)) - 2 + 127 as C has it, from 0 on: a size 2^k (1 - j 2^-24) has the logarithm k - j 2^-24 / ln 2,
+// which float32 rounds to k where it is within half a step of the numbers below k.
 __device__ inline u32 exponent_byte(u32 size) {
     const int own = static_cast<int>(size >> 23) - 127, above = own + 1, reach = abs(above);
     const u32 below = 0x800000u - (size & 0x7FFFFFu);  // j
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kThreads) quantize_float_blocks(
     const float scale = scale_of_byte<Layout::stored>(byte);
     u64 codes[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) codes[i / kChunk] |= static_cast<u64>(float_code(z[i], scale)) << 8 * (i % kChunk);
+    for (int i = 0; i < kElements; ++i)
+        codes[i / kChunk] |= static_cast<u64>(float_code(z[i], scale)) << 8 * (i % kChunk);
     u64 bytes;
     if constexpr (Codes::span == kElements) {  // the other lane has what shares bytes: each gives half away
         const u64 got = __shfl_xor_sync(~0u, lane % 2 ? codes[0] : codes[1], 1);

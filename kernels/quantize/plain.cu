@@ -111,7 +111,8 @@ __global__ void scales(
     store_scale<Format>(scales, block, numbers);
     if (scales.encoding) {
         scales.encoding[2 * block] = numbers.inverse;
-        scales.encoding[2 * block + 1] = Format::offset == Offset::Minimum ? numbers.minimum : static_cast<float>(numbers.zero_point);
+        const float point = static_cast<float>(numbers.zero_point);
+        scales.encoding[2 * block + 1] = Format::offset == Offset::Minimum ? numbers.minimum : point;
     }
 }
 

@@ -67,8 +67,8 @@ __device__ bool is_zero(const u8* block, float scale) {
     return block[Layout::scale_byte] == 0 && (block[Layout::scale_byte + 1] & 0x7Fu) == 0;
 }
 
-// x: contiguous; blocks: [blocks, Layout::bytes], on an even address. A thread looks at what has a scale of its own as it is
-// stored, a block or a sub-block.
+// x: contiguous; blocks: [blocks, Layout::bytes], on an even address. A thread looks at what has a scale of its own as
+// it is stored, a block or a sub-block.
 template <class Format, typename T>
 __global__ void vanished_blocks(const T* __restrict__ x, const u8* __restrict__ blocks, Lookup lookup, i64 elements, u32* __restrict__ count) {
     using Codec = typename Format::Codec;

@@ -10,7 +10,7 @@ import pytest
 
 import cuquant as cq
 from cuquant.io.architectures.names import ARCHITECTURES
-from cuquant.io.container.gguf import GgufReader
+from cuquant.io.container.gguf import GgufReader, GgufWriter
 from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter
 from cuquant.io.entries import Entry
 from cuquant.io.experts import split
@@ -342,10 +342,32 @@ def test_experts_that_are_not_all_there_or_differ_are_refused(tmp_path):
     tiles = {
         name: cq.quantize(v, "fp8_e4m3:32x32") for name, v in arrays.items() if "_proj" in name
     }
-    refused("scales of their own", {**arrays, **tiles})
+    refused("cannot lie in one array", {**arrays, **tiles})
+    odd = {n: cq.quantize(v, "nf4:flat") for n, v in arrays.items() if "experts" in n}
+    refused("cannot lie in one array", {**arrays, **odd})
     config = {**CONFIG, **QWEN, "norm_topk_prob": False}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     refused("norm_topk_prob", arrays)
+
+
+def test_damaged_experts_of_gguf_are_format_errors(tmp_path):
+    name = "blk.0.ffn_up_exps.weight"
+    for shape, count, why in (
+        ((4, 32), np.uint32(3), "no array of experts"),
+        ((4, 4, 32), np.int8(1), ""),
+        ((4, 4, 32), "x", "not known"),
+    ):
+        told = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": count,
+                "qwen3moe.attention.head_count": np.uint32(1)}  # fmt: skip
+        with GgufWriter(tmp_path / "m.gguf", {name: ("q4_0", shape)}, told) as writer:
+            blocks = np.zeros((*shape[:-1], 18), np.uint8)
+            writer.write(name, blocks)
+        if not why:  # however many the file says there are
+            assert len(cq.load(tmp_path / "m.gguf", names="hf")) == 4
+            continue
+        error = ValueError if why == "not known" else cq.FormatError
+        with pytest.raises(error, match=why):
+            cq.load(tmp_path / "m.gguf", names="hf")
 
 
 def test_an_array_without_names_for_its_matrices_is_refused_by_name(tmp_path):

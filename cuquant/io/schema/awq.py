@@ -29,6 +29,7 @@ from cuquant.io.schema.layer import (
     scale_dtype,
     stems,
 )
+from cuquant.io.schema.pieces import packed_by_rows
 from cuquant.io.schema.recipe import (
     CHUNK,
     Recipe,
@@ -138,8 +139,13 @@ def _gemv_fast(
     fmt = get_format("uint4", block_size=size, offset="min", scale_dtype=kept)
 
     def parts() -> Parts:
+        words = c.read(codes.name)
+
+        def unpacked(start: int, stop: int) -> np.ndarray:
+            return untiled(words[start // 4 : stop // 4])
+
         return {
-            "packed": NIBBLES.pack(untiled(c.read(codes.name)), fmt.zero_code),
+            "packed": packed_by_rows(fmt, columns, depth, unpacked),
             "scale": c.read(scales.name)[:groups].T,
             "minimum": c.read(zeros.name)[:groups].T,
         }

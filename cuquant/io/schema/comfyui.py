@@ -51,7 +51,7 @@ def layers(c: Checkpoint) -> Iterator[Found]:
     """Layers that have a format of their own."""
     dtype = _dtype(c)
     listed = _listed(c)
-    marks = [name for stem in stems(c, MARK) if (name := stem + MARK)]
+    marks = [stem + MARK for stem in stems(c, MARK)]
     for stem in dict.fromkeys([*(f"{name}." for name in listed), *stems(c, SAYS)]):
         if stem + "weight" in c:
             yield attempt(stem + "weight", _layer, c, stem, listed, dtype)
@@ -159,7 +159,10 @@ def _blocks(
             found = dict(made.parts())
             found["scale"] = untiled(found["scale"], rows, depth // size)
             if kind == "nvfp4":  # the high nibble is the first
-                found["packed"] = (found["packed"] << 4) | (found["packed"] >> 4)
+                packed = found["packed"]
+                found["packed"] = packed >> 4
+                packed <<= 4
+                found["packed"] |= packed
             return found
 
         return replace(made, parts=parts)

@@ -27,7 +27,7 @@ from cuquant.io.schema.layer import (
     refuse,
     stems,
 )
-from cuquant.io.schema.pieces import ONE_BIT, of_slabs
+from cuquant.io.schema.pieces import ONE_BIT, of_slabs, packed_by_rows
 
 KIND = "hqq"
 CODES = "W_q"
@@ -95,12 +95,17 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     )
 
     def parts() -> Parts:
-        fields = of_slabs(c.read(codes.name), 8 if dtype == "U8" and len(shifts) == 1 else bits,
-                          shifts, groups)  # fmt: skip
-        if fields.max(initial=0) >> bits:
-            raise refuse(name, f"a code has more than {bits} bits")
+        words, each = c.read(codes.name), depth // size
+        held = 8 if dtype == "U8" and len(shifts) == 1 else bits
+
+        def unpacked(start: int, stop: int) -> np.ndarray:
+            fields = of_slabs(words, held, shifts, start * each, stop * each)
+            if held > bits and fields.max(initial=0) >> bits:
+                raise refuse(name, f"a code has more than {bits} bits")
+            return fields
+
         stored, zero = c.read(scales.name), c.read(zeros.name)
-        found = {"packed": fmt.row_packing.pack(fields.reshape(rows, depth), fmt.zero_code)}
+        found = {"packed": packed_by_rows(fmt, rows, depth, unpacked)}
         if whole:
             return {**found, "scale": stored, "zero_point": zero.astype(np.uint8)}
         scale = stored.astype(np.float32)
@@ -117,7 +122,9 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
 def _are_codes(zeros: np.ndarray, bits: int) -> bool:
     """Whether zero points are whole numbers that codes of so many bits have."""
     numbers = zeros.astype(np.float32)
-    return bool(((numbers >= 0) & (numbers < 1 << bits) & (numbers == np.floor(numbers))).all())
+    if not ((numbers >= 0) & (numbers < 1 << bits)).all():  # or NaN
+        return False
+    return bool((numbers == np.floor(numbers)).all())
 
 
 def _shape(c: Checkpoint, stem: str) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from cuquant.io.schema.layer import (
     scale_dtype,
     stems,
 )
-from cuquant.io.schema.pieces import ONE_BIT, block_floats
+from cuquant.io.schema.pieces import ONE_BIT, block_floats, packed_by_rows
 from cuquant.io.schema.recipe import (
     FLOATS,
     Recipe,
@@ -111,8 +111,12 @@ def _affine(c: Checkpoint, stem: str, own: Mapping[str, Any]) -> Layer:
     def parts() -> Parts:
         words = c.read(name)
         if bits == 1:
-            fields = Packing(1, "dense").unpack(words.reshape(-1, width), depth)
-            words = fmt.row_packing.pack(fields, fmt.zero_code)
+            flat, bit = words.reshape(-1, width), Packing(1, "dense")
+
+            def unpacked(start: int, stop: int) -> np.ndarray:
+                return bit.unpack(flat[start:stop], depth)
+
+            words = packed_by_rows(fmt, len(flat), depth, unpacked)
         return {
             "packed": words.view(fmt.row_packing.dtype),
             "scale": c.read(scales.name),

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cuquant.formats import get_format
+from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
+from cuquant.io.schema.columns import CHUNK
 from cuquant.io.schema.layer import Extent, Layer, Parts, refuse, scale_dtype
 
 ONE_BIT = "codes of 1 bit take 2"  # a note of layers, of which cuquant has no format
@@ -124,15 +125,35 @@ def block_floats(
     return Layer(name, fmt, shape, dtype, names, parts)
 
 
-def of_slabs(words: np.ndarray, bits: int, shifts: Sequence[int], rows: int) -> np.ndarray:
-    """uint8 codes [rows, g] of words [words, g], whose field at shifts[i] is of the i-th slab of
-    rows; the last slab may be padded.
+def packed_by_rows(
+    fmt: Format, rows: int, depth: int, codes: Callable[[int, int], np.ndarray]
+) -> np.ndarray:
+    """Packed rows of a matrix, of which `codes` gives the uint8 codes of rows [start, stop)."""
+    packing = fmt.row_packing
+    out = np.empty((rows, packing.words(depth)), packing.dtype)
+    step = max(CHUNK // max(depth, 1) // 4, 1) * 4
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        out[start:stop] = packing.pack(codes(start, stop).reshape(-1, depth), fmt.zero_code)
+    return out
 
-    >>> of_slabs(np.array([[0x21], [0x43]], np.uint8), 4, (0, 4), 4).ravel().tolist()
-    [1, 3, 2, 4]
+
+def of_slabs(
+    words: np.ndarray, bits: int, shifts: Sequence[int], start: int, stop: int
+) -> np.ndarray:
+    """uint8 codes of rows [start, stop) of words [words, g], whose field at shifts[i] is of the
+    i-th slab of rows; the last slab may be padded.
+
+    >>> of_slabs(np.array([[0x21], [0x43]], np.uint8), 4, (0, 4), 1, 4).ravel().tolist()
+    [3, 2, 4]
     """
-    mask = (1 << bits) - 1
-    slabs = [(words >> shift & mask).astype(np.uint8) for shift in shifts]
-    if not 0 <= rows <= len(shifts) * len(words):
-        raise ValueError(f"{rows} rows are not in {len(shifts)} slabs of {len(words)}")
-    return np.concatenate(slabs)[:rows]
+    tall, mask = len(words), (1 << bits) - 1
+    if not 0 <= start <= stop <= len(shifts) * tall:
+        raise ValueError(f"rows to {stop} are not in {len(shifts)} slabs of {tall}")
+    codes = np.empty((stop - start, words.shape[1]), np.uint8)
+    for slab, shift in enumerate(shifts):
+        first, last = max(start, slab * tall), min(stop, (slab + 1) * tall)
+        if first < last:
+            fields = words[first - slab * tall : last - slab * tall] >> shift & mask
+            codes[first - start : last - start] = fields
+    return codes

@@ -3,8 +3,8 @@
 8 bits: weight._data I8 or F8 [N, K], weight._scale [N, 1]: w = code * scale. 4 and 2 bits:
 weight._data._data U8, codes of [N K / g, g] in slabs of rows, the first in the low bits; _scale and
 _shift [N K / g, 1]: w = code * scale - shift. g is K, or where K is more than 128 the first of
-GROUPS that divides it; K is not stored. Source: optimum-quanto 0.2.7, tensor/weights and
-nn/qmodule.
+GROUPS that divides it; K is not stored. quanto_qmap.json may tell the type. Source: optimum-quanto
+0.2.7, tensor/weights and nn/qmodule.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+
+import numpy as np
 
 from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
@@ -25,9 +27,10 @@ from cuquant.io.schema.layer import (
     refuse,
     scale_dtype,
 )
-from cuquant.io.schema.pieces import extent_of, integers, of_slabs
+from cuquant.io.schema.pieces import extent_of, integers, of_slabs, packed_by_rows
 
 KIND = "quanto"
+MAP = "quanto_qmap.json"  # by module: "weights", such as "qint4", and "activations"
 DATA, SLABS, SCALE, SHIFT = "._data", "._data._data", "._scale", "._shift"
 GROUPS = (128, 96, 64, 32)
 SHIFTS = {4: (0, 4), 2: (0, 2, 4, 6)}  # where the slabs of codes of so many bits begin
@@ -56,8 +59,15 @@ def _weights(c: Checkpoint) -> Iterator[tuple[str, str]]:
 
 def layers(c: Checkpoint) -> Iterator[Found]:
     """Weights that are subclasses."""
+    kinds = c.json(MAP)
     for name, end in _weights(c):
-        yield attempt(name, _grouped if end == SLABS else _whole, c, name)
+        if end == DATA:
+            yield attempt(name, _whole, c, name)
+            continue
+        said = kinds.get(name.removesuffix(".weight"))
+        yield attempt(
+            name, _grouped, c, name, said.get("weights") if isinstance(said, dict) else None
+        )
 
 
 def _whole(c: Checkpoint, name: str) -> Layer:
@@ -70,8 +80,8 @@ def _whole(c: Checkpoint, name: str) -> Layer:
     return integers(c, name, codes, scales, extent, dtype)
 
 
-def _grouped(c: Checkpoint, name: str) -> Layer:
-    """Several codes a byte, and minimums."""
+def _grouped(c: Checkpoint, name: str, kind: object) -> Layer:
+    """Several codes a byte, and minimums; `kind` is what MAP says of the module."""
     codes, scales, shifts = c.info(name + SLABS), c.info(name + SCALE), c.info(name + SHIFT)
     groups = math.prod(scales.shape)
     if codes.dtype != "U8" or len(codes.shape) != 2 or not math.prod(codes.shape):
@@ -80,6 +90,8 @@ def _grouped(c: Checkpoint, name: str) -> Layer:
         raise refuse(name, f"shifts {shifts.dtype}{list(shifts.shape)} are not those of scales")
     lines, size = codes.shape
     fitting = [bits for bits, at in SHIFTS.items() if -(-groups // len(at)) == lines]
+    if isinstance(kind, str):
+        fitting = [bits for bits in fitting if kind == f"qint{bits}"]
     if len(fitting) != 1:
         raise refuse(name, f"{lines} rows of bytes are not those of {groups} groups")
     bits = fitting[0]
@@ -89,9 +101,13 @@ def _grouped(c: Checkpoint, name: str) -> Layer:
     fmt = get_format(f"uint{bits}", block_size=block, offset="min", scale_dtype=kept)
 
     def parts() -> Parts:
-        fields = of_slabs(c.read(codes.name), bits, SHIFTS[bits], groups)
+        words, each = c.read(codes.name), depth // size
+
+        def unpacked(start: int, stop: int) -> np.ndarray:
+            return of_slabs(words, bits, SHIFTS[bits], start * each, stop * each)
+
         return {
-            "packed": fmt.row_packing.pack(fields.reshape(rows, depth), fmt.zero_code),
+            "packed": packed_by_rows(fmt, rows, depth, unpacked),
             "scale": c.read(scales.name),
             "minimum": -c.read(shifts.name),
         }

@@ -15,6 +15,7 @@ import numpy as np
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema import fp8
+from cuquant.io.schema.columns import CHUNK
 from cuquant.io.schema.layer import (
     SCALE_DTYPES,
     Layer,
@@ -24,7 +25,6 @@ from cuquant.io.schema.layer import (
     refuse,
 )
 from cuquant.io.schema.pieces import extent_of, integers
-from cuquant.io.schema.recipe import CHUNK
 
 
 def layer(c: Checkpoint, stem: str, weights: Mapping[str, Any]) -> Layer | Plain:

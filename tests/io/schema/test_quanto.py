@@ -64,6 +64,28 @@ def test_shapes_that_do_not_fit_are_refused_by_name(tmp_path, value):
         file[NAME.replace("mlp.down", "self_attn.k")].read()  # others can be read
 
 
+def test_the_map_tells_the_bits_of_few_groups(tmp_path):
+    """Two groups fill one row of bytes, of 4 bits as of 2."""
+    tensors = {
+        "a.weight._data._data": np.full((1, 64), 0x21, np.uint8),
+        "a.weight._scale": np.ones((2, 1), np.float16), "a.bias": np.zeros(2, np.float16),
+        "a.weight._shift": np.zeros((2, 1), np.float16),
+    }  # fmt: skip
+    cq.save(tmp_path / "m.safetensors", tensors)
+    with pytest.raises(cq.FormatError, match=r"a\.weight.*2 groups"):
+        cq.load(tmp_path)
+    for kind, want in (("qint4", [1, 2]), ("qint2", [1, 0])):
+        (tmp_path / "quanto_qmap.json").write_text(json.dumps({"a": {"weights": kind}}))
+        assert cq.load(tmp_path)["a.weight"].dequantize("float32")[:, 0].tolist() == want
+    for kind in ("qint8", "x"):
+        (tmp_path / "quanto_qmap.json").write_text(json.dumps({"a": {"weights": kind}}))
+        with pytest.raises(cq.FormatError, match=r"a\.weight"):
+            cq.load(tmp_path)
+    (tmp_path / "quanto_qmap.json").write_text("[")
+    with pytest.raises(cq.FormatError, match="no JSON"):
+        cq.load(tmp_path)
+
+
 def test_a_bias_tells_the_rows(tmp_path):
     source = ROOT / "quanto-layers"
     with SafetensorsReader(source / "model.safetensors") as reader:
