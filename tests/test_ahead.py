@@ -125,6 +125,8 @@ CASES = [
     ("nf4:flat1024", False, "float16", 90),
     ("int4+permuted", True, "float16", 90),
     ("int8+absmax", False, "bfloat16", 80),
+    ("nvfp4+divisor", True, "float16", 90),
+    ("nvfp4+per_matrix", False, "float16", 90),
 ]
 
 

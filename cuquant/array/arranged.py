@@ -4,6 +4,8 @@
 - flat: blocks run over the flattened array; where they end with its rows, the bytes are those of a
   plain array of its shape.
 - absmax: scales are absmax / 127; values are (code * absmax) / 127, in this order.
+- divisor: values are code * (scale / divisor), which products take as scale * (1 / divisor).
+- per_matrix: a global scale for each matrix, which becomes one with the scales of its blocks.
 """
 
 import math
@@ -47,18 +49,70 @@ def check_permutation(parts: Mapping[str, Any]) -> None:
 def plain(q: "S") -> "S":
     """The plain array that an odd one stores: columns as they lie; one axis where it is flat.
 
-    Also of a PackedWeight, whose components but the permutation and absmax are a plain one's.
+    Also of a PackedWeight, whose components but those of its options are a plain one's; it is never
+    `per_matrix` in another layout than rows. Of a divisor it has the reciprocal, which is rounded:
+    products stay those of nvfp4, and one global scale in ten is off by one unit in the last place.
     """
     fmt, parts = q.format, dict(q.components)
     if fmt.is_plain:
         return q
+    if fmt.rule.per_matrix:
+        return exact(q)  # type: ignore[arg-type, return-value]
     if fmt.is_flat:
         return q._with(format=fmt.plain, shape=(math.prod(q.shape),), axes=(0,))
     check_permutation(parts)
     parts.pop(ORDER, None)
     if fmt.rule.absmax:
-        parts["scale"] = parts["scale"] * INVERSE_127.item()
+        parts["scale"] = scales_of(parts["scale"])
+    if fmt.rule.divisor:
+        parts["global_scale"] = reciprocal(parts["global_scale"])
     return q._with(format=fmt.plain, components=parts)
+
+
+def exact(q: "QuantArray[Any]") -> "QuantArray[Any]":
+    """The plain array that has the values of an odd one bit for bit, but for absmax: with a divisor
+    or per_matrix, codes with the float32 scales of blocks."""
+    fmt = q.format
+    if fmt.usual is fmt:
+        return plain(q)
+    world = q.components["global_scale"]
+    xp = interop.namespace(world)
+    one = xp.prod(xp.ones_like(world))  # where the scales are, without a copy from the host
+    parts = {**q.components, "global_scale": np.asarray(one) if xp is np else one}
+    scale = q._with(format=fmt.usual, components=parts).scale
+    spread = world.reshape(*world.shape, 1, 1) if len(q.shape) > 1 else world
+    with np.errstate(all="ignore"):
+        made = scale / spread if fmt.rule.divisor else _product(scale, spread)
+    return q._with(format=fmt.exact, components={"packed": parts["packed"], "scale": made})
+
+
+def _product(scale: Any, world: Any) -> Any:
+    """Finite scales times finite global ones, which are finite, as those of nvfp4 are."""
+    xp = interop.namespace(scale)
+    made, top = scale * world, float(np.finfo(np.float32).max)
+    finite = xp.isfinite(scale) & xp.isfinite(world)
+    return xp.where(finite, xp.clip(made, -top, top), made)
+
+
+def reciprocal(number: Any, out: Any = None) -> Any:
+    """1 / number in float32, of a global scale or a divisor: one is infinite where the other is 0.
+
+    >>> reciprocal(np.array(4, np.float32))
+    array(0.25, dtype=float32)
+    """
+    xp = interop.namespace(number)
+    with np.errstate(all="ignore"):
+        made = xp.reciprocal(number, out=out)
+    return np.asarray(made) if xp is np else made
+
+
+def scales_of(absmax: Any, out: Any = None) -> Any:
+    """absmax / 127 in float32, as LLM.int8() has it: times 1 / 127.
+
+    >>> scales_of(np.array([127], np.float32))
+    array([1.], dtype=float32)
+    """
+    return interop.namespace(absmax).multiply(absmax, INVERSE_127.item(), out=out)
 
 
 def ends_with_rows(fmt: Format, stored: tuple[int, ...]) -> bool:

@@ -177,6 +177,8 @@ def takes(fmt: Format, shape: tuple[int, ...]) -> bool:
     """Whether this layout is one for a weight [N, K] or [E, N, K] of a format."""
     if fmt.scale is None or fmt.bits > 8 or len(shape) not in (2, 3) or fmt.is_flat:
         return False
+    if fmt.scale.per_matrix:  # products are of scales that it does not store
+        return False
     if fmt.is_blocks and (shape[-1] % fmt.layout.elements or not fmt.layout.has_half_scale):
         return False
     block = fmt.scale.block[1] if isinstance(fmt.scale.block, tuple) else fmt.scale.block

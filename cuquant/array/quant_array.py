@@ -119,9 +119,9 @@ class QuantArray(Stored[ArrayT]):
 
         Shape: [rows..., ceil(K / block)]; [rows..., 1] for "row", [] for "tensor", [ceil(M / bm),
         ceil(K / bk)] for a pair and [ceil(size / block)] for "flat". float32; float16 or bfloat16
-        where it is stored so. Nested pieces are multiplied out. With absmax it is absmax / 127, and
-        values may differ from code * scale by one unit in the last place; of permuted columns
-        blocks are those of the columns as they are stored.
+        where it is stored so. Nested pieces are multiplied out, or divided. With absmax it is
+        absmax / 127, and values may differ from code * scale by one unit in the last place; of
+        permuted columns blocks are those of the columns as they are stored.
         """
         if "scale" in self.components and self.format.scale_is_plain:
             return self._view("scale")
@@ -141,7 +141,7 @@ class QuantArray(Stored[ArrayT]):
 
     def _block_values(self, name: str) -> Any:
         if not self.format.is_plain:
-            return getattr(arranged.plain(self), name)
+            return getattr(arranged.exact(self), name)
         if self.device != "cpu":
             return OPERATIONS["effective"](self, name)
         values = getattr(reference.effective(self._host, self.format, self.stored_shape), name)

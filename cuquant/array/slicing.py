@@ -26,6 +26,7 @@ def take(
 ) -> State:
     """The part of an array that `index` names: one int, slice or int array per stored axis."""
     which = _kind(parts)
+    _check_matrices(fmt, index)
     if fmt.permuted:
         return _take_permuted(fmt, parts, stored, index)
     if fmt.is_flat:
@@ -41,6 +42,8 @@ def take(
         parts = _take_columns(fmt, parts, stored, start, stop)
     shape = np.empty((*stored[:-1], 0), np.int8)[tuple(rows)].shape[:-1]  # takes no memory
     taken_as = _format_of_row(fmt) if not shape else fmt
+    if fmt.scale is not None and fmt.scale.per_matrix and len(shape) < 2:
+        taken_as = get_format(taken_as, per_matrix=False)
     taken = {name: _take_rows(fmt, name, part, stored, tuple(rows)) for name, part in parts.items()}
     return taken_as, _fresh(taken, which), (*shape, stop - start)
 
@@ -146,6 +149,17 @@ def flatten_nested(
     return get_format(fmt, double_quant=False), kept
 
 
+def _check_matrices(fmt: Format, index: Sequence[Any]) -> None:
+    """ValueError where rows of several matrices, each with a global scale, would be one."""
+    if fmt.scale is None or not fmt.scale.per_matrix or len(index) < 3:
+        return
+    *matrices, rows, _ = index
+    if isinstance(rows, slice) or all(isinstance(entry, int) for entry in matrices):
+        return
+    if isinstance(rows, int) or any(not isinstance(entry, slice) for entry in matrices):
+        raise ValueError(f"{fmt} has a global scale for each matrix: take one first, as in q[0][i]")
+
+
 def _check_rows(fmt: Format, stored: tuple[int, ...], rows: Sequence[Any]) -> None:
     if fmt.scale is None or not isinstance(fmt.scale.block, tuple):
         return
@@ -172,7 +186,9 @@ def _take_rows(
             start, stop, _ = rows[-1].indices(stored[-2])
             rows = (*rows[:-1], slice(start // tall, max(start // tall, -(-stop // tall))))
     elif name == "global_scale":
-        return part
+        if not fmt.rule.per_matrix or not rows[:-1]:
+            return part
+        rows = rows[:-1]
     return _indexed(part, rows) if interop.kind(part) == "torch" else part[rows]
 
 
@@ -249,16 +265,14 @@ def join(states: Sequence[State], axis: int) -> State:
     fmt, first, shape = states[0]
     for other, _, stored in states[1:]:
         _check_alike(fmt, shape, other, stored, axis)
-    _check_shared(fmt, [parts for _, parts, _ in states], axis == len(shape) - 1)
+    _check_shared(fmt, [parts for _, parts, _ in states], axis, len(shape))
     total = sum(stored[axis] for _, _, stored in states)
     stored = (*shape[:axis], total, *shape[axis + 1 :])
     if axis == len(shape) - 1:
         return fmt, _fresh(_join_columns(fmt, states), which), stored
     if fmt.scale and isinstance(fmt.scale.block, tuple) and axis == len(shape) - 2:
         _check_extents(fmt, [s[axis] for _, _, s in states], fmt.scale.block[0])
-    alone = {"global_scale"} | (
-        set(PER_BLOCK) if fmt.scale and fmt.scale.block == "tensor" else set()
-    )
+    alone = set(_shared(fmt, first, axis, len(shape)))
     joined = {
         name: part if name in alone else _concatenate([p[name] for _, p, _ in states], axis)
         for name, part in first.items()
@@ -299,11 +313,19 @@ def _check_alike(
         raise ValueError(f"cannot concatenate shapes {shape} and {stored} along axis {axis}")
 
 
-def _check_shared(fmt: Format, parts: Sequence[Parts], along_columns: bool) -> None:
-    """What all the arrays share must be equal: a tensor's, a row's or nvfp4's global scale."""
-    block = fmt.scale.block if fmt.scale else None
-    shared = ["global_scale"] if "global_scale" in parts[0] else []
-    if block == "tensor" or (block == "row" and along_columns):
+def _shared(fmt: Format, parts: Parts, axis: int, ndim: int) -> list[str]:
+    """Components that arrays joined along an axis share: a tensor's or nvfp4's global scale."""
+    if fmt.scale is None:
+        return []
+    is_own = fmt.scale.per_matrix and axis < ndim - 2
+    shared = ["global_scale"] if "global_scale" in parts and not is_own else []
+    return shared + [n for n in PER_BLOCK if fmt.scale.block == "tensor" and n in parts]
+
+
+def _check_shared(fmt: Format, parts: Sequence[Parts], axis: int, ndim: int) -> None:
+    """What all the arrays share must be equal, such as a row's scale along the row."""
+    shared = _shared(fmt, parts[0], axis, ndim)
+    if fmt.scale and fmt.scale.block == "row" and axis == ndim - 1:
         shared += [name for name in PER_BLOCK if name in parts[0]]
     for name in shared:
         if any(_differ(part[name], parts[0][name]) for part in parts[1:]):

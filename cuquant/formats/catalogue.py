@@ -12,9 +12,15 @@ import numpy as np
 from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS
-from cuquant.formats.changes import with_absmax, with_flat_blocks, with_permuted
+from cuquant.formats.changes import (
+    with_absmax,
+    with_divisor,
+    with_flat_blocks,
+    with_per_matrix,
+    with_permuted,
+)
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
-from cuquant.formats.format import Format
+from cuquant.formats.format import ARRANGED, Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
 from cuquant.formats.scales import FLAT, PLAIN, Block, Scale, check_block, is_flat
@@ -324,9 +330,9 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         A name of `list_formats()` in any case, an alias such as "float8_e4m3fn", one with options,
         `NAME[:BLOCK][+OPTION...][^RULE]`, a member of gguf.GGMLQuantizationType, or a Format to
         alter. BLOCK is a `block_size`, two numbers as ROWSxCOLUMNS; an option is dq (double_quant),
-        permuted, absmax, or one of `levels`, `packing`, `offset` (min) or `scale_dtype`; a rule is
-        floor, for MX formats, which have it. `str(format)` is such a string; levels of one's own
-        are printed as "custom" and not read.
+        permuted, absmax, divisor, per_matrix, or one of `levels`, `packing`, `offset` (min) or
+        `scale_dtype`; a rule is floor, for MX formats, which have it. `str(format)` is such a
+        string; levels of one's own are printed as "custom" and not read.
     block_size
         Elements that share a scale: a multiple of 8, "row", "tensor", a pair (rows, columns) or
         "flat": the format's own number of elements of the flattened array, across rows as
@@ -351,6 +357,12 @@ def get_format(name: FormatName | str | Format | Enum, **options: Unpack[FormatO
         desc_act). `quantize` leaves them where they are.
     absmax
         int8 by row only: True stores absmax in place of the scale, absmax / 127 (LLM.int8()).
+    divisor
+        nvfp4 only: True stores what block scales are divided by in place of the global scale that
+        they are multiplied by (compressed-tensors).
+    per_matrix
+        nvfp4 only: True: each matrix of an array [..., N, K] has a global scale of its own, such
+        as those of experts.
 
     Raises
     ------
@@ -522,6 +534,8 @@ _CHANGES: dict[str, Callable[[Format, object], Format]] = {
     "double_quant": _with_double_quant,
     "permuted": with_permuted,
     "absmax": with_absmax,
+    "divisor": with_divisor,
+    "per_matrix": with_per_matrix,
 }
 
 
@@ -532,7 +546,7 @@ def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:
         kept["block_size"] = fmt.scale.block
     if isinstance(fmt.codec, Codebook) and not isinstance(kept.get("levels", ""), str):
         kept["levels"] = fmt.codec.levels
-    for flag in ("double_quant", "permuted", "absmax"):
+    for flag in ("double_quant", *ARRANGED):
         if flag in kept:
             kept[flag] = True
     usual = _MAKERS[fmt.name](fmt.name)

@@ -7,7 +7,7 @@ import numpy as np
 from cuquant.errors import clipped
 from cuquant.formats.codecs import Uniform
 from cuquant.formats.format import Format
-from cuquant.formats.scales import FLAT
+from cuquant.formats.scales import FLAT, Scale
 
 
 def with_flat_blocks(fmt: Format, block: str) -> Format:
@@ -47,6 +47,29 @@ def with_absmax(fmt: Format, flag: object) -> Format:
     if (scale.block, scale.dtype, scale.nested, fmt.permuted) != ("row", "float32", None, False):
         raise ValueError("int8+absmax has one float32 for each row; leave other options out")
     return replace(fmt, scale=replace(scale, absmax=True))
+
+
+def with_divisor(fmt: Format, flag: object) -> Format:
+    """A global scale that divides the blocks' (compressed-tensors)."""
+    _check_flag(flag, "divisor")
+    return replace(fmt, scale=replace(_with_global_scale(fmt), divisor=True))
+
+
+def with_per_matrix(fmt: Format, flag: object) -> Format:
+    """A global scale for each matrix of the leading axes (experts)."""
+    _check_flag(flag, "per_matrix")
+    scale = _with_global_scale(fmt)
+    if scale.block == "tensor":
+        raise ValueError(f"{fmt} has one scale for all matrices; leave one of the two out")
+    return replace(fmt, scale=replace(scale, per_matrix=True))
+
+
+def _with_global_scale(fmt: Format) -> Scale:
+    if fmt.scale is None or fmt.scale.nested != "global":
+        raise ValueError(f"{fmt.name} has no global scale; nvfp4 does")
+    if fmt.permuted or fmt.is_flat:
+        raise ValueError(f"{fmt.name} with a divisor or per_matrix is neither permuted nor flat")
+    return fmt.scale
 
 
 def _check_flag(flag: object, name: str) -> None:

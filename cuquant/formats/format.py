@@ -15,7 +15,11 @@ from cuquant.formats.packing import Packing
 from cuquant.formats.scales import DTYPES, FLAT, NESTED_BLOCK, PLAIN, Block, Scale
 from cuquant.lazy import lazy
 
+ARRANGED = ("permuted", "absmax", "divisor", "per_matrix")  # options that kernels do not see
 MOST_BITS = 1.5  # times those of long rows, from which on an array is kept as it is
+
+
+E2M1, OF_E2M1 = "fp4_e2m1", 32  # the format of nvfp4's codes with plain scales, and its own block
 
 
 class Component(NamedTuple):
@@ -70,7 +74,7 @@ class Format:
         return hash((self.name, self.codec, self.scale, self.offset, self.packing, self.permuted))
 
     def __getstate__(self) -> dict[str, object]:  # another process hashes strings otherwise
-        made = ("_hash", "plain")
+        made = ("_hash", "plain", "exact", "usual")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __str__(self) -> str:
@@ -89,11 +93,13 @@ class Format:
         """Whether blocks run over the flattened array."""
         return self.scale is not None and self.scale.flat is not None
 
-    @property
+    @lazy
     def odd(self) -> tuple[str, ...]:
-        """What kernels do not see: "permuted", "flat" or "absmax"."""
-        absmax = self.scale is not None and self.scale.absmax
-        said = {"permuted": self.permuted, "flat": self.is_flat, "absmax": absmax}
+        """What kernels do not see: "flat" or one of ARRANGED."""
+        if self.scale is None:
+            return ()
+        rules = {word: getattr(self.scale, word) for word in ("absmax", "divisor", "per_matrix")}
+        said = {"permuted": self.permuted, "flat": self.is_flat, **rules}
         return tuple(word for word, is_so in said.items() if is_so)
 
     @lazy
@@ -111,13 +117,45 @@ class Format:
         """
         if self.is_plain:
             return self
-        options = {k: v for k, v in self.options.items() if k not in ("permuted", "absmax")}
+        if self.rule.per_matrix:
+            return self.exact
+        options = self._common_options()
         if options.get("block_size") == FLAT:
             del options["block_size"]
         elif self.is_flat:
             options["block_size"] = self.rule.flat
-        scale = replace(self.rule, block=self.rule.flat or self.rule.block, absmax=False)
+        block = self.rule.flat or self.rule.block
+        scale = replace(self.rule, block=block, absmax=False, divisor=False)
         return replace(self, scale=scale, permuted=False, options=options)
+
+    @lazy
+    def exact(self) -> "Format":
+        """`plain`, or where products of that are rounded otherwise, a plain format of all values.
+
+        >>> from cuquant import get_format
+        >>> get_format("nvfp4+divisor").exact, get_format("nvfp4+divisor").plain
+        (Format('fp4_e2m1:16+float32'), Format('nvfp4'))
+        """
+        if self.is_plain or not (self.rule.divisor or self.rule.per_matrix):
+            return self.plain
+        scale = replace(self.usual.rule, dtype="float32", nested=None)
+        options = {**self.usual.options, "scale_dtype": "float32"}
+        if scale.block == OF_E2M1:
+            options.pop("block_size", None)
+        else:
+            options["block_size"] = scale.block
+        return replace(self, name=E2M1, scale=scale, options=options)
+
+    @lazy
+    def usual(self) -> "Format":
+        """With one global scale for the whole array, which multiplies; else as it is."""
+        if not (self.scale and (self.scale.divisor or self.scale.per_matrix)):
+            return self
+        scale = replace(self.scale, divisor=False, per_matrix=False)
+        return replace(self, scale=scale, options=self._common_options())
+
+    def _common_options(self) -> dict[str, Any]:
+        return {k: v for k, v in self.options.items() if k not in ARRANGED}
 
     @property
     def block_size(self) -> Block | None:
@@ -223,7 +261,8 @@ class Format:
         if self.offset == "zero_point":
             parts.append(Component("zero_point", np.dtype(np.uint8), shape))
         if self.scale.nested == "global":
-            parts.append(Component("global_scale", np.dtype(np.float32), ()))
+            each = stored[:-2] if self.scale.per_matrix else ()
+            parts.append(Component("global_scale", np.dtype(np.float32), each))
         return tuple(parts)
 
     def nbytes(self, stored: tuple[int, ...]) -> int:

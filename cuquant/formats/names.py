@@ -42,3 +42,5 @@ class FormatOptions(TypedDict, total=False):
     scale_dtype: ScaleDtype | None
     permuted: bool | None
     absmax: bool | None
+    divisor: bool | None
+    per_matrix: bool | None

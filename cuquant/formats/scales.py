@@ -55,6 +55,10 @@ class Scale:
     absmax
         Whether the largest size is stored in place of the scale: x' = (code * absmax) / 127, with
         both products rounded (LLM.int8()).
+    divisor
+        Whether the global scale divides: x' = code * (scale / global_scale).
+    per_matrix
+        Whether each matrix of the last two axes has a global scale of its own.
     """
 
     rule: str
@@ -64,6 +68,8 @@ class Scale:
     encode_with: str = "stored"
     nested: str | None = None
     absmax: bool = False
+    divisor: bool = False
+    per_matrix: bool = False
 
     @property
     def flat(self) -> int | None:

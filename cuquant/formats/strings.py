@@ -18,6 +18,8 @@ WORDS: dict[str, tuple[str, object]] = {
     **{name: ("packing", name) for name in ("dense", "word", "planes")},
     "permuted": ("permuted", True),
     "absmax": ("absmax", True),
+    "divisor": ("divisor", True),
+    "per_matrix": ("per_matrix", True),
     "min": ("offset", "min"),
     **{name: ("scale_dtype", name) for name in ("float32", "float16", "bfloat16", "e8m0")},
 }
@@ -29,6 +31,8 @@ OPTIONS = (  # in the order they are written
     "scale_dtype",
     "permuted",
     "absmax",
+    "divisor",
+    "per_matrix",
 )
 RULES = ("floor", "ceil", "even", "4over6", "mse")
 SHAPE = "NAME[:BLOCK][+OPTION...][^RULE], such as nf4:32+dq or fp8_e4m3:128x128"

@@ -15,7 +15,7 @@ import numpy as np
 
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
-from cuquant.formats import Format
+from cuquant.formats import Format, get_format
 from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry
 
@@ -81,6 +81,7 @@ def split(entry: Entry, name: str) -> Iterator[Entry]:
         yield replace(
             entry,
             name=f"{before}{number}{after}",
+            format=_of_one(entry.format),
             shape=entry.shape[1:],
             nbytes=entry.nbytes // count,
             read=shared.reader(number),
@@ -88,11 +89,23 @@ def split(entry: Entry, name: str) -> Iterator[Entry]:
         )
 
 
+def _of_one(fmt: Any) -> Any:
+    """The format of one matrix of several."""
+    alone = isinstance(fmt, Format) and fmt.scale is not None and fmt.scale.per_matrix
+    return get_format(fmt, per_matrix=False) if alone else fmt
+
+
+def _of_all(fmt: Any) -> Any:
+    """The format of several matrices of one: each keeps its global scale."""
+    has_one = isinstance(fmt, Format) and fmt.scale is not None and fmt.scale.nested == "global"
+    return get_format(fmt, per_matrix=True) if has_one else fmt
+
+
 def _count(entry: Entry) -> int:
     fmt = entry.format
     if len(entry.shape) != 3 or not 0 < entry.shape[0] <= MANY or entry.axes is not None:
         raise ValueError(f"{quote(entry.name)} of shape {entry.shape} is no array of experts")
-    is_apart = not isinstance(fmt, Format) or fmt.is_plain
+    is_apart = not isinstance(fmt, Format) or fmt.usual.is_plain
     if not is_apart or (isinstance(fmt, Format) and fmt.scale and fmt.scale.nested == "double"):
         raise ValueError(f"{quote(entry.name)}: experts share parts of {fmt}")
     return entry.shape[0]
@@ -182,6 +195,7 @@ def _stacked(name: str, given: Mapping[int, Entry]) -> Entry:
     return replace(
         first,
         name=name,
+        format=_of_all(first.format),
         shape=(len(entries), *first.shape),
         nbytes=sum(entry.nbytes for entry in entries),
         tensors=tuple(tensor for entry in entries for tensor in entry.tensors),
@@ -194,9 +208,12 @@ def _refuse_shared(entry: Entry, fmt: Format) -> None:
     """ValueError where experts cannot lie in one array: a block of several rows, or one scale."""
     scale = fmt.scale
     is_shared = scale is not None and (
-        isinstance(scale.block, tuple) or scale.block == "tensor" or bool(scale.nested)
+        isinstance(scale.block, tuple)
+        or scale.block == "tensor"
+        or scale.nested == "double"
+        or (scale.nested is not None and len(entry.shape) != 2)
     )
-    if is_shared or entry.axes or not fmt.is_plain:
+    if is_shared or entry.axes or not fmt.usual.is_plain:
         raise ValueError(f"{quote(entry.name)}: parts of {fmt} cannot lie in one array")
 
 
@@ -210,9 +227,10 @@ def _together(arrays: Sequence[Any]) -> Any:
         return np.stack(arrays)
     shape = (len(arrays), *first.shape)
     parts = {}
-    for part in first.format.components(shape):
+    fmt = _of_all(first.format)
+    for part in fmt.components(shape):
         stacked = np.stack([array.arrays()[part.name] for array in arrays])
         if stacked.size != math.prod(part.shape):
             raise ValueError(f"experts of {first.format} share their {part.name}")
         parts[part.name] = stacked.reshape(part.shape)
-    return QuantArray(first.format, shape, first.dtype, parts, tuple(range(len(shape))))
+    return QuantArray(fmt, shape, first.dtype, parts, tuple(range(len(shape))))

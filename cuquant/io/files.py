@@ -15,12 +15,12 @@ from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError, did_you_mean
-from cuquant.formats import get_format
 from cuquant.io.checkpoint import Checkpoint
-from cuquant.io.container.gguf import GgufReader, GgufTensor
+from cuquant.io.container.gguf import GgufReader
 from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry, Opened
 from cuquant.io.foreign import find_sign
+from cuquant.io.gguf_entries import entries
 from cuquant.io.quantized import Described, described
 from cuquant.io.renaming import in_hf
 from cuquant.io.schema import schema_of
@@ -242,35 +242,8 @@ def _is_gguf(path: Path) -> bool:
 
 def _open_gguf(path: Path, max_header_bytes: int) -> Opened:
     reader = GgufReader(path, max_header_bytes=max_header_bytes)
-    entries = {name: _gguf(reader, info) for name, info in reader.tensors.items()}
-    return Opened(path, GGUF, entries, reader.metadata, reader.close)
-
-
-def _gguf(reader: GgufReader, info: GgufTensor) -> Entry:
-    kind, name = info.type, info.name
-    fmt = None if kind.format is None else get_format(kind.format)
-
-    def read() -> Any:
-        if fmt is not None:
-            return QuantArray.from_blocks(reader.read(name), fmt, info.shape)
-        return (
-            reader.read(name)
-            if kind.is_plain
-            else RawBlocks(kind.name, info.shape, reader.read(name))
-        )
-
-    def rows(start: int, stop: int) -> QuantArray:
-        assert fmt is not None  # below
-        row = kind.stored_nbytes(info.shape) // info.shape[0]
-        stored = np.empty((stop - start) * row, np.uint8)
-        reader.read_into(name, stored, start * row)
-        shape = (stop - start, info.shape[1])
-        return QuantArray.from_blocks(stored.reshape(shape[0], row), fmt, shape)
-
-    shown = fmt if fmt is not None else None if kind.is_plain else kind.name
-    dtype = kind.dtype if kind.is_plain else np.dtype(np.float32)
-    nbytes = kind.stored_nbytes(info.shape)
-    has_rows = fmt is not None and len(info.shape) == 2 and info.shape[0] > 0
-    return Entry(
-        name, shown, info.shape, dtype, nbytes, (name,), (), read, rows=rows if has_rows else None
-    )
+    try:
+        return Opened(path, GGUF, entries(reader), reader.metadata, reader.close)
+    except BaseException:
+        reader.close()
+        raise

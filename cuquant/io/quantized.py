@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from cuquant import interop, reference
-from cuquant.array.arranged import check_permutation, plain
+from cuquant.array.arranged import check_permutation, exact
 from cuquant.array.components import OPERATIONS
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_components, unpack
 from cuquant.array.quant_array import QuantArray
@@ -153,7 +153,7 @@ def refuse_nonfinite(name: str, q: QuantArray) -> None:
     """ValueError where an array would decode to NaN or infinity."""
     if not q.size:
         return
-    q = plain(q)
+    q = exact(q)
     blocks = reference.effective(q.arrays(), q.format, q.stored_shape)
     bad = sum(int((~np.isfinite(v)).sum()) for v in vars(blocks).values() if v is not None)
     if bad:

@@ -241,6 +241,10 @@ def plan_weight(
         _plan_decoded(plan, fmt.plain, shape, dtypes)
         return
     is_decoded = "absmax" not in fmt.odd  # whose values the array's library multiplies
+    read = fmt.exact  # what is decoded, in rows
+    if fmt.usual is not fmt:
+        parts = _parts(fmt.usual.components(shape))
+        decoder(fmt.usual).scales(plan, parts, _Nothing(fmt.rule.shape(shape)))
     fmt = fmt.plain
     weight = _weight(fmt, shape, layout)
     rows = weight
@@ -251,7 +255,7 @@ def plan_weight(
         dtype = interop.float_dtype(name)
         target = View(ADDRESS, shape, c_strides(shape), dtype)
         if is_decoded:
-            decoder(fmt)(plan, dict(rows.parts), shape, target)
+            decoder(read)(plan, _parts(read.components(shape)), shape, target)
         for count in ROWS if len(shape) in (2, 3) else ():
             if len(shape) == 3:
                 _plan_experts(plan, weight, dtype, count)

@@ -3,11 +3,13 @@
 import pickle
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from in_turn import in_turn
 
 import cuquant as cq
+from cuquant.array import arranged
 from cuquant.io.renaming import by_rows
 
 RNG = np.random.default_rng(3)
@@ -28,6 +30,9 @@ ODD = (
     "int8+absmax",
     "int4:32+permuted",
     "uint3:32+permuted",
+    "nvfp4+divisor",
+    "nvfp4+per_matrix",
+    "nvfp4+divisor+per_matrix",
 )
 
 
@@ -154,6 +159,118 @@ def test_absmax_near_the_largest_float_stays_finite():
         cq.quantize(X, "int8+absmax", scale=1.0)
 
 
+# ---- global scales ------------------------------------------------------------------------------
+
+EXPERTS = RNG.standard_normal((3, 8, 64)) * np.array([1, 100, 0.01])[:, None, None]
+EXPERTS = EXPERTS.astype(np.float32)
+GLOBAL = ("nvfp4+divisor", "nvfp4+per_matrix", "nvfp4+divisor+per_matrix", "nvfp4:8x32+per_matrix")
+
+
+def decoded(q):
+    """nvfp4's numbers, by what is stored."""
+    parts = q.arrays()
+    codes = np.stack([parts["packed"] & 15, parts["packed"] >> 4], -1).reshape(q.shape)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.where(codes & 8, -levels[codes & 7], levels[codes & 7])
+    scale = parts["scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    world = parts["global_scale"]
+    world = world[..., None, None] if world.ndim else world
+    scale = scale / world if "divisor" in q.format.odd else scale * world
+    return values * np.repeat(scale, q.format.block_size, -1)
+
+
+@in_turn("name", GLOBAL[:3])
+def test_global_scales_multiply_or_divide_in_the_owners_order(name):
+    q = cq.quantize(EXPERTS, name)
+    assert q.arrays()["global_scale"].shape == ((3,) if "per_matrix" in name else ())
+    np.testing.assert_array_equal(q.dequantize(), decoded(q))
+    rounded = cq.dequantize(q._with(format=q.format.plain, components=arranged.plain(q).components))
+    assert ("per_matrix" in name) == (rounded == q.dequantize()).all()  # what products may have
+    np.testing.assert_array_max_ulp(rounded, q.dequantize(), 4)
+    np.testing.assert_array_equal(q.scale, np.abs(decoded(one_code(q)))[..., ::16])
+
+
+def one_code(q):
+    """The array with 1.0 everywhere."""
+    return q._with(components={**q.components, "packed": np.full_like(q.packed, 0x22)})
+
+
+@in_turn("name", GLOBAL)
+def test_a_matrix_of_several_is_that_matrix_alone(name):
+    q, alone = cq.quantize(EXPERTS, name), name.replace("+per_matrix", "")
+    values = q.dequantize()
+    for i in range(3):
+        if "per_matrix" in name:
+            assert cq.array_equal(q[i], cq.quantize(EXPERTS[i], alone))
+        assert str(q[i].format) == alone and q[i].shape == (8, 64)
+        np.testing.assert_array_equal(q[i].dequantize(), values[i])
+    many = cq.quantize(EXPERTS.reshape(3, 1, 8, 64), name)
+    for index in (
+        np.s_[1:], [2, 0], np.s_[::-1], np.s_[..., 32:], np.s_[:0], np.s_[1, :, 32:], np.s_[:, :8],
+        np.array([[0, 1], [2, 2]]),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(q[index].dequantize(), values[index])
+        assert q[index].format == q.format or q[index].ndim == 2
+        q[index].check()
+    np.testing.assert_array_equal(many[2].dequantize(), values[2:])
+    np.testing.assert_array_equal(many[:, 0].dequantize(), values)
+    assert cq.array_equal(many.reshape(3, 8, 64), q)
+    if "per_matrix" in name:
+        with pytest.raises(ValueError, match=r"different numbers of scales|do not divide"):
+            q.reshape(24, 64)
+        with pytest.raises(ValueError, match=r"take one first|slice them"):
+            q[:, 3]
+        with pytest.raises(ValueError, match=r"take one first|slice them"):
+            q[[0, 1], 2]
+    across = cq.quantize(EXPERTS.transpose(0, 2, 1), name, axis=1)
+    np.testing.assert_array_equal(across.dequantize(), values.transpose(0, 2, 1))
+    np.testing.assert_array_equal(across[2].dequantize(), values[2].T)
+
+
+def test_global_scales_are_joined_matrix_by_matrix():
+    q = cq.quantize(EXPERTS, "nvfp4+per_matrix")
+    assert cq.array_equal(cq.concatenate([q[:1], q[1:]]), q)
+    assert cq.array_equal(cq.concatenate([q[..., :32], q[..., 32:]], axis=2), q)
+    assert cq.array_equal(cq.concatenate([q[:, :3], q[:, 3:]], axis=1), q)
+    with pytest.raises(ValueError, match="different values of global_scale"):
+        cq.concatenate([q, q[::-1]], axis=1)
+
+
+def test_global_scales_are_given():
+    for given in (2.0, np.array([1, 2, 4], np.float32)):
+        q = cq.quantize(EXPERTS, "nvfp4+per_matrix", global_scale=given)
+        np.testing.assert_array_equal(q.arrays()["global_scale"], np.broadcast_to(given, 3))
+        d = cq.quantize(EXPERTS, "nvfp4+divisor+per_matrix", global_scale=1 / np.asarray(given))
+        np.testing.assert_array_equal(d.packed, q.packed)
+        np.testing.assert_array_equal(d.dequantize(), q.dequantize())
+    for four in (4, np.array(4), np.array([4.0])):
+        q = cq.quantize(EXPERTS, "nvfp4+divisor", global_scale=four)
+        assert q.arrays()["global_scale"] == 4 and cq.error(EXPERTS, q).sqnr_db > 18
+    assert cq.quantize(EXPERTS, "nvfp4+divisor", global_scale=0.5).arrays()["global_scale"] == 0.5
+    with pytest.raises(ValueError, match=r"global_scale has shape \(2,\)"):
+        cq.quantize(EXPERTS, "nvfp4+per_matrix", global_scale=np.ones(2))
+    with pytest.raises(ValueError, match="takes no scale="):
+        cq.quantize(EXPERTS, "nvfp4+per_matrix", scale=1.0, global_scale=1.0)
+
+
+@in_turn("name", GLOBAL[:3])
+def test_global_scales_of_odd_numbers(name):
+    """Nothing, zeros, NaN, and numbers whose divisor would be infinite."""
+    for shape in ((0, 4, 16), (2, 0, 16), (2, 4, 0), (16,), (0,), (5, 19)):
+        q = cq.quantize(np.ones(shape, np.float32), name)
+        q.check()
+        np.testing.assert_array_equal(q.dequantize(), np.ones(shape))
+    x = np.zeros((2, 2, 16), np.float32)
+    np.testing.assert_array_equal(cq.quantize(x, name).dequantize(), x)
+    x[1] = np.linspace(0, 6e-38, 16)
+    np.testing.assert_allclose(cq.quantize(x, name).dequantize(), x, atol=1.1e-38)
+    x[1, 0, 0] = np.nan
+    found = cq.quantize(x, name).dequantize()
+    assert np.isnan(found[1, 0]).all() and np.isfinite(found[0]).all()
+    top = cq.quantize(np.full((1, 2, 16), np.finfo(np.float32).max), name).dequantize()
+    np.testing.assert_allclose(top, np.finfo(np.float32).max, rtol=1e-6)
+
+
 # ---- how they travel ----------------------------------------------------------------------------
 
 
@@ -205,7 +322,9 @@ def test_slices_are_right_or_refused(name):
             continue
         part.check()
         np.testing.assert_array_equal(part.dequantize(), values[index])
-        assert part.format.odd == q.format.odd
+        assert part.format.odd == tuple(
+            w for w in q.format.odd if w != "per_matrix" or part.ndim > 2
+        )
         right += 1
     assert right >= 2
     block = q.format.rule.flat
@@ -217,7 +336,7 @@ def test_slices_are_right_or_refused(name):
             q[:, :32]
 
 
-@in_turn("name", [name for name in ALL if name != "nvfp4:flat"])  # of one global scale each
+@in_turn("name", [name for name in ALL if "nvfp4" not in name])  # of one global scale each
 def test_arrays_are_joined_or_refused(name):
     q = made(name)
     parts = [q[:4], q[4:]] if not q.format.is_flat else [made(name, X[:4]), made(name, X[4:])]
@@ -246,7 +365,7 @@ def test_shapes_change_where_bytes_stay():
     np.testing.assert_array_equal(q.reshape(6, 96).dequantize(), q.dequantize().reshape(6, 96))
     with pytest.raises(ValueError, match="columns are permuted"):
         q.reshape(12, 48)
-    for name in ("mxfp4:flat", "mxfp4+permuted", "nf4:flat"):
+    for name in ("mxfp4:flat", "mxfp4+permuted", "nf4:flat", "nvfp4+divisor"):
         with pytest.raises(ValueError, match="no ggml block"):
             cq.quantize(X, name).to_blocks()
 

@@ -104,6 +104,8 @@ HELD = [
     ("int8:32+float16", "gguf", "q8_0"),
     ("q4_k", "gguf", "q4_k"),
     ("iq4_nl", "gguf", "iq4_nl"),
+    ("nvfp4", "gguf", "nvfp4"),
+    ("nvfp4+divisor", "compressed-tensors", "nvfp4+divisor"),
 ]
 
 
@@ -307,7 +309,9 @@ LOST = [
     ("uint6:64+min", "gguf", "up to 5 bits"),
     ("uint4:16+min", "gguf", "a minimum for each 32 columns"),
     ("uint4:64+min", "gptq", "integers of 2, 3, 4 or 8 bits"),
-    ("nvfp4", "gguf", "global scale is not 1"),
+    ("nvfp4+divisor", "gguf", "its global scale divides"),
+    ("nvfp4+divisor", "mlx", "its global scale divides"),
+    ("nvfp4+per_matrix", "mlx", "each matrix has a global scale"),
 ]
 
 

@@ -34,12 +34,12 @@ KINDS = [
 ]
 
 OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
-SWAPPED = "add sub mul and_ or_ xor"
+SWAPPED = "add sub mul truediv and_ or_ xor"
 UNARY = "neg abs invert"
 METHODS = "reshape transpose view astype argsort copy sum min max any all"
 FUNCTIONS = (
-    "abs ascontiguousarray broadcast_to clip concatenate empty_like isinf moveaxis multiply rint "
-    "signbit take where"
+    "abs ascontiguousarray broadcast_to clip concatenate empty_like isfinite isinf moveaxis"
+    " multiply ones_like prod reciprocal rint signbit stack take where"
 )
 PLAIN = "shape dtype ndim size nbytes itemsize strides flags"
 
@@ -123,8 +123,8 @@ def _method(name: str) -> Any:
 def _function(name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> CupyArray:
         plain = [[_operand(a) for a in x] if isinstance(x, list) else _operand(x) for x in args]
-        given = {key: _operand(value) for key, value in kwargs.items()}
-        return CupyArray(getattr(np, name)(*plain, **given))
+        named = {key: _operand(value) for key, value in kwargs.items()}
+        return CupyArray(getattr(np, name)(*plain, **named))
 
     return call
 

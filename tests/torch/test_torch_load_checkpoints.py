@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is optional")
 
 from in_turn import in_turn  # noqa: E402
 
+from cuquant.io.container.gguf import GgufReader  # noqa: E402
 from cuquant.torch import QuantLinear, load_  # noqa: E402
 
 nn = torch.nn
@@ -77,13 +79,18 @@ def test_layers_compute_with_the_codes_of_the_file(name):
         assert torch.equal(layer(x), wanted)
 
 
-def test_gguf_comes_by_transformers_names(tmp_path):
+def model_of(folder):
+    """A small llama in a folder, and its arrays."""
     sys.path.insert(0, str(Path("tests/io")))
     try:
-        from test_architectures import model as folder_of
+        from test_architectures import model
     finally:
         sys.path.pop(0)
-    arrays = folder_of(tmp_path / "in")
+    return model(folder)
+
+
+def test_gguf_comes_by_transformers_names(tmp_path):
+    arrays = model_of(tmp_path / "in")
     with pytest.warns(UserWarning, match=r"no tokenizer\.json"):
         cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf", format="q8_0")
     found = cq.load(tmp_path / "m.gguf", names="hf", library="torch")
@@ -98,6 +105,32 @@ def test_gguf_comes_by_transformers_names(tmp_path):
         assert (layer(x) - exact).abs().max() < 0.1 * exact.abs().max()
     embedded = made.get_submodule("model.embed_tokens").weight
     assert torch.equal(embedded, found["model.embed_tokens.weight"].dequantize())
+
+
+@pytest.mark.filterwarnings("ignore:there is no tokenizer")
+def test_nvfp4_of_gguf_computes_with_the_scale_beside_it(tmp_path):
+    """llama.cpp's order: the product with the blocks, times NAME.scale."""
+    arrays = model_of(tmp_path / "in")
+    held = {
+        name: cq.quantize(value, "nvfp4") if "_proj" in name and value.shape[1] % 64 == 0 else value
+        for name, value in arrays.items()
+    }
+    cq.save(tmp_path / "in" / "model.safetensors", held)
+    cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    with GgufReader(tmp_path / "m.gguf") as reader:
+        name = "blk.0.attn_output"
+        scale = reader.read(f"{name}.scale")
+        shape = reader.tensors[f"{name}.weight"].shape
+        blocks = cq.QuantArray.from_blocks(reader.read(f"{name}.weight"), "ggml_nvfp4", shape)
+    assert scale.shape == (1,) and scale != 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left over
+        made = load_(skeleton(tmp_path / "in"), tmp_path / "m.gguf")
+    layer = made.get_submodule("model.layers.0.self_attn.o_proj")
+    assert str(layer.format) == "nvfp4"
+    x = torch.randn(3, layer.in_features)
+    want = (x.numpy() @ blocks.dequantize().T) * scale
+    np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 def test_a_bias_that_counts_is_not_left_out(tmp_path):

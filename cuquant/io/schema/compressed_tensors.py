@@ -57,6 +57,7 @@ from cuquant.io.schema.recipe import (
 
 KIND = "compressed-tensors"
 CODES = ("weight_packed", "weight")
+ODD = ("divisor", "per_matrix")
 DENSE_FROM = (0, 18)  # version
 Group = Mapping[str, Any]
 
@@ -275,13 +276,11 @@ def _floats(c: Checkpoint, stem: str, weights: Group) -> Layer:
 
 
 def _nvfp4(c: Checkpoint, stem: str, weights: Group) -> Layer:
-    """Block scales that are divided by a global one."""
+    """Block scales that are divided by a global one; of experts each may have its own."""
     codes, scales = c.info(stem + "weight_packed"), c.info(stem + "weight_scale")
-    whole = (stem + "weight_global_scale", np.reciprocal)
-    c.info(whole[0])
-    notes = ("the global scale is 1 / weight_global_scale, rounded to float32",)
+    whole = (stem + "weight_global_scale", np.positive)
     name = stem + "weight"
-    return block_floats(c, name, "nvfp4", codes, scales, model_dtype(c), whole, notes)
+    return block_floats(c, name, "nvfp4", codes, scales, model_dtype(c), whole, divisor=True)
 
 
 def _mx(kind: FormatName, end: str) -> Callable[[Checkpoint, str, Group], Layer]:
@@ -320,12 +319,12 @@ FLOATS = {  # of which codes and exponents lie as ours: format, tensor of the co
 
 def recipe(source: Source) -> Recipe:
     """Integers of 2 to 8 bits, fp8_e4m3, MX formats and nvfp4; of matrices, or of experts."""
+    name = source.format.name
+    if len(source.shape) in (2, 3) and name in FLOATS and not source.format.usual.options:
+        return _block_recipe(source)
     if len(source.shape) == 3:
         return _experts_recipe(source)
     source.matrix("compressed-tensors")
-    name = source.format.name
-    if name in FLOATS and not source.format.options:
-        return _block_recipe(source)
     if name == fp8.FORMATS["F8_E4M3"]:
         return _float_recipe(source)
     found = integers_of(source.format, source.shape)
@@ -425,30 +424,32 @@ def _float_recipe(source: Source) -> Recipe:
 
 def _block_recipe(source: Source) -> Recipe:
     """Formats whose codes and scales lie as ours."""
-    fmt, stem, (rows, depth) = source.format, source.stem, source.shape
+    fmt, stem, (*rows, depth) = source.format, source.stem, source.shape
     kind, end, tag, weights = FLOATS[fmt.name]
     if depth % weights["group_size"]:
         raise ValueError(f"compressed-tensors has whole groups of {fmt}, not {source.shape}")
     scale = "F8_E4M3" if fmt.rule.nested else "U8"
     shape = fmt.rule.shape(source.shape)
     specs: Specs = {
-        stem + end: (tag, (rows, depth * fmt.bits // 8)),
+        stem + end: (tag, (*rows, depth * fmt.bits // 8)),
         stem + "weight_scale": (scale, shape),
     }
-    whole = None
+    divisors = None
     if fmt.rule.nested:
-        whole = divisor(np.float32(source.read().components["global_scale"]))
-        specs[stem + "weight_global_scale"] = ("F32", (1,))
+        divisors = _divisors(source.read())
+        specs[stem + "weight_global_scale"] = ("F32", divisors.shape)
 
     def encode(q: QuantArray) -> Tensors:
         codes = np.ascontiguousarray(q.packed).view(np.uint8)
         parts = q.arrays()
         made = {
             stem + end: codes.view(fp8.E4M3) if tag == "F8_E4M3" else codes,
-            stem + "weight_scale": parts["scale"].view(fp8.E4M3) if whole else parts["scale"],
+            stem + "weight_scale": parts["scale"].view(fp8.E4M3)
+            if fmt.rule.nested
+            else parts["scale"],
         }
-        if whole:
-            made[stem + "weight_global_scale"] = np.array([whole], np.float32)
+        if divisors is not None:
+            made[stem + "weight_global_scale"] = divisors
         return made
 
     strategy = "tensor_group" if fmt.rule.nested else "group"
@@ -457,6 +458,17 @@ def _block_recipe(source: Source) -> Recipe:
         "scale_dtype": "torch.float8_e4m3fn" if fmt.rule.nested else "torch.uint8",
     })  # fmt: skip
     return Recipe(specs, encode, kind, said, source.module)
+
+
+def _divisors(q: QuantArray) -> np.ndarray:
+    """weight_global_scale [1], or [E, 1, 1] of experts, by which block scales are divided as they
+    lie. Those of a global scale that multiplies are rounded: values may be a unit or two in the
+    last place of float32 off, which rounding to bfloat16 hardly shows."""
+    numbers = np.asarray(q.arrays()["global_scale"], np.float32)
+    shape = (*numbers.shape, 1, 1) if q.format.rule.per_matrix and q.ndim > 2 else (1,)
+    if not q.format.rule.divisor:
+        numbers = np.array([divisor(number) for number in numbers.reshape(-1)], np.float32)
+    return numbers.reshape(shape)
 
 
 def divisor(scale: np.float32) -> np.float32:

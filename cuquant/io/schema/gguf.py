@@ -2,7 +2,7 @@
 
 The container and its reader are cuquant.io.container.gguf. Integers with scales of float16, whose
 groups are whole blocks of 32, are q4_0's, q5_0's or q8_0's numbers: d * (code - zero); with
-minimums they are q4_1's or q5_1's: d * code + m.
+minimums they are q4_1's or q5_1's: d * code + m. The global scale of nvfp4 is a tensor beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant.array.arranged import reciprocal
 from cuquant.array.quant_array import QuantArray
 from cuquant.formats import get_format
 from cuquant.formats.codecs import Uniform
@@ -21,6 +22,7 @@ from cuquant.io.schema.recipe import (
     Integers,
     Recipe,
     Source,
+    Specs,
     Tensors,
     codes_of,
     finer,
@@ -34,6 +36,7 @@ from cuquant.io.schema.recipe import (
 )
 
 KIND = "gguf"
+ODD = ("divisor", "per_matrix")
 NEAREST = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
 SMALL = {4: "q4_0", 5: "q5_0", 8: "q8_0"}  # of rows that 256 does not divide
 INTEGERS = ("q4_0", "q5_0", "q8_0")  # the first that has the codes is taken
@@ -44,16 +47,21 @@ OF_OTHERS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}  # types that hold our codes an
 
 
 def recipe(source: Source) -> Recipe:
-    """Types of ggml's as they are, mxfp4, nvfp4 whose global scale is 1, integers, and minimums."""
+    """Types of ggml's as they are, mxfp4, nvfp4, integers, and minimums."""
     fmt, name = source.format, source.name
     if fmt.name in SAME:
-        return Recipe({name: (SAME[fmt.name], source.shape)}, _blocks(name), fmt.name)
-    if fmt.name in OF_OTHERS and not fmt.options:
+        return Recipe({name: (SAME[fmt.name], source.shape)}, _blocks(source), fmt.name)
+    if fmt.name in OF_OTHERS and not fmt.usual.options:
         kind = gguf_type(OF_OTHERS[fmt.name])
         if source.shape[-1] % kind.elements:
             raise ValueError(f"{kind.name} has rows of whole blocks of {kind.elements}")
-        _refuse_odd_scales(source.read())
-        return Recipe({name: (kind, source.shape)}, _blocks(name), kind.name)
+        q = source.read()
+        _refuse_odd_scales(q)
+        scale = _scale_of(q)
+        specs: Specs = {name: (kind, source.shape)}
+        if scale is not None:
+            specs[source.stem + "scale"] = ("F32", scale.shape)
+        return Recipe(specs, _blocks(source, scale), kind.name)
     if isinstance(fmt.codec, Uniform) and fmt.offset == "min" and not fmt.is_blocks:
         return _minimums(source)
     found = integers_of(fmt, source.shape)
@@ -88,11 +96,8 @@ def _minimums(source: Source) -> Recipe:
 
 
 def _refuse_odd_scales(q: QuantArray) -> None:
-    """ValueError where ggml reads another number: its exponents have no NaN, its nvfp4 no global
-    scale."""
+    """ValueError where ggml reads another number: its scales have no NaN and no sign."""
     parts = q.arrays()
-    if "global_scale" in parts and float(parts["global_scale"]) != 1:
-        raise ValueError("its global scale is not 1, and blocks of ggml's have none")
     if "global_scale" in parts:
         odd = (parts["scale"] & 0x7F) == 0x7F
         odd |= parts["scale"] > 0x7F
@@ -102,10 +107,39 @@ def _refuse_odd_scales(q: QuantArray) -> None:
         raise ValueError(f"ggml reads {int(odd.sum())} of its scales as other numbers")
 
 
-def _blocks(name: str) -> Any:
+def _scale_of(q: QuantArray) -> np.ndarray | None:
+    """What llama.cpp multiplies products by: float32 [1], or [E] of experts; None where that is 1.
+
+    Raises
+    ------
+    ValueError
+        Where numbers would differ: of a divisor they do, unless it is a power of two.
+    """
+    number = q.arrays().get("global_scale")
+    if number is None:
+        return None
+    if q.format.rule.divisor:
+        number = reciprocal(number)
+        if (np.frexp(number)[0] != 0.5).any():
+            raise ValueError("its global scale divides, and GGUF's multiplies: values would differ")
+    if (number == 1).all():
+        return None
+    if q.ndim > 3:
+        raise ValueError(f"GGUF has scales of experts in one axis, not {q.shape[:-2]}")
+    each = q.shape[:-2] or (1,)  # of experts that share a number too, as llama.cpp wants it
+    return np.ascontiguousarray(np.broadcast_to(number, each))
+
+
+def _blocks(source: Source, scale: np.ndarray | None = None) -> Any:
+    name = source.name
+
     def encode(q: QuantArray) -> Tensors:
+        if "global_scale" in q.components:
+            one = {**q.components, "global_scale": np.ones((), np.float32)}
+            q = q._with(format=q.format.usual, components=one)
         blocks = q.to_blocks()
-        return {name: blocks.reshape(*blocks.shape[:-2], -1)}
+        made = {name: blocks.reshape(*blocks.shape[:-2], -1)}
+        return made if scale is None else {**made, source.stem + "scale": scale}
 
     return encode
 

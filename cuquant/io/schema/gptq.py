@@ -2,7 +2,8 @@
 
 qweight I32 [K bits / 32, N], codes densely along K; qzeros I32 [G, N bits / 32], densely along N;
 scales [G, N]; g_idx I32 [K]. w = (code - zero) * scale, of group g_idx[k]. Format "gptq" stores
-zeros less one ("v1"), "gptq_v2" as they are. Source: GPTQModel 7.7, qlinear and convert.
+zeros less one ("v1"), "gptq_v2" as they are; where they are symmetric, the first row tells which
+it is, because some files are labelled as the other. Source: GPTQModel 7.7, qlinear and convert.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cuquant.formats import get_format
 from cuquant.formats.packing import Packing
 from cuquant.io.checkpoint import Checkpoint
 from cuquant.io.container.messages import quote
+from cuquant.io.container.safetensors import TensorInfo
 from cuquant.io.schema.columns import column_order, permuted_rows
 from cuquant.io.schema.layer import (
     Found,
@@ -90,7 +92,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     depth = codes.shape[0] * 32 // bits
     size = _group_size(own, depth, groups, name)
     order = _order(c, own, stem, depth, size, groups)
-    first = _is_first(own)
+    first, notes = _version(c, own, zeros, bits, columns)
     packing = Packing(bits, "low" if bits in (4, 8) else "dense")
     kept = scale_dtype(scales, "scales")
     fmt = get_format(
@@ -113,7 +115,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     tensors = [codes.name, zeros.name, scales.name]
     if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
-    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts)
+    return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts, notes)
 
 
 def unpacked_zeros(words: np.ndarray, bits: int, columns: int, first: bool) -> np.ndarray:
@@ -169,6 +171,27 @@ def _is_first(config: Mapping[str, Any]) -> bool:
     if said not in ("gptq", "gptq_v2"):
         raise FormatError(f"GPTQ's checkpoint format {quote(said)} is unknown")
     return said == "gptq"
+
+
+def _version(
+    c: Checkpoint, config: Mapping[str, Any], zeros: TensorInfo, bits: int, columns: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether zero points are stored less one, and what is to be said of it.
+
+    Where they are symmetric, all are 2^(bits - 1): their first row tells more than the label.
+    """
+    said = _is_first(config)
+    if config.get("sym") is not True or not zeros.shape[0]:
+        return said, ()
+    words = c.read_rows(zeros.name, 0, 1).view(np.uint32)
+    row = unpacked_zeros(words, bits, columns, first=False)
+    middle = 1 << (bits - 1)
+    found = bool((row == middle - 1).all())
+    if found == said or not (found or (row == middle).all()):
+        return said, ()
+    names = ("gptq", "gptq_v2") if found else ("gptq_v2", "gptq")
+    note = f"zero points are {names[0]}'s, and the configuration says {names[1]}: read as they lie"
+    return found, (note,)
 
 
 def _override(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:

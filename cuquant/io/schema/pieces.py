@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,7 +27,8 @@ def extent_of(
     """What shares a scale of a weight of the shape `codes`, by the scales' shape.
 
     `group` and `tile` are a configuration's: columns of a group, and [rows, columns] of a block;
-    groups that it does not tell are equal parts of the columns.
+    groups that it does not tell are equal parts of the columns. Of several matrices [E, N, K] each
+    may have one scale, [E], [E, 1] or [E, 1, 1]: a block that holds a whole matrix.
     """
     if int(np.prod(scales, dtype=np.int64)) == 1:
         return "tensor"
@@ -41,7 +43,22 @@ def extent_of(
         whole = type(tall) is type(wide) is int and min(tall, wide) > 0
         if whole and scales[-2:] == (-(-codes[-2] // tall), -(-codes[-1] // wide)):
             return tall, wide
+    if len(codes) > 2 and is_of_matrices(codes, scales):
+        return max(codes[-2], 1), max(-(-codes[-1] // 8), 1) * 8
     raise refuse(name, f"scales {list(scales)} do not fit a weight of {list(codes)}")
+
+
+def is_of_matrices(codes: tuple[int, ...], numbers: tuple[int, ...]) -> bool:
+    """Whether there is a number for each matrix of a weight [..., N, K].
+
+    >>> is_of_matrices((8, 64, 32), (8,)), is_of_matrices((8, 64, 32), (8, 1, 1))
+    (True, True)
+    >>> is_of_matrices((8, 64, 32), (1, 8)), is_of_matrices((64, 32), (64,))
+    (False, False)
+    """
+    leading = codes[:-2]
+    ones = numbers[len(leading) :]
+    return bool(leading) and numbers[: len(leading)] == leading and ones in ((), (1,), (1, 1))
 
 
 def integers(
@@ -79,13 +96,18 @@ def block_floats(
     scales: TensorInfo,
     dtype: np.dtype,
     whole: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None,
-    notes: tuple[str, ...] = (),
+    divisor: bool = False,
 ) -> Layer:
     """An MX format's or NVFP4's codes, densely in bytes or words, and the bytes of their scales.
 
-    `whole`: the tensor of NVFP4's global scale, and what that is of its number; 1 without it.
+    `whole`: the tensor of NVFP4's global scale, or of the `divisor`, and what that is of its
+    number; 1 without it. Several matrices may have one each.
     """
-    fmt = get_format(kind)
+    size = () if whole is None else c.info(whole[0]).shape
+    of_each = math.prod(size) != 1
+    if of_each and not is_of_matrices(codes.shape, size):
+        raise refuse(name, f"global scales {list(size)} do not fit {list(codes.shape)}")
+    fmt = get_format(kind, divisor=divisor, per_matrix=of_each)
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 * codes.numpy_dtype.itemsize // fmt.bits)
 
     def parts() -> Parts:
@@ -94,13 +116,13 @@ def block_floats(
         if fmt.rule.nested == "global":
             found["global_scale"] = np.ones((), np.float32)
             if whole is not None:
-                number = c.read(whole[0]).astype(np.float32)
                 with np.errstate(all="ignore"):
+                    number = c.read(whole[0]).astype(np.float32)
                     found["global_scale"] = np.asarray(whole[1](number), np.float32)
         return found
 
     names = (codes.name, scales.name, *((whole[0],) if whole else ()))
-    return Layer(name, fmt, shape, dtype, names, parts, notes)
+    return Layer(name, fmt, shape, dtype, names, parts)
 
 
 def packed_by_rows(

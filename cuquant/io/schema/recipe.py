@@ -26,6 +26,8 @@ PARTS = {
 ODD = {
     "permuted": "its columns are permuted, which files of gptq and cuquant keep",
     "flat": "its blocks run across rows, which files of bitsandbytes and cuquant keep",
+    "divisor": "its global scale divides, which files of compressed-tensors and cuquant keep",
+    "per_matrix": "each matrix has a global scale, which compressed-tensors, GGUF and cuquant keep",
     "absmax": "it has absmax in place of scales, which files of bitsandbytes and cuquant keep",
 }
 CHUNK = 1 << 19  # elements whose codes are unpacked at a time
@@ -178,11 +180,12 @@ def of_all_rows(source: Source, recipe: Callable[[Source], Recipe]) -> AllRows:
         Where rows of two matrices, or all of them, share scales.
     """
     fmt, (count, rows, _) = source.format, source.shape
-    if isinstance(fmt.rule.block, tuple) or fmt.rule.block == "tensor" or fmt.rule.nested:
+    tall = fmt.rule.block[0] if isinstance(fmt.rule.block, tuple) else 1
+    if rows % tall or fmt.rule.block == "tensor" or fmt.rule.nested:
         raise ValueError(f"{fmt} of several matrices has scales that they share")
     made = recipe(_one_matrix(source))
     specs = {
-        name: (kind, (count, rows, *rest) if first == count * rows and rest else (first, *rest))
+        name: (kind, (count, first // count, *rest) if rest and count else (first, *rest))
         for name, (kind, (first, *rest)) in made.specs.items()
     }
 

@@ -45,7 +45,7 @@ def _in_order(q: QuantArray, dtype: np.dtype) -> Any:
     """Values in q's own library."""
     if q.format.scale is not None and q.format.scale.absmax:
         return arranged.in_axes(q, _saturated(arranged.absmax_values(q), dtype))
-    plain = arranged.plain(q)
+    plain = arranged.exact(q)
     if q.device != "cpu":
         return arranged.from_stored(q, on_gpu.values(plain, dtype, None, None))
     host = reference.dequantize(plain._host, plain.format, plain.stored_shape, dtype)

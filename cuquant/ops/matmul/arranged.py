@@ -13,13 +13,21 @@ import numpy as np
 from cuquant import interop
 from cuquant.array import arranged
 from cuquant.array.packed_weight import PackedWeight, unpack
-from cuquant.formats.scales import INVERSE_127
 from cuquant.gpu.arrays import backend_of
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul.check import F32, Finish, Operand
 from cuquant.ops.remember import Remembered
 
 Pair = tuple[Any, Any]
+
+# The component of an odd array that kernels read another one in place of, and what computes that.
+COMPUTED = {
+    ("absmax",): ("scale", arranged.scales_of),
+    ("divisor",): ("global_scale", arranged.reciprocal),
+}
+# By such a component on a GPU, what was computed of it. Each product writes that anew, for the
+# component may have changed; what was prepared for a product is found by the arrays that it reads.
+_computed: Remembered[Any] = Remembered()
 
 
 def is_odd(operand: Operand) -> bool:
@@ -28,17 +36,16 @@ def is_odd(operand: Operand) -> bool:
 
 
 def at_hand(x: Any, w: Any) -> Pair | None:
-    """x with its columns in the order of a weight [N, K], and the plain weight; None: `rearranged`
-    has to look closer.
+    """x with its columns in the order of an odd weight [N, K], and the plain weight.
 
-    Of arrays on one GPU: the plain weight's components are the same objects in every call, so that
-    a product is made by the plan of the call before.
+    Of arrays on one GPU; None: `rearranged` has to look closer. The plain
+    weight's components are the same objects in every call, so that a product is made by the plan
+    of the call before.
     """
-    fmt, kind = w.format, interop.kind(x)
-    if fmt.is_plain or kind not in ("cupy", "torch") or not (fmt.permuted or fmt.rule.absmax):
+    odd, kind = w.format.odd, interop.kind(x)
+    if not (odd in COMPUTED or odd == ("permuted",)) or kind not in ("cupy", "torch"):
         return None
-    parts = w.components
-    first = next(iter(parts.values()))
+    first = next(iter(w.components.values()))
     is_row_major = isinstance(w, PackedWeight) or w.axes == (0, 1)
     if not is_row_major or len(w.shape) != 2 or w.kind != kind or not interop.is_on_gpu(x):
         return None
@@ -46,25 +53,33 @@ def at_hand(x: Any, w: Any) -> Pair | None:
         return None
     if kind == "torch" and interop.wants_gradient(x):
         return None
-    if fmt.permuted:
-        return arranged.gathered(x, parts[arranged.ORDER], x.ndim - 1), arranged.plain(w)
-    absmax = parts["scale"]
-    scale = _scales.get([absmax])
-    if scale is None:
-        scale = _scales.put([absmax], _like(absmax))
-    interop.namespace(absmax).multiply(absmax, INVERSE_127.item(), out=scale)
-    return x, w._with(format=fmt.plain, components={**parts, "scale": scale})
+    if odd in COMPUTED:
+        return x, computed(w)
+    order = w.components[arranged.ORDER]
+    return arranged.gathered(x, order, x.ndim - 1), arranged.plain(w)
 
 
-def _like(array: Any) -> Any:
-    """Memory for as many numbers; of torch none that only its inference mode may write to."""
-    library = interop.namespace(array)
-    with library.inference_mode(False) if interop.kind(array) == "torch" else nullcontext():
-        return library.empty_like(array)
+def is_computed(source: Any) -> bool:
+    """Whether a component that kernels read another one in place of is all that makes it odd."""
+    return interop.kind(source) is None and source.format.odd in COMPUTED
 
 
-# Where scales of absmax go, which each product makes anew: absmax may have changed.
-_scales: Remembered[Any] = Remembered()
+def computed(source: Any) -> Any:
+    """The plain array of one that is not permuted; its arrays are the same in every call."""
+    if not is_computed(source):
+        return arranged.plain(source)
+    name, make = COMPUTED[source.format.odd]
+    part = source.components[name]
+    if not interop.is_on_gpu(part):
+        return arranged.plain(source)
+    kept = _computed.get((part,))
+    # torch writes to what was made in inference mode in that mode alone, and to others there too.
+    is_torch = interop.kind(part) == "torch"
+    with interop.namespace(part).inference_mode() if is_torch else nullcontext():
+        made = make(part, kept)
+    if kept is None:
+        kept = _computed.put((part,), made)
+    return source._with(format=source.format.plain, components={**source.components, name: kept})
 
 
 def rearranged(left: Operand, right: Operand, axes: tuple[int, int], stream: object) -> Pair | None:
@@ -96,8 +111,10 @@ def _with(odd: Operand, other: Any, axis: int, others: int) -> Pair | None:
     if fmt.is_flat:
         source = arranged.in_rows(unpack(source) if isinstance(source, PackedWeight) else source)
         return None if source is None else (other, source)
+    if fmt.rule.per_matrix and isinstance(source, PackedWeight):  # which lies in rows
+        source = unpack(source)
     if not fmt.permuted:
-        return other, arranged.plain(source)
+        return other, computed(source)
     is_along = isinstance(source, PackedWeight) or source.axis == axis
     if not is_along:
         return None

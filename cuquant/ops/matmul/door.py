@@ -1,5 +1,6 @@
 """Products with quantized operands, in float32 with one rounding at the end."""
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -8,8 +9,17 @@ from cuquant import interop
 from cuquant.array.components import OPERATIONS, ArrayT, Stored
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
+from cuquant.gpu.arrays import backend_of
 from cuquant.ops.matmul import on_gpu
-from cuquant.ops.matmul.arranged import at_hand, decoded, is_odd, product_of, rearranged
+from cuquant.ops.matmul.arranged import (
+    at_hand,
+    computed,
+    decoded,
+    is_computed,
+    is_odd,
+    product_of,
+    rearranged,
+)
 from cuquant.ops.matmul.check import (
     F32,
     Finish,
@@ -212,6 +222,10 @@ def swiglu(
     if up.shape != gate.shape:
         raise ValueError(f"w_gate has shape {gate.shape} and w_up {up.shape}; they must be equal")
     finish = _finish(call, [left, gate, up], shape, stream)
+    if is_computed(w_gate) and is_computed(w_up):
+        with backend_of(left.memory()[0], stream) if finish.place.is_gpu else nullcontext():
+            gate_and_up = computed(w_gate), computed(w_up)
+        return swiglu(x, *gate_and_up, out=out, stream=stream)
     if any(map(is_odd, (left, gate, up))):
         gated = linear(x, w_gate, activation="silu", out_dtype=F32, stream=stream)
         return product_of(gated, linear(x, w_up, out_dtype=F32, stream=stream), finish, stream)

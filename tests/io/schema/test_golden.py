@@ -46,10 +46,14 @@ SETS = {
     ),
     "ct-fp8-channel": ("compressed-tensors", OWN, {"fp8_e4m3+bfloat16"}),
     "ct-fp8-tensor": ("compressed-tensors", OWN, {"fp8_e4m3:tensor+bfloat16"}),
-    "ct-layers": ("compressed-tensors", OWN, {"int2:32", "uint3:32+bfloat16", "int7:row", "nvfp4"}),
+    "ct-layers": (
+        "compressed-tensors",
+        OWN,
+        {"int2:32", "uint3:32+bfloat16", "int7:row", "nvfp4+divisor"},
+    ),
     "ct-mxfp4": ("compressed-tensors", OWN, {"mxfp4"}),
     "ct-mxfp8": ("compressed-tensors", OWN, {"mxfp8"}),
-    "ct-nvfp4": ("compressed-tensors", OWN, {"nvfp4"}),
+    "ct-nvfp4": ("compressed-tensors", OWN, {"nvfp4+divisor"}),
     "ct-old-actorder": ("compressed-tensors", OWN, {"int4:32+bfloat16+permuted"}),
     "ct-old-padded": ("compressed-tensors", OWN, {"int3:32", "int6:row", "int5:row+bfloat16"}),
     "ct-old-w3a16": ("compressed-tensors", OWN, {"uint8:32+bfloat16"}),
@@ -211,3 +215,54 @@ def test_zero_points_of_int4tensor_become_minimums(tmp_path):
     for kind in ("Int4TilePackedTo4dTensor", "x"):
         with pytest.raises(cq.FormatError, match=kind):
             write(kind)
+
+
+def relabelled(source, target, version, shift=0):
+    """A set of GPTQ's whose configuration says another version; `shift` is added to zero points."""
+    target.mkdir()
+    for path in source.glob("*.json"):
+        said = json.loads(path.read_text())
+        for part in (said, said.get("quantization_config", {})):
+            for key in ("format", "checkpoint_format"):
+                if key in part:
+                    part[key] = version
+        (target / path.name).write_text(json.dumps(said))
+    (path,) = source.glob("*.safetensors")
+    with SafetensorsReader(path) as reader:
+        specs = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
+        with SafetensorsWriter(target / path.name, specs, {}) as writer:
+            for name in specs:
+                value = reader.read(name)
+                if name.endswith("qzeros") and shift:
+                    value = (value.view(np.uint32) + np.uint32(shift)).view(np.int32)
+                writer.write(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "one"), [("gptq-4bit", 0x11111111), ("gptq-8bit", 0x01010101), ("gptq-3bit", None)]
+)
+def test_symmetric_zero_points_of_gptq_are_read_as_they_lie(name, one, tmp_path):
+    """Whatever the label says; a note tells it."""
+    right = cq.load(ROOT / name)
+    relabelled(ROOT / name, tmp_path / "v1", "gptq_v2")
+    cases = {"v1": "zero points are gptq's, and the configuration says gptq_v2"}
+    if one is not None:
+        relabelled(ROOT / name, tmp_path / "v2", "gptq", one)
+        relabelled(ROOT / name, tmp_path / "true", "gptq_v2", one)
+        cases |= {"v2": "zero points are gptq_v2's, and the configuration says gptq", "true": ""}
+    for folder, note in cases.items():
+        with cq.open(tmp_path / folder) as file:
+            for key, value in right.items():
+                entry = file[key]
+                if isinstance(value, cq.QuantArray):
+                    assert [text[: len(note)] for text in entry.notes] == [note] * bool(note)
+                    assert cq.array_equal(entry.read(), value)
+
+
+def test_asymmetric_zero_points_of_gptq_are_what_the_label_says(tmp_path):
+    relabelled(ROOT / "gptq-4bit-asym-v2", tmp_path / "v1", "gptq")
+    right, found = cq.load(ROOT / "gptq-4bit-asym-v2"), cq.load(tmp_path / "v1")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (found[name].zero_point == right[name].zero_point + 1).mean() > 0.9
+    with cq.open(tmp_path / "v1") as file:
+        assert not file[name].notes

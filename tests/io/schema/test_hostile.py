@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import cuquant as cq
+from cuquant.cli.inspection import _as_json, _metadata, _row, _warnings
 from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter
 
 ROOT = Path("tests/data/checkpoints")
 KINDS = (
     "awq-autoawq-gemm", "awq-autoawq-gemv", "awq-autoawq-gemv_fast", "bitsandbytes-layers",
     "bitsandbytes-int8", "comfyui-layers", "comfyui-scaled-fp8", "ct-layers", "ct-fp8-block",
-    "ct-old-actorder", "ct-old-sparse24", "fbgemm-fp8", "gptq-3bit", "gptq-4bit-actorder",
-    "gptq-autogptq-layers", "hf-fp8-ragged", "hf-mxfp4-gpt-oss", "hqq-layers",
+    "ct-nvfp4", "ct-old-actorder", "ct-old-sparse24", "fbgemm-fp8", "gptq-3bit",
+    "gptq-4bit-actorder", "gptq-autogptq-layers", "hf-fp8-ragged", "hf-mxfp4-gpt-oss", "hqq-layers",
     "mlx-affine-mixed", "mlx-nvfp4", "modelopt-int4", "modelopt-nvfp4", "quanto-layers",
     "quanto-qint4", "torchao-layers",
 )  # fmt: skip
@@ -94,6 +95,13 @@ def write(folder, tensors, config, metadata):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def listing(file):
+    """What `cuquant inspect --json` prints of a file."""
+    rows = [_row(entry) for entry in file.values()]
+    found = _as_json(file, rows, _warnings(file), _metadata(file))
+    assert len(json.loads(json.dumps(found))["arrays"]) == len(file)
+
+
 def tried(folder):
     """How many arrays can be read, of a folder that may be damaged."""
     read = 0
@@ -102,6 +110,7 @@ def tried(folder):
     except cq.FormatError:
         return 0
     with file:
+        listing(file)
         for entry in file.values():
             try:
                 value = entry.read()
