@@ -106,6 +106,18 @@ def test_products_are_the_hosts(name, to):
     x = RNG.standard_normal((3, 16, 96)).astype(F32)
     q, experts = made(name, 2, x), np.array([2, 0, 2])
     want = np.einsum("tk,tnk->tn", Y, q.dequantize()[experts])
+    for w in (moved(q, to), cq.prepack(moved(q, to))):
+        found = host(cq.grouped_linear(to(Y), w, experts))
+        np.testing.assert_allclose(found, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8+absmax", "int4:32+permuted", "nvfp4+divisor"])
+def test_what_is_overwritten_in_place_counts_in_the_next_product(name, to):
+    """Scales, divisor and permutation are read anew by each product, also by a kept plan."""
+    q = made(name, 1)
+    part = "global_scale" if "divisor" in name else "scale"
+    twice = np.asarray(q.components[part] * q.components[part].dtype.type(2))
+    other = q._with(components={**q.components, part: twice})
     for lay in (lambda array: array, cq.prepack):
         w, changed, y = lay(moved(q, to)), lay(moved(other, to)), to(Y)
         for _ in range(2):
