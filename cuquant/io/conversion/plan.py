@@ -13,7 +13,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import did_you_mean, shortened
+from cuquant.errors import FormatError, did_you_mean, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import Nonfinite
 from cuquant.io.container.gguf.types import GgufType, gguf_type
@@ -146,6 +146,8 @@ def plan(entries: Mapping[str, Entry], writer: Writer, wish: Wish) -> list[Step]
             if writer is not own and entry.name.endswith(f".{PRE_SCALE}"):
                 raise ValueError(f"x is multiplied by it, which no {writer.KIND} file can say")
             steps.append(_step(entry, writer, wish))
+        except FormatError:  # the file is damaged: nothing else matters
+            raise
         except (ValueError, TypeError) as why:
             lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")
     if lost:
@@ -168,6 +170,8 @@ def _step(entry: Entry, writer: Writer, wish: Wish) -> Step:
         return _quantized(entry, rounded, writer)
     try:
         return _quantized(entry, source, writer, rounds=False)
+    except FormatError:
+        raise
     except (ValueError, TypeError) as why:
         if wish.requantize:
             return _nearest(entry, source, writer, wish)

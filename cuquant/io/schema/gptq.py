@@ -54,6 +54,10 @@ from cuquant.io.schema.recipe import (
 KIND = "gptq"
 BITS = (2, 3, 4, 8)
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # one in each field of a word
+LOST = (
+    "AutoGPTQ has overwritten zero points behind one of 0, which the file does not hold any more; "
+    "quantize it again with GPTQModel, or as gptq_v2"
+)
 CONFIGS = ("quantize_config.json", "quant_config.json")
 
 
@@ -103,8 +107,11 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     )
 
     def parts() -> Parts:
+        of_zeros = c.read(zeros.name).view(np.uint32)
+        if first and not _is_gptqmodels(own) and _are_lost(of_zeros, bits):
+            raise refuse(name, LOST)
         words = c.transposed(codes.name).view(np.uint32)
-        stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
+        stored = unpacked_zeros(of_zeros, bits, columns, first)
         packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
         found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
         if order is None:
@@ -116,6 +123,20 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts, notes)
+
+
+def _is_gptqmodels(config: Mapping[str, Any]) -> bool:
+    """Whether GPTQModel wrote a checkpoint, which borrows from whole words."""
+    meta = config.get("meta")
+    return isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer", "")).lower()
+
+
+def _are_lost(words: np.ndarray, bits: int) -> bool:
+    """Whether two fields or more at the top of a word of zero points are all ones.
+
+    AutoGPTQ stores a zero point of 0 as -1 of 32 bits, over all fields behind it in its word.
+    """
+    return bool((~words >> np.uint32(32 - 2 * bits) == 0).any())
 
 
 def unpacked_zeros(words: np.ndarray, bits: int, columns: int, first: bool) -> np.ndarray:

@@ -60,6 +60,8 @@ class Layer:
         wanted = self.format.components(stored_shape(self.shape, axes))
         try:
             found = self.parts()
+        except FormatError:
+            raise
         except (ValueError, OverflowError) as error:  # bytes that do not have these shapes
             raise refuse(self.name, str(error)) from error
         parts = {}
