@@ -28,6 +28,7 @@ from hypothesis.extra import numpy as hnp
 import cuquant.io.container.gguf.reader as reader_module
 import cuquant.io.container.gguf.writer as writer_module
 from cuquant.errors import FormatError
+from cuquant.io.container import once
 from cuquant.io.container.gguf import TYPES, GgufReader, GgufWriter, Strings, gguf_type
 from cuquant.io.container.gguf.endian import is_turned
 
@@ -376,8 +377,8 @@ def wrong_writes():
         "dtype": (lambda w: w.write("a", x.astype("f8")), "came as float64"),
         "shape": (lambda w: w.write("a", x[:2]), r"came as float32 \(2,\)"),
         "elements": (lambda w: w.write("q", np.ones((1, 32), "f4")), r"stored as uint8 \(1, 34\)"),
-        "short": (lambda w: w.write_raw("a", bytes(11)), "takes 12 bytes, and its chunks hold 11"),
-        "long": (lambda w: w.write_raw("a", bytes(13)), "hold more"),
+        "short": (lambda w: w.write_raw("a", bytes(11)), "came as 11 bytes and takes 12"),
+        "long": (lambda w: w.write_raw("a", bytes(13)), "came as 13 bytes and takes 12"),
         "short_chunks": (lambda w: w.write_raw("a", iter([np.zeros(5, np.uint8)])), "hold 5"),
         "missing": (lambda w: w.write("a", x), r"1 of 2 tensors were not written.*\['q'\]"),
     }
@@ -416,7 +417,7 @@ def test_a_full_disk_names_the_file_and_leaves_none(path, monkeypatch):
     specs = {"a": ("F32", (3,)), "b": ("F32", (3,))}
     writer = GgufWriter(path, specs, part_bytes=1)
     with pytest.raises(OSError, match="No space left") as caught, writer:
-        monkeypatch.setattr(writer_module, "write_all", full)
+        monkeypatch.setattr(once, "write_all", full)
         writer.write("a", np.ones(3, np.float32))
     assert caught.value.filename == str(path.with_name("model-00001-of-00002.gguf"))
     assert list(path.parent.iterdir()) == []

@@ -17,6 +17,7 @@ from safetensors_files import write_file
 
 import cuquant.io.container.safetensors.writer as module
 from cuquant import disk
+from cuquant.io.container import once
 from cuquant.io.container.safetensors import SafetensorsReader, SafetensorsWriter, numpy_dtype
 
 
@@ -239,7 +240,7 @@ def test_full_disk(target, room):
         pytest.raises(OSError, match="No space left") as caught,
         SafetensorsWriter(target, SPECS) as writer,
     ):
-        writer._file = FullDisk(writer._file, room)
+        writer._new.file = FullDisk(writer._new.file, room)
         writer.write("a", ONES)
         writer.write("b", ONES)
     assert caught.value.errno == errno.ENOSPC
@@ -252,7 +253,7 @@ def test_swallowed_full_disk_does_not_pass_for_success(target):
         SafetensorsWriter(target, SPECS) as writer,
     ):
         writer.write("b", ONES)
-        writer._file = FullDisk(writer._file, 3)
+        writer._new.file = FullDisk(writer._new.file, 3)
         with contextlib.suppress(OSError):
             writer.write("a", ONES)
     assert_untouched(target)
@@ -264,7 +265,7 @@ def test_partial_writes_are_completed(path):
             return self.file.write(data[:5])
 
     with SafetensorsWriter(path, SPECS) as writer:
-        writer._file = Slow(writer._file, None)
+        writer._new.file = Slow(writer._new.file, None)
         writer.write("a", ONES)
         writer.write_raw("b", 2 * ONES)
     with SafetensorsReader(path) as reader:
@@ -318,7 +319,7 @@ def test_a_full_disk_names_the_file(path, monkeypatch):
 
     with pytest.raises(OSError, match=re.escape(str(path))):  # noqa: SIM117
         with SafetensorsWriter(path, {"w": ("U8", (1,))}) as writer:
-            monkeypatch.setattr(module, "write_all", full)
+            monkeypatch.setattr(once, "write_all", full)
             writer.write("w", np.ones(1, np.uint8))
 
 

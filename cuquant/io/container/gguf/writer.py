@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from cuquant.disk import Replacement, write_all
+from cuquant.disk import Replacement
 from cuquant.io.container.gguf import splits
 from cuquant.io.container.gguf.header import (
     MAGIC,
@@ -25,13 +25,14 @@ from cuquant.io.container.gguf.header import (
 from cuquant.io.container.gguf.layout import ALIGNMENT_KEY, alignment_of, up
 from cuquant.io.container.gguf.types import GgufTensor, gguf_type
 from cuquant.io.container.gguf.values import Value, string_bytes, value_bytes
-from cuquant.io.container.messages import known, quote
+from cuquant.io.container.messages import quote
+from cuquant.io.container.once import Once
 from cuquant.io.container.shards import by_size
 
 CHUNK = 1 << 20  # elements copied at once
 
 
-class GgufWriter:
+class GgufWriter(Once[GgufTensor]):
     """Write a GGUF file tensor by tensor; it appears whole under its name, or not at all.
 
     Each file is a `cuquant.disk.Replacement`. Names, types and shapes come first because the header
@@ -102,12 +103,9 @@ class GgufWriter:
             self._lay_out(number, group, told)
         self._new: list[Replacement] = []
         self._stack = ExitStack()
-        self._pending: set[str] = set()
-        self._is_open = False
 
     def __enter__(self) -> GgufWriter:
         self._new = [Replacement(path) for path in self.paths]
-        self._pending = set(self.tensors)
         with ExitStack() as stack:
             for new, header, size in zip(self._new, self._headers, self._sizes, strict=True):
                 stack.enter_context(new)
@@ -115,7 +113,7 @@ class GgufWriter:
                 new.write(header)
                 new.file.truncate(size)  # padding is zeros, up to the end
             self._stack = stack.pop_all()
-        self._is_open = True
+        self._pending = set(self.tensors)
         return self
 
     def __exit__(
@@ -124,13 +122,14 @@ class GgufWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_open = False
-        if kind is None:
-            try:
+        try:
+            if kind is None:
                 self._refuse_missing()
-            except ValueError as missing:
-                self._stack.__exit__(ValueError, missing, None)
-                raise
+        except ValueError as missing:
+            self._stack.__exit__(ValueError, missing, None)
+            raise
+        finally:
+            self._pending = None
         # The last part is the first to appear: the first one has the metadata.
         self._stack.__exit__(kind, error, traceback)
 
@@ -161,31 +160,6 @@ class GgufWriter:
             )
         self._store(info, _stored_chunks(array, info))
 
-    def write_raw(
-        self, name: str, data: bytes | bytearray | memoryview | np.ndarray | Iterator[np.ndarray]
-    ) -> None:
-        """Store the bytes of one tensor as they are.
-
-        Parameters
-        ----------
-        name : str
-        data : bytes-like, or an iterator of uint8 arrays
-            ``tensors[name].nbytes`` contiguous bytes, little-endian.
-
-        Raises
-        ------
-        ValueError
-            If name or length are not those of `specs`, or the tensor is written already.
-        OSError
-            As the system gives it, such as a full disk.
-
-        Examples
-        --------
-        ``writer.write_raw(name, reader.chunks(name))`` copies a tensor from another file.
-        """
-        info = self._pending_info(name)
-        self._store(info, data if isinstance(data, Iterator) else [np.frombuffer(data, np.uint8)])
-
     def _lay_out(self, number: int, group: list[GgufTensor], metadata: dict[str, Value]) -> None:
         """Place the tensors of a part behind its header."""
         offsets, end = [], 0
@@ -205,43 +179,10 @@ class GgufWriter:
             placed = replace(info, offset=len(header) + offset, part=number)
             self.tensors[info.name] = placed
 
-    def _pending_info(self, name: str) -> GgufTensor:
-        if not self._is_open:
-            raise ValueError(f"{self.path}: the writer is not open; write inside its with block")
-        if name not in self.tensors:
-            raise ValueError(f"specs has no tensor {quote(name)}; {known(self.tensors)}")
-        if name not in self._pending:
-            raise ValueError(f"tensor {quote(name)} is written already; write each one once")
-        return self.tensors[name]
-
-    def _store(self, info: GgufTensor, chunks: Iterable[np.ndarray]) -> None:
+    def _place(self, info: GgufTensor) -> tuple[BinaryIO, Path]:
         file = self._new[info.part].file
-        assert file is not None  # for the type checker: _pending_info has looked
-        file.seek(info.offset)
-        left = info.nbytes
-        for chunk in chunks:
-            left -= chunk.nbytes
-            if left < 0:
-                break
-            try:
-                write_all(file, chunk.data)
-            except OSError as problem:
-                problem.filename = str(self.paths[info.part])  # a full disk has no name by itself
-                raise
-        if left:
-            raise ValueError(
-                f"tensor {quote(info.name)} takes {info.nbytes} bytes, and its chunks hold "
-                f"{'more' if left < 0 else info.nbytes - left}; give the stored bytes"
-            )
-        self._pending.remove(info.name)
-
-    def _refuse_missing(self) -> None:
-        if self._pending:
-            missing = [name for name in self.tensors if name in self._pending]
-            raise ValueError(
-                f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were "
-                f"not written, no file was made; write {quote(missing)}"
-            )
+        assert file is not None  # for the type checker: it is open
+        return file, self.paths[info.part]
 
 
 def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cuquant.disk import Replacement, write_all
-from cuquant.io.container.messages import known, quote
+from cuquant.disk import Replacement
+from cuquant.io.container.messages import quote
+from cuquant.io.container.once import Once
 from cuquant.io.container.safetensors.header import MAX_HEADER_BYTES, MAX_RANK
 from cuquant.io.container.safetensors.tensors import (
     CHUNK,
@@ -36,7 +37,7 @@ from cuquant.io.container.safetensors.tensors import (
 DATA_ALIGNMENT = 256  # bytes; where the data section of a file that we write starts
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(Once[TensorInfo]):
     """Write a safetensors file tensor by tensor; it appears whole under its name, or not at all.
 
     As a `cuquant.disk.Replacement`. Names, dtypes and shapes come first because the header does.
@@ -87,8 +88,6 @@ class SafetensorsWriter:
         infos.sort(key=lambda info: -_alignment(info))
         self._header, self.tensors = _lay_out(infos, checked_metadata(metadata or {}))
         self._new = Replacement(self.path)
-        self._file: BinaryIO | None = None
-        self._pending: set[str] = set()
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +96,14 @@ class SafetensorsWriter:
 
     def __enter__(self) -> SafetensorsWriter:
         self._new.__enter__()
-        self._pending = set(self.tensors)
-        self._file = self._new.file
         try:
             self._new.write(self._header)
         except BaseException as problem:
-            self._file = None
             self._new.discard()
             if isinstance(problem, OSError):
                 problem.filename = str(self.path)  # the name that the caller knows
             raise
+        self._pending = set(self.tensors)
         return self
 
     def __exit__(
@@ -115,13 +112,14 @@ class SafetensorsWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file = None
         try:
             if kind is None:
                 self._refuse_missing()
         except BaseException:
             self._new.discard()
             raise
+        finally:
+            self._pending = None
         self._new.__exit__(kind, error, traceback)
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -154,72 +152,9 @@ class SafetensorsWriter:
             )
         self._store(info, _stored_chunks(array, info))
 
-    def write_raw(
-        self, name: str, data: bytes | bytearray | memoryview | np.ndarray | Iterator[np.ndarray]
-    ) -> None:
-        """Store the bytes of one tensor as they are.
-
-        Parameters
-        ----------
-        name : str
-        data : bytes-like, or an iterator of uint8 arrays
-            ``tensors[name].nbytes`` contiguous bytes, little-endian; sub-byte dtypes packed.
-
-        Raises
-        ------
-        ValueError
-            If name or length are not those of `specs`, or the tensor is written already.
-        OSError
-            As the system gives it, such as a full disk.
-
-        Examples
-        --------
-        ``writer.write_raw(name, reader.chunks(name))`` copies a tensor from another file.
-        """
-        info = self._pending_info(name)
-        if isinstance(data, Iterator):
-            self._store(info, data)
-            return
-        stored = np.frombuffer(data, np.uint8)
-        if stored.size != info.nbytes:
-            raise ValueError(
-                f"tensor {quote(name)} came as {stored.size} bytes; {info.dtype} {info.shape} "
-                f"takes {info.nbytes}: give the stored (packed) bytes"
-            )
-        self._store(info, [stored])
-
-    def _pending_info(self, name: str) -> TensorInfo:
-        if self._file is None:
-            raise ValueError(f"{self.path}: the writer is not open; write inside its with block")
-        if name not in self.tensors:
-            raise ValueError(f"specs has no tensor {quote(name)}; {known(self.tensors)}")
-        if name not in self._pending:
-            raise ValueError(f"tensor {quote(name)} is written already; write each one once")
-        return self.tensors[name]
-
-    def _store(self, info: TensorInfo, chunks: Iterable[np.ndarray]) -> None:
-        assert self._file is not None  # for the type checker: _pending_info has looked
-        self._file.seek(info.offset)
-        left = info.nbytes
-        for chunk in chunks:
-            left -= chunk.nbytes
-            if left < 0:
-                break
-            write_all(self._file, chunk.data)
-        if left:
-            raise ValueError(
-                f"tensor {quote(info.name)} takes {info.nbytes} bytes, and its chunks hold "
-                f"{'more' if left < 0 else info.nbytes - left}; give the stored (packed) bytes"
-            )
-        self._pending.remove(info.name)
-
-    def _refuse_missing(self) -> None:
-        if self._pending:
-            missing = [name for name in self.tensors if name in self._pending]
-            raise ValueError(
-                f"{self.path}: {len(missing)} of {len(self.tensors)} tensors were "
-                f"not written, no file was made; write {quote(missing)}"
-            )
+    def _place(self, info: TensorInfo) -> tuple[BinaryIO, Path]:
+        assert self._new.file is not None  # for the type checker: it is open
+        return self._new.file, self.path
 
 
 def _plan(name: str, dtype: Any, shape: Iterable[int]) -> TensorInfo:
