@@ -27,6 +27,7 @@ from cuquant.io.conversion.door import convert
 from cuquant.io.files import load, open
 from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
+from cuquant.ops.explanation import Explanation, explain
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.matmul.door import grouped_linear, linear, matmul, swiglu
 from cuquant.ops.quantize.door import quantize
@@ -37,6 +38,7 @@ __all__ = [
     "BackendUnavailable",
     "CompileError",
     "Error",
+    "Explanation",
     "Format",
     "FormatError",
     "PackedWeight",
@@ -49,6 +51,7 @@ __all__ = [
     "dequantize",
     "doctor",
     "error",
+    "explain",
     "functional",
     "get_format",
     "grouped_linear",

@@ -1,7 +1,6 @@
 """Compiling ahead of the first use: before a CUDA graph is captured, or for another machine."""
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from cuquant.formats import Format, get_format, list_formats
 from cuquant.formats.names import FormatName
 from cuquant.gpu import cubins, jit
 from cuquant.gpu.arrays import Gpu
+from cuquant.gpu.boards import parse_arch
 from cuquant.interop import INPUT_DTYPES, name_of
 from cuquant.io.container.safetensors import SafetensorsReader
 from cuquant.io.quantized import described, stored_shape
@@ -202,18 +202,6 @@ def _known(what: str, names: Iterable[str], known: Sequence[str]) -> tuple[str, 
                 f"{what} {clipped(name)} is unknown{near}; known: {', '.join(known) or 'none'}"
             )
     return chosen
-
-
-def parse_arch(arch: str | int | tuple[int, int]) -> int:
-    """90 for "sm_90", "sm_90a", "90", "9.0", 90 and (9, 0)."""
-    if isinstance(arch, tuple) and len(arch) == 2:
-        arch = 10 * arch[0] + arch[1]
-    found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", str(arch))
-    if found is None:
-        raise ValueError(
-            f"arch {clipped(arch)} is unknown; pass a compute capability such as 'sm_90'"
-        )
-    return int(found[1] + found[2])
 
 
 # ---- compiling ----------------------------------------------------------------------------------

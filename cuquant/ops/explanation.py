@@ -1,0 +1,255 @@
+"""explain: which kernel a product or a quantization runs, and why, without running it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cuquant import interop
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
+from cuquant.array.packed_weight import ROWS_LAYOUT
+from cuquant.errors import clipped, did_you_mean
+from cuquant.formats import Format, get_format
+from cuquant.gpu.boards import Board, board_of
+from cuquant.gpu.device import gpu_available
+from cuquant.ops.matmul.choose import FAMILIES, TENSOR_CORES, choose
+from cuquant.ops.matmul.problem import Problem
+from cuquant.ops.programs import PROGRAMS
+
+Operation = Literal["linear", "matmul", "swiglu", "grouped_linear", "quantize", "dequantize"]
+PRODUCTS = ("linear", "matmul", "swiglu", "grouped_linear")
+MEMORY = ("quantize", "dequantize")
+# What a family's kernel is: its file in kernels/, and what it does in a few words.
+KERNELS = {
+    "hopper": ("matmul/hopper.cu", "weights by TMA, decoded beside wgmma"),
+    "stream": ("matmul/stream.cu", "weights read once at memory speed, few rows of x"),
+    "blocks": ("matmul/ggml.cu", "ggml's blocks as they lie"),
+    "vendor": ("cuBLAS", "weights decoded to floats, then a GEMM"),
+    "plain_rows": ("matmul/any.cu", "any strides and shapes, few rows of x"),
+    "plain_tiles": ("matmul/any.cu", "any strides and shapes"),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel that could run.
+
+    Attributes
+    ----------
+    kernel
+        Its file in kernels/, or the library.
+    weights
+        "prepacked" or "as quantized": how the weights must lie; "" where there are none.
+    estimated_us
+        Microseconds, as the rule that chooses reckons them; None where it does not.
+    note
+        What it does.
+    is_chosen
+        Whether it runs, of those whose weights lie so.
+    """
+
+    kernel: str
+    weights: str
+    estimated_us: float | None
+    note: str
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an operation runs, and why; `str` gives a table.
+
+    Attributes
+    ----------
+    operation, format, shape, rows, dtype
+        As they were asked for; shape is the weight's [N, K], or the array's.
+    gpu, arch
+        The GPU that times are reckoned for, and its compute capability, 90 for 9.0.
+    candidates
+        Kernels that take it, by weights; the first of those whose weights lie so is chosen.
+    floor_us
+        Microseconds that it takes at least: `floor` says why.
+    floor
+        "memory" or "arithmetic".
+    """
+
+    operation: str
+    format: Format
+    shape: tuple[int, ...]
+    rows: int
+    dtype: str
+    gpu: str
+    arch: int
+    candidates: tuple[Candidate, ...]
+    floor_us: float
+    floor: str
+
+    @property
+    def chosen(self) -> Candidate:
+        """The kernel that runs; of a product the one for prepacked weights where there is one."""
+        return next(c for c in self.candidates if c.is_chosen)
+
+    def __str__(self) -> str:
+        what = " x ".join(map(str, self.shape))
+        of_x = (
+            f", {self.rows} row{'s' * (self.rows > 1)} of x" if self.operation in PRODUCTS else ""
+        )
+        lines = [f"{self.operation} {self.format} {what}{of_x} {self.dtype} on {self.gpu}"]
+        table = [("", "kernel", "weights", "us", "")]
+        for c in self.candidates:
+            us = "" if c.estimated_us is None else f"{c.estimated_us:.1f}"
+            table.append(("*" if c.is_chosen else "", c.kernel, c.weights, us, c.note))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table:
+            cells = (
+                text.rjust(width) if i == 3 else text.ljust(width)
+                for i, (text, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join(cells).rstrip())
+        lines.append(f"floor: {self.floor_us:.1f} us, of {self.floor}; * is what runs")
+        return "\n".join(lines)
+
+
+def explain(
+    operation: Operation,
+    *,
+    format: str | Format,
+    shape: tuple[int, ...],
+    rows: int = 1,
+    dtype: str = "float16",
+    arch: str | int | tuple[int, int] | None = None,
+) -> Explanation:
+    """Which kernel an operation runs, and why; nothing is run, and no GPU is needed.
+
+    Parameters
+    ----------
+    operation
+        "linear", "matmul" (the same), "swiglu", "grouped_linear", "quantize" or "dequantize".
+    format
+        Of the weight, or of the array.
+    shape
+        (N, K) of the weight, (E, N, K) of experts, or the array's shape.
+    rows
+        Of x; of experts all tokens.
+    dtype
+        Of x, or of the floats that are quantized or decoded: float16, bfloat16 or float32.
+    arch
+        A compute capability such as "sm_90", or a name: "T4", "A100", "A10", "RTX 4090", "H100",
+        "B200", "RTX 5090". None: the current GPU, or an H100 where there is none.
+
+    Returns
+    -------
+    Explanation
+        Candidates with the microseconds that the rule reckons, which is chosen, and the floor.
+
+    Raises
+    ------
+    ValueError
+        For an unknown operation, dtype or GPU, or a shape that the format cannot have.
+
+    Examples
+    --------
+    >>> print(explain("linear", format="int4", shape=(14336, 4096), rows=1, arch="H100"))
+    linear int4 14336 x 4096, 1 row of x float16 on H100
+       kernel            weights        us
+    *  matmul/stream.cu  prepacked     9.7  weights read once at memory speed, few rows of x
+    *  matmul/stream.cu  as quantized  9.7  weights read once at memory speed, few rows of x
+    floor: 9.6 us, of memory; * is what runs
+    """
+    known = (*PRODUCTS, *MEMORY)
+    if operation not in known:
+        raise ValueError(
+            f"operation {clipped(operation)} is unknown{did_you_mean(str(operation), known)}; "
+            f"known are {', '.join(known)}"
+        )
+    if dtype not in interop.INPUT_DTYPES:
+        names = ", ".join(interop.INPUT_DTYPES)
+        raise ValueError(f"dtype {clipped(dtype)} is unknown; known are {names}")
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"rows is {clipped(rows)}; a positive number of rows of x is wanted")
+    fmt, shape = get_format(format), tuple(int(n) for n in shape)
+    fmt.check_shape(shape)
+    board = _here() if arch is None else board_of(arch)
+    make = _product if operation in PRODUCTS else _at_memory_speed
+    candidates, floor_us, floor = make(operation, fmt, shape, rows, dtype, board)
+    return Explanation(
+        operation, fmt, shape, rows, dtype, board.name, board.arch, tuple(candidates), floor_us,
+        floor,
+    )  # fmt: skip
+
+
+def _here() -> Board:
+    """The current GPU, or an H100."""
+    if not gpu_available():
+        return board_of("H100")
+    from cuquant.gpu.arrays import Gpu
+    from cuquant.gpu.jit import current_device
+
+    gpu = Gpu(current_device(), 0)
+    return Board("this GPU", gpu.arch, gpu.multiprocessors, gpu.rates)
+
+
+def _product(
+    operation: str, fmt: Format, shape: tuple[int, ...], rows: int, dtype: str, board: Board
+) -> tuple[list[Candidate], float, str]:
+    experts = operation == "grouped_linear"
+    if len(shape) != 2 + experts:
+        wanted = "(E, N, K)" if experts else "(N, K)"
+        raise ValueError(f"shape is {shape}; {operation} has weights of {wanted}")
+    *count, columns, depth = shape
+    plain, each = fmt.plain, count[0] if count else 1
+    problem = Problem(
+        -(-rows // max(each, 1)), columns, depth, plain, ROWS_LAYOUT, dtype, True,
+        board.arch, board.multiprocessors, direct=True, experts=each if count else 0, gated=operation == "swiglu",
+        vendor=not experts, rates=board.rates,
+    )  # fmt: skip
+    found = []
+    for layout, words in ((FRAGMENTS_LAYOUT, "prepacked"), (ROWS_LAYOUT, "as quantized")):
+        if layout == FRAGMENTS_LAYOUT and not takes(plain, shape):
+            continue
+        found += _candidates(replace(problem, layout=layout), words)
+    read = fmt.nbytes(shape) * (1 + problem.gated)
+    moved = read + interop.float_dtype(dtype).itemsize * rows * (columns + depth)
+    rate = board.rates.float32 if dtype == "float32" else board.rates.tensor
+    busy = 2 * rows * columns * depth * (1 + problem.gated) / rate
+    by_memory = moved / board.rates.read
+    return found, max(by_memory, busy), "memory" if by_memory >= busy else "arithmetic"
+
+
+def _candidates(problem: Problem, weights: str) -> list[Candidate]:
+    """Families that take a problem, the chosen one first, then by their times."""
+    chosen = choose(problem)
+    taking = [name for name, family in FAMILIES.items() if family.takes(problem)]
+    if any(name in TENSOR_CORES for name in taking):  # as `choose` has it
+        taking = [name for name in taking if not name.startswith("plain")]
+    found = []
+    for name in taking:
+        kernel, note = KERNELS[name]
+        if problem.layout not in FAMILIES[name].layouts:
+            note += "; laid out in rows first"
+        us = FAMILIES[name].time_us(problem) * max(problem.experts, 1)
+        found.append(Candidate(kernel, weights, us, note, name == chosen))
+    return sorted(found, key=lambda c: (not c.is_chosen, c.estimated_us or 0))
+
+
+def _at_memory_speed(
+    operation: str, fmt: Format, shape: tuple[int, ...], rows: int, dtype: str, board: Board
+) -> tuple[list[Candidate], float, str]:
+    """quantize and dequantize: all bytes once."""
+    size = interop.float_dtype(dtype).itemsize * math.prod(shape)
+    floor = (size + fmt.nbytes(shape)) / board.rates.read
+    programs = PROGRAMS[operation](fmt.plain, dtypes=(dtype,), arch=board.arch)
+    files = list(dict.fromkeys(program.file for program in programs))
+    found = [
+        Candidate(file, "", floor if i == 0 else None, _NOTES.get(file, ""), i == 0)
+        for i, file in enumerate(files)
+    ]
+    return found, floor, "memory"
+
+
+_NOTES = {
+    "quantize/quantize.cu": "whole blocks by 16 bytes, aligned rows",
+    "quantize/plain.cu": "any strides, blocks and alignment",
+    "dequantize/dequantize.cu": "whole rows by 16 bytes",
+}

@@ -1,0 +1,92 @@
+"""explain: what it names is what the rule chooses, for every format, without a GPU."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from in_turn import in_turn
+
+import cuquant as cq
+from cuquant.gpu.boards import BOARDS, board_of, parse_arch
+from cuquant.ops.matmul.choose import choose
+from cuquant.ops.matmul.problem import Problem
+
+OPERATIONS = ("linear", "matmul", "swiglu", "quantize", "dequantize")
+
+
+@in_turn("fmt", cq.list_formats())
+def test_every_format_on_every_board(fmt):
+    for operation, board in product(OPERATIONS, BOARDS):
+        found = cq.explain(operation, format=fmt, shape=(512, 1024), rows=4, arch=board.name)
+        assert (found.gpu, found.arch) == (board.name, board.arch)
+        assert found.floor_us > 0 and found.floor in ("memory", "arithmetic")
+        by_weights = {c.weights for c in found.candidates}
+        for weights in by_weights:
+            same = [c for c in found.candidates if c.weights == weights]
+            assert [c.is_chosen for c in same] == [True] + [False] * (len(same) - 1)
+        assert str(found).count("\n") == len(found.candidates) + 2
+        assert found.chosen.kernel in str(found)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 512])
+def test_the_chosen_kernel_is_the_rules(rows):
+    for name, dtype in product(("int4", "nf4", "q4_k", "fp8_e4m3"), ("float16", "float32")):
+        fmt, board = cq.get_format(name), board_of("H100")
+        found = cq.explain("linear", format=fmt, shape=(4096, 14336), rows=rows, dtype=dtype,
+                           arch="H100")  # fmt: skip
+        packed = Problem(rows, 4096, 14336, fmt, "fragments/1", dtype, True, 90, 132, direct=True,
+                         vendor=True, rates=board.rates)  # fmt: skip
+        files = {"hopper": "matmul/hopper.cu", "stream": "matmul/stream.cu", "vendor": "cuBLAS",
+                 "blocks": "matmul/ggml.cu", "plain_rows": "matmul/any.cu",
+                 "plain_tiles": "matmul/any.cu"}  # fmt: skip
+        assert found.chosen.kernel == files[choose(packed)]
+        in_rows = next(c for c in found.candidates if c.is_chosen and c.weights == "as quantized")
+        assert in_rows.kernel == files[choose(replace(packed, layout="rows/1"))]
+
+
+def test_the_floor_is_that_of_bytes_or_of_operations():
+    few = cq.explain("linear", format="int4", shape=(4096, 4096), arch="H100")
+    many = cq.explain("linear", format="int4", shape=(4096, 4096), rows=4096, arch="H100")
+    assert (few.floor, many.floor) == ("memory", "arithmetic")
+    nbytes = cq.get_format("int4").nbytes((4096, 4096)) + 2 * (4096 + 4096)
+    assert few.floor_us == pytest.approx(nbytes / board_of("H100").rates.read)
+    assert many.floor_us == pytest.approx(2 * 4096**3 / board_of("H100").rates.tensor)
+    made = cq.explain("quantize", format="nf4", shape=(4096, 4096), dtype="float32")
+    nbytes = 4 * 4096**2 + cq.get_format("nf4").nbytes((4096, 4096))
+    assert made.floor_us == pytest.approx(nbytes / board_of("H100").rates.read)
+
+
+def test_experts_are_read_all():
+    one = cq.explain("linear", format="mxfp4", shape=(4096, 4096), rows=8, arch="H100")
+    all_ = cq.explain("grouped_linear", format="mxfp4", shape=(8, 4096, 4096), rows=64, arch="H100")
+    assert all_.floor_us > 7 * one.floor_us
+    assert all_.chosen.kernel == "matmul/hopper.cu"
+
+
+def test_boards_and_architectures():
+    assert [board.arch for board in BOARDS] == [75, 80, 86, 89, 90, 100, 120]
+    assert board_of("h100") == board_of("H100") and board_of((8, 7)).name == "A10"
+    assert board_of(103).arch == 103 and parse_arch("sm_90a") == 90
+    for wrong in ("sm_70", "GTX", 7, (9, 0, 0)):
+        with pytest.raises(ValueError, match="is no GPU; known are T4"):
+            board_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"operation": "lineer"}, "did you mean 'linear'"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"rows": 0}, "rows is 0"),
+        ({"rows": 2.5}, "rows is 2.5"),
+        ({"shape": (64,)}, r"shape is \(64,\)"),
+        ({"shape": (4, 100), "format": "q4_k"}, "multiple of 256"),
+        ({"format": "int44"}, "unknown format"),
+        ({"arch": "H1000"}, "no GPU"),
+        ({"operation": "grouped_linear"}, r"\(E, N, K\)"),
+    ],
+)
+def test_what_is_asked_wrongly_is_named(changed, why):
+    asked = {"operation": "linear", "format": "int4", "shape": (64, 256), "arch": "H100", **changed}
+    with pytest.raises(ValueError, match=why):
+        cq.explain(asked.pop("operation"), **asked)
