@@ -201,8 +201,8 @@ def _product(
     plain, each = fmt.plain, count[0] if count else 1
     problem = Problem(
         -(-rows // max(each, 1)), columns, depth, plain, ROWS_LAYOUT, dtype, True,
-        board.arch, board.multiprocessors, direct=True, experts=each if count else 0, gated=operation == "swiglu",
-        vendor=not experts, rates=board.rates,
+        board.arch, board.multiprocessors, direct=True, experts=each if count else 0,
+        gated=operation == "swiglu", vendor=not experts, rates=board.rates,
     )  # fmt: skip
     found = []
     for layout, words in ((FRAGMENTS_LAYOUT, "prepacked"), (ROWS_LAYOUT, "as quantized")):
