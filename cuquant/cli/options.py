@@ -13,13 +13,7 @@ from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.formats.names import Span
 from cuquant.interop import device_name
-
-# Kinds of files that quantize does not write, by the ending of their names.
-OTHER_KINDS = {
-    ".gguf": "GGUF", ".ggml": "GGML", ".npz": "NumPy", ".npy": "NumPy", ".pt": "PyTorch",
-    ".pth": "PyTorch", ".bin": "PyTorch", ".ckpt": "PyTorch", ".pkl": "pickle", ".onnx": "ONNX",
-    ".h5": "HDF5", ".json": "JSON", ".zip": "zip",
-}  # fmt: skip
+from cuquant.io.quantized import OTHER_KINDS
 
 
 def complete_format(incomplete: str) -> list[str]:
