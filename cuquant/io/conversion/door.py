@@ -184,6 +184,11 @@ class Conversion(Closing):
                 entries = self._model.entries
                 chosen.refuse_unused({e.name: names_of(e) for e in entries.values()}, src)
             self.steps = self._planned(wish)
+            if self.writer.KIND not in (GGUF, own.KIND) and not any(s.recipe for s in self.steps):
+                self.warnings.append(
+                    f"no array is quantized: what is written for {to} is a folder of plain floats; "
+                    "quantize them on the way with a format"
+                )
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
         except BaseException:
