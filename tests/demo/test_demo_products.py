@@ -52,6 +52,11 @@ def test_the_command_shows_a_row_for_each(path):
     assert "35.8 kB of quantized matrices" in result.stdout
 
 
+def test_formats_of_a_file_are_not_chosen(path):
+    result = run("demo", "--from", path / "m.gguf", "-f", "nf4", "--device", "cpu")
+    assert result.exit_code == 2 and "leave out one of the two" in " ".join(result.stderr.split())
+
+
 def test_files_without_quantized_matrices_and_damaged_ones_are_one_line(path):
     cq.save(path / "plain.safetensors", {"w": np.ones((2, 2), np.float32)})
     result = run("demo", "--from", path / "plain.safetensors", "--device", "cpu")
