@@ -139,7 +139,10 @@ def parse_formats(texts: Sequence[str], **options: Any) -> dict[str, Format | No
     for text in sorted(texts, key=lambda text: "=" not in text):
         glob, _, name = text.rpartition("=") if "=" in text else ("*", "", text)
         if glob in found:
-            raise typer.BadParameter(f"{clipped(glob)} has two formats", param_hint="--format")
+            what = "two formats are for all tensors" if glob == "*" else f"{clipped(glob)} has two"
+            raise typer.BadParameter(
+                f"{what}; GLOB=FORMAT gives one to some of them", param_hint="--format"
+            )
         found[glob] = None if name == "keep" else get_format(name, **options)
     return found
 

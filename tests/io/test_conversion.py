@@ -513,3 +513,16 @@ def test_a_folder_of_another_library_without_anything_quantized_is_told(tmp_path
         warnings.simplefilter("error")
         cq.convert(source, tmp_path / "one", "gptq", "int4")
         cq.convert(source, tmp_path / "ours", "cuquant")
+
+
+def test_a_format_that_no_array_takes_is_told(tmp_path):
+    """convert -f q5_k of a file that is q4_k already writes q4_k again."""
+    source = saved(tmp_path, up__weight=weights("q4_k"))
+    with pytest.warns(UserWarning, match="none is quantized to it: 1 that are quantized already"):
+        (step,) = cq.convert(source, tmp_path / "a.safetensors", "cuquant", "q5_k")
+    assert step.becomes == "q4_k"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cq.convert(source, tmp_path / "b.safetensors", "cuquant")
+        (step,) = cq.convert(source, tmp_path / "c.safetensors", "cuquant", "q5_k", True)
+    assert step.becomes == "q5_k"
