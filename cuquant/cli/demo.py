@@ -136,4 +136,4 @@ def _show_products(source: Path, device: str) -> None:
     made.print(console())
     print(f"{in_bytes(total)} of quantized matrices; times of x @ w.T with one row of x")
     if device == "cpu":
-        print("the CPU decodes w for each product, so that no error comes to the decoded one's")
+        print("the CPU decodes w for each product, and has no error; kernels of a GPU have one")

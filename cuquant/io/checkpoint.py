@@ -75,7 +75,8 @@ class Checkpoint(Closing):
         if twice := self.tensors.keys() & reader.tensors.keys():
             name = min(twice)
             raise FormatError(
-                f"{self.path}: {quote(name)} lies in {self._where[name].name} and in {file.name}"
+                f"{self.path}: {quote(name)} lies in {self._where[name].name} and in {file.name}; "
+                "give one of the files"
             )
         self.tensors |= reader.tensors
         self.metadata |= reader.metadata

@@ -248,7 +248,8 @@ def test_a_folder_is_loaded_as_one(tmp_path):
     found = cq.load(tmp_path)
     assert list(found) == ["w", "bias"] and found["w"].shape == (2, 64)
     cq.save(tmp_path / "c.safetensors", {"bias": np.zeros(2)})
-    with pytest.raises(cq.FormatError, match=r"'bias' lies in b\.safetensors and in c\."):
+    both = r"'bias' lies in b\.safetensors and in c\.safetensors; give one"
+    with pytest.raises(cq.FormatError, match=both):
         cq.load(tmp_path)
 
 
