@@ -183,6 +183,8 @@ class Conversion(Closing):
         try:
             self._model = model_for(self.file, to)
             self.warnings = self._model.warnings
+            if resume and not self.is_folder:
+                self.warnings.append("one file is written from its start: only folders are resumed")
             if chosen is not None:
                 entries = self._model.entries
                 chosen.refuse_unused({e.name: names_of(e) for e in entries.values()}, src)
