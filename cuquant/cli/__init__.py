@@ -3,10 +3,11 @@
 0: done. 1: something the user can mend, said in one line. 2: wrong usage. 128 + n: signal n came.
 """
 
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
@@ -57,7 +58,8 @@ def _short_errors_of_usage() -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(message := getattr(error, "message", None), str):
-            error.message = abbreviated(message, 1000)  # type: ignore[attr-defined]
+            text = message.replace("Value error, ", "", 1)  # pydantic's, which typer asks
+            error.message = abbreviated(text, 1000)  # type: ignore[attr-defined]
         raise
 
 
@@ -66,6 +68,12 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{abbreviated(str(error.filename), 1000)}: {error.strerror}"
     return str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
+
+
+def in_paragraphs(command: Callable[..., None]) -> str:
+    """The docstring of a command, whose lines rich would break where the source does."""
+    text = inspect.getdoc(command) or ""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _version(asked: bool) -> None:
@@ -109,7 +117,7 @@ for command in (
     system.precompile,
     demo,
 ):
-    app.command()(command)
+    app.command(help=in_paragraphs(command))(command)
 app.add_typer(bench)
 
 

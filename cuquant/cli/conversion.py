@@ -129,7 +129,7 @@ def _print(work: Conversion, steps: list[Step], seconds: float, dry_run: bool) -
     print_hidden(screen, len(steps))
     before, after = (sum(getattr(s, key) for s in steps) for key in ("bytes_in", "bytes_out"))
     rounded, count = sum(step.rounds for step in steps), elements(steps)
-    rate = f", {after / max(seconds, 1e-9) / 1e9:.3f} GB/s of output"
+    rate = f", {before / max(seconds, 1e-9) / 1e9:.3f} GB/s of input"
     print_lines(screen, [
         f"{len(steps)} arrays from {work.file.kind} to {work.writer.KIND}: "
         f"{rounded} rounded, {len(steps) - rounded} with the same numbers",

@@ -45,6 +45,11 @@ def demo(
     With --from, compare the products of the matrices of a file instead.
     """
     if source is not None:
+        if formats:
+            raise typer.BadParameter(
+                "--from shows the formats that the file has; leave out one of the two",
+                param_hint="--format",
+            )
         _show_products(source, resolve(parse_device(device)))
         return
     from cuquant.demo import run  # reads the Python documentation: only this command needs it
@@ -130,3 +135,5 @@ def _show_products(source: Path, device: str) -> None:
             )
     made.print(console())
     print(f"{in_bytes(total)} of quantized matrices; times of x @ w.T with one row of x")
+    if device == "cpu":
+        print("the CPU decodes w for each product, and has no error; kernels of a GPU have one")

@@ -95,9 +95,9 @@ def quantize(
 ) -> None:
     """Quantize the weight matrices of a safetensors file, or of a whole checkpoint.
 
-    Matrices of float32, float16 and bfloat16 are quantized where that saves bytes; everything else
-    is kept byte for byte.
-    OUT appears when it is complete, or not at all.
+    Matrices of float32, float16 and bfloat16 are quantized where that saves bytes, to nf4 unless
+    --format says otherwise; everything else is kept byte for byte. OUT appears when it is complete,
+    or not at all.
     """
     options = {
         "block_size": parse_block_size(block_size),

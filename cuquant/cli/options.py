@@ -13,13 +13,7 @@ from cuquant.errors import clipped, did_you_mean
 from cuquant.formats import Format, get_format, list_formats
 from cuquant.formats.names import Span
 from cuquant.interop import device_name
-
-# Kinds of files that quantize does not write, by the ending of their names.
-OTHER_KINDS = {
-    ".gguf": "GGUF", ".ggml": "GGML", ".npz": "NumPy", ".npy": "NumPy", ".pt": "PyTorch",
-    ".pth": "PyTorch", ".bin": "PyTorch", ".ckpt": "PyTorch", ".pkl": "pickle", ".onnx": "ONNX",
-    ".h5": "HDF5", ".json": "JSON", ".zip": "zip",
-}  # fmt: skip
+from cuquant.io.quantized import OTHER_KINDS
 
 
 def complete_format(incomplete: str) -> list[str]:
@@ -145,7 +139,10 @@ def parse_formats(texts: Sequence[str], **options: Any) -> dict[str, Format | No
     for text in sorted(texts, key=lambda text: "=" not in text):
         glob, _, name = text.rpartition("=") if "=" in text else ("*", "", text)
         if glob in found:
-            raise typer.BadParameter(f"{clipped(glob)} has two formats", param_hint="--format")
+            what = "two formats are for all tensors" if glob == "*" else f"{clipped(glob)} has two"
+            raise typer.BadParameter(
+                f"{what}; GLOB=FORMAT gives one to some of them", param_hint="--format"
+            )
         found[glob] = None if name == "keep" else get_format(name, **options)
     return found
 

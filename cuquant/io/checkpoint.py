@@ -15,6 +15,7 @@ from cuquant.errors import FormatError
 from cuquant.io.container.closing import Closing
 from cuquant.io.container.messages import known, quote
 from cuquant.io.container.safetensors import SafetensorsReader, TensorInfo
+from cuquant.io.container.safetensors.kinds import named
 
 MAX_JSON_BYTES = 1 << 26  # of a file beside the tensors; real ones have some kB
 MAX_SHARDS = 4096
@@ -74,7 +75,8 @@ class Checkpoint(Closing):
         if twice := self.tensors.keys() & reader.tensors.keys():
             name = min(twice)
             raise FormatError(
-                f"{self.path}: {quote(name)} lies in {self._where[name].name} and in {file.name}"
+                f"{self.path}: {quote(name)} lies in {self._where[name].name} and in {file.name}; "
+                "give one of the files"
             )
         self.tensors |= reader.tensors
         self.metadata |= reader.metadata
@@ -205,7 +207,9 @@ def _shards(path: Path) -> list[Path]:
         return _listed(indices[0])
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise FormatError(f"{path}: is a folder without .safetensors files")
+        ggufs = {file.name for file in path.glob("*.gguf")}
+        advice = f"; give a GGUF file in it: {named(ggufs)}" if ggufs else ""
+        raise FormatError(f"{path}: is a folder without .safetensors files{advice}")
     if len(found) > MAX_SHARDS:
         raise FormatError(f"{path}: has {len(found)} .safetensors files; give one of them")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,11 @@ class Entry:
     nbytes: int
     tensors: tuple[str, ...]
     notes: tuple[str, ...]
-    read: Callable[[], Any]
+    read: Callable[[], Any] = field(repr=False)
     axes: tuple[int, ...] | None = None
     layout: str | None = None
     error: FormatError | None = None
-    rows: Callable[[int, int], QuantArray] | None = None
+    rows: Callable[[int, int], QuantArray] | None = field(default=None, repr=False)
 
 
 class Opened(Closing, Mapping[str, Entry]):

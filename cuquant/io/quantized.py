@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,6 +37,12 @@ from cuquant.io.state import (
 
 KEY, VERSION = "cuquant", 1
 MAX_AXES = 64  # NumPy's own limit
+# Kinds of files that save and `cuquant quantize` do not write, by the ending of their names.
+OTHER_KINDS = {
+    ".gguf": "GGUF", ".ggml": "GGML", ".npz": "NumPy", ".npy": "NumPy", ".pt": "PyTorch",
+    ".pth": "PyTorch", ".bin": "PyTorch", ".ckpt": "PyTorch", ".pkl": "pickle", ".onnx": "ONNX",
+    ".h5": "HDF5", ".json": "JSON", ".zip": "zip",
+}  # fmt: skip
 
 Specs = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
@@ -51,7 +58,7 @@ def save(
     Parameters
     ----------
     path
-        Replaced only once the file is complete.
+        Replaced only once the file is complete. Its name may not end as another kind of files.
     arrays
         QuantArray, PackedWeight or array (NumPy, CuPy or torch) by name.
     nonfinite
@@ -60,7 +67,8 @@ def save(
     Raises
     ------
     ValueError
-        For names that collide, or a non-finite QuantArray (its name is given); nothing is written.
+        For a path such as w.gguf, names that collide, or a non-finite QuantArray (its name is
+        given); nothing is written.
 
     Examples
     --------
@@ -70,6 +78,12 @@ def save(
     >>> cq.load(path)["w"]
     QuantArray(mxfp4, shape=(4, 64), dtype=float32, 4.25 bits/element, device=cpu)
     """
+    if (kind := OTHER_KINDS.get(Path(path).suffix.lower())) is not None:
+        raise ValueError(
+            f"{os.fspath(path)}: save writes safetensors, not {kind}; "
+            f"call it {Path(path).with_suffix('.safetensors').name}"
+            + (", and cuquant.convert makes GGUF of it" if kind == "GGUF" else "")
+        )
     if not isinstance(arrays, Mapping):
         raise TypeError(f"save takes a dict of arrays by name, got {type(arrays).__name__}")
     if nonfinite not in ("raise", "propagate"):

@@ -91,13 +91,15 @@ class Selection:
 
     def refuse_unused(self, names: Mapping[str, Sequence[str]], path: object) -> None:
         """ValueError for a glob that fits nothing; `names`: of each array all that it has."""
-        wanted = [*self.include, *(glob for glob, _ in self.rules if glob != "*")]
-        for glob in wanted:
+        wanted = [(glob, "include") for glob in self.include]
+        wanted += [(glob, "exclude") for glob in self.exclude]
+        wanted += [(glob, "format") for glob, _ in self.rules if glob != "*"]
+        for glob, where in wanted:
             if not any(fits(glob, known) for known in names.values()):
                 some = ", ".join(map(quote, islice(names, 3)))
                 raise ValueError(
-                    f"{path}: no tensor is called {quote(glob)}, which include names or a format "
-                    f"has; the names are {some or 'none'}{', ...' if len(names) > 3 else ''}"
+                    f"{path}: no tensor is called {quote(glob)}, which {where} names; "
+                    f"the names are {some or 'none'}{', ...' if len(names) > 3 else ''}"
                 )
 
     def __str__(self) -> str:

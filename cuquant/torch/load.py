@@ -49,7 +49,8 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     Warns
     -----
     UserWarning
-        Where tensors of another library's file are left out.
+        Where tensors of another library's file are left out, or where buffers that are no part of
+        the state_dict stay on the meta device.
 
     Examples
     --------
@@ -79,7 +80,8 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     swaps: dict[str, Layer] = {}
     weights: dict[str, QuantArray | PackedWeight] = {}
     plain: dict[str, torch.Tensor] = {}
-    found, left = _read(path, set(model.state_dict()) | quantized.keys())
+    state_dict = model.state_dict()
+    found, left = _read(path, set(state_dict) | quantized.keys())
     for name, value in found.items():
         if not isinstance(value, (QuantArray, PackedWeight)):
             plain[name] = value
@@ -88,7 +90,8 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
             if name in linears:
                 swaps[name] = linears[name]
         else:
-            plain[name] = (unpack(value) if isinstance(value, PackedWeight) else value).dequantize()
+            array = unpack(value) if isinstance(value, PackedWeight) else value
+            plain[name] = array.dequantize(_exact(state_dict.get(name)))
 
     held = _held(model, quantized, swaps)
     ties = _ties(held, plain)
@@ -112,6 +115,7 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     for name, other in ties.items():
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._parameters[key] = model.get_parameter(other)
+    _warn_of_meta(model)
     return model
 
 
@@ -193,6 +197,23 @@ def _beside(weight: QuantArray | PackedWeight, module: Any) -> QuantArray | Pack
         return weight
     moved = weight.to(str(device))
     return prepack(moved) if isinstance(moved, QuantArray) else moved
+
+
+def _exact(target: Any) -> torch.dtype | None:
+    """float32 for what a float32 tensor takes: rounding on the way would lose digits."""
+    is_held = isinstance(target, torch.Tensor) and not target.is_meta
+    return torch.float32 if is_held and target.dtype == torch.float32 else None
+
+
+def _warn_of_meta(model: nn.Module) -> None:
+    """Buffers that no file holds, such as the frequencies of RoPE: nothing fills them."""
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        warnings.warn(
+            f"{len(empty)} buffers are on the meta device and in no file, such as {empty[0]}; "
+            "fill them, or build the model without torch.device('meta')",
+            stacklevel=3,
+        )
 
 
 def _moved(value: torch.Tensor, target: Any) -> torch.Tensor:

@@ -49,7 +49,7 @@ def test_convert_writes_and_tells(ours, tmp_path):
     assert "4 arrays from cuquant to gptq: 2 rounded, 2 with the same numbers" in result.stdout
     assert "int4     4 bits, groups of 128" in result.stdout
     assert "float32  4 bits, groups of 32 (rounded)" in result.stdout
-    assert "GB/s of output" in result.stdout
+    assert "GB/s of input" in result.stdout
     assert str(cq.load(tmp_path / "out")["layer.2.weight"].format) == "uint4:32"
 
 
@@ -65,6 +65,7 @@ def test_a_dry_run_writes_nothing_and_has_the_sizes(ours, tmp_path):
         assert done["bytes_out"] == sum(entry.nbytes for entry in file.values())
         assert {a["name"] for a in done["arrays"]} == set(file)
     assert done["rounded"] == 2 and "architecture is not known" in done["warnings"][0]
+    assert "config.json belongs beside the weights" in done["warnings"][0]
     assert "nothing was written" in run(*arguments[:-1], "--dry-run").stdout
 
 

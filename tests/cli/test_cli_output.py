@@ -501,6 +501,20 @@ def test_help_says_what_may_be_repeated():
         assert shown.count("repeatable") == len(options), command
 
 
+def test_help_breaks_lines_where_the_terminal_ends():
+    shown = run("quantize", "--help").output
+    assert "nf4 unless --format says" in " ".join(shown.split())
+    prose = shown[shown.index("Matrices of") : shown.index("Arguments")].splitlines()[:-2]
+    assert len(prose) == 3, prose  # and not as the docstring breaks them
+
+
+def test_an_unknown_choice_is_told_without_a_class_of_errors():
+    for option in (("--to", "ggfu"), ("--nonfinite", "ignore")):
+        result = run("quantize", "a.safetensors", "-o", "b", *option)
+        assert result.exit_code == 2 and option[1] in result.stderr
+        assert "Value error" not in result.stderr
+
+
 def test_the_version_has_a_short_option():
     assert run("-V").output == run("--version").output == f"cuquant {cq.__version__}\n"
 

@@ -50,6 +50,12 @@ def test_the_command_shows_a_row_for_each(path):
     assert result.exit_code == 0, result.output
     assert "q4_k    64 x 256      2          4.5" in result.stdout
     assert "35.8 kB of quantized matrices" in result.stdout
+    assert "the CPU decodes w for each product" in result.stdout  # why SQNR is inf
+
+
+def test_formats_of_a_file_are_not_chosen(path):
+    result = run("demo", "--from", path / "m.gguf", "-f", "nf4", "--device", "cpu")
+    assert result.exit_code == 2 and "leave out one of the two" in " ".join(result.stderr.split())
 
 
 def test_files_without_quantized_matrices_and_damaged_ones_are_one_line(path):

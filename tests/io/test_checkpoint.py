@@ -137,3 +137,6 @@ def test_names_that_are_wanted_are_read_alone(written):
     assert list(cq.load(path, names=["Q8_0"])) == ["Q8_0"]
     with pytest.raises(ValueError, match="has no array 'Q8'"):
         cq.load(path, names=["Q8"])
+    with cq.open(path) as file:
+        assert "Format('q8_0'), shape=" in repr(file["Q8_0"])
+        assert "<function" not in repr(file["Q8_0"])

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -485,3 +488,45 @@ def test_metadata_of_gguf_goes_with_it(tmp_path):
     with GgufReader(tmp_path / "c.gguf") as reader:
         assert reader.metadata == {"general.architecture": "llama"}
         assert reader.tensors["w"].type.name == "Q4_0"
+
+
+def test_a_refusal_of_a_format_names_one_that_the_kind_holds(tmp_path):
+    source = saved(tmp_path, up__weight=RNG.standard_normal((64, 256)).astype(np.float16))
+    for fmt, kind, near in (
+        ("int8:128", "gptq", "int8:128+float16"),  # GPTQ has float16 scales alone
+        ("nf4", "gptq", "int4"),
+        ("nf4", "gguf", "q4_k"),
+        ("nf4", "mlx", "int4:64"),
+        ("q4_k", "fp8", "fp8_e4m3:128x128"),
+        ("mxfp8", "bitsandbytes", "nf4"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"; as {near} it can")):
+            cq.convert(source, target(tmp_path, kind), kind, fmt)
+        (step,) = cq.convert(source, target(tmp_path, f"{kind}-{fmt}"), "cuquant", near)
+        assert step.becomes == near
+        cq.convert(source, target(tmp_path, kind), kind, near)  # as it says
+        shutil.rmtree(target(tmp_path, kind), ignore_errors=True)
+
+
+def test_a_folder_of_another_library_without_anything_quantized_is_told(tmp_path):
+    source = saved(tmp_path, up__weight=RNG.standard_normal((64, 256)).astype(np.float16))
+    for kind in ("gptq", "awq", "compressed-tensors", "bitsandbytes", "mlx", "fp8"):
+        with pytest.warns(UserWarning, match="no array is quantized"):
+            cq.convert(source, tmp_path / kind, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cq.convert(source, tmp_path / "one", "gptq", "int4")
+        cq.convert(source, tmp_path / "ours", "cuquant")
+
+
+def test_a_format_that_no_array_takes_is_told(tmp_path):
+    """convert -f q5_k of a file that is q4_k already writes q4_k again."""
+    source = saved(tmp_path, up__weight=weights("q4_k"))
+    with pytest.warns(UserWarning, match="none is quantized to it: 1 that are quantized already"):
+        (step,) = cq.convert(source, tmp_path / "a.safetensors", "cuquant", "q5_k")
+    assert step.becomes == "q4_k"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cq.convert(source, tmp_path / "b.safetensors", "cuquant")
+        (step,) = cq.convert(source, tmp_path / "c.safetensors", "cuquant", "q5_k", True)
+    assert step.becomes == "q5_k"

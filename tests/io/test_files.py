@@ -360,3 +360,10 @@ def test_nothing_is_left_of_an_unfinished_file(tmp_path):
     assert (tmp_path / "out").read_bytes() == b"old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     assert len(list(quantize_file(tmp_path / "in", tmp_path / "out", fmt, nonfinite="clamp"))) == 5
+
+
+def test_save_does_not_call_safetensors_by_the_name_of_another_kind(tmp_path):
+    for name, kind in (("w.gguf", "GGUF"), ("w.PT", "PyTorch"), ("w.npz", "NumPy")):
+        with pytest.raises(ValueError, match=f"not {kind}; call it w.safetensors"):
+            cq.save(tmp_path / name, {"w": np.ones(3)})
+    assert not list(tmp_path.iterdir())

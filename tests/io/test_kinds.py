@@ -46,11 +46,29 @@ def test_an_index_names_its_shards(tmp_path):
         with pytest.raises(cq.FormatError, match="index of a sharded checkpoint") as caught:
             SafetensorsReader(path)  # as commands do that take one file
         assert ", ".join(names[:5]) + " and 2 more" in str(caught.value)
+        assert "give its folder" in str(caught.value)
     for text in ("{}", '{"weight_map": [1]}', "[", '{"weight_map": {"a": 1}}'):
         path.write_text(text)
         assert "index" in refused(path) and "shards" in refused(path)
     path.write_text('{"weight_map": {"a": "../a.safetensors"}}')
     assert "no name of a file" in refused(path)
+
+
+def test_a_folder_of_gguf_files_names_them(tmp_path):
+    assert refused(tmp_path) == "is a folder without .safetensors files"
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(16))
+    assert refused(tmp_path).endswith("; give a GGUF file in it: a.gguf, b.gguf")
+
+
+def test_mlx_without_its_config_says_what_is_missing(tmp_path):
+    folder = tmp_path / "mlx"
+    cq.save(tmp_path / "w.safetensors", {"up.weight": np.ones((32, 64), np.float32)})
+    cq.convert(tmp_path / "w.safetensors", folder, "mlx", "int4:64")
+    assert isinstance(cq.load(folder)["up.weight"], cq.QuantArray)
+    (folder / "config.json").unlink()
+    with pytest.raises(cq.FormatError, match="'quantization', and there is none"):
+        cq.load(folder)["up.weight"]
 
 
 def test_a_gguf_file_is_read_where_weights_are_loaded(tmp_path):
@@ -230,7 +248,8 @@ def test_a_folder_is_loaded_as_one(tmp_path):
     found = cq.load(tmp_path)
     assert list(found) == ["w", "bias"] and found["w"].shape == (2, 64)
     cq.save(tmp_path / "c.safetensors", {"bias": np.zeros(2)})
-    with pytest.raises(cq.FormatError, match=r"'bias' lies in b\.safetensors and in c\."):
+    both = r"'bias' lies in b\.safetensors and in c\.safetensors; give one"
+    with pytest.raises(cq.FormatError, match=both):
         cq.load(tmp_path)
 
 

@@ -137,3 +137,9 @@ def test_a_killed_process_leaves_shards_and_a_running_one_is_not_disturbed(model
     cq.convert(model, target, "cuquant", "int4", resume=True)
     assert (target / shard.name).stat().st_ino == made
     assert not hidden(tmp_path) and len(cq.load(target)) == 6
+
+
+def test_one_file_is_written_from_its_start_and_says_so(model, tmp_path):
+    with pytest.warns(UserWarning, match="only folders are resumed"):
+        cq.convert(model, tmp_path / "o.safetensors", "cuquant", "int4", resume=True)
+    assert len(cq.load(tmp_path / "o.safetensors")) == 6

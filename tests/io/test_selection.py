@@ -120,7 +120,7 @@ def test_two_formats_for_one_glob_are_refused(model, tmp_path):
     for said in (("nf4", "int4"), ("*.up=nf4", "*.up=int4")):
         pairs = [part for text in said for part in ("-f", text)]
         result = run("quantize", model, *pairs, "-o", tmp_path / "out")
-        assert result.exit_code == 2 and "has two formats" in result.output
+        assert result.exit_code == 2 and "GLOB=FORMAT" in result.output
 
 
 def test_nonfinite_values_are_refused_by_name(model, tmp_path):
@@ -133,3 +133,19 @@ def test_nonfinite_values_are_refused_by_name(model, tmp_path):
     assert not (tmp_path / "out").exists()
     result = run("quantize", model, "-o", tmp_path / "out", "--nonfinite", "clamp")
     assert result.exit_code == 0, result.output
+
+
+def test_globs_that_fit_nothing_are_refused_wherever_they_stand(model, tmp_path):
+    source = model / "model.safetensors"
+    for where, words in (
+        ({"include": ["typo"]}, "include"),
+        ({"exclude": ["typo"]}, "exclude"),
+        ({"format": {"typo": "nf4", "*": "int8"}}, "format"),
+    ):
+        chosen = Selection.of(where.pop("format", "nf4"), **where)
+        with pytest.raises(ValueError, match=f"no tensor is called 'typo', which {words} names"):
+            list(quantize_file(source, tmp_path / "no", chosen))
+    for arguments in ((source, "-o", tmp_path / "no.safetensors"), (model, "-o", tmp_path / "no")):
+        result = run("quantize", *arguments, "--exclude", "lm_hed")
+        assert result.exit_code == 1 and "'lm_hed', which exclude names" in result.stderr
+    assert not list(tmp_path.glob("no*"))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from itertools import product
 
 import numpy as np
@@ -252,3 +253,37 @@ def test_damaged_states_in_files(tmp_path):
         save_file({f"q.{k}": v for k, v in wrong.items()}, tmp_path / "bad")
         with pytest.raises(cq.FormatError, match=rf"(?s)q\.weight.*{message}|{message}"):
             cq.load(tmp_path / "bad")
+
+
+class Rotating(nn.Module):
+    """A model with a buffer that is no part of its state_dict, as transformers' have for RoPE."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 64)
+        self.up = nn.Linear(64, 16, bias=False)
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+
+def test_load_tells_of_buffers_that_stay_on_the_meta_device(tmp_path):
+    weights = {"embed.weight": random(8, 64), "up.weight": cq.quantize(random(16, 64), "nf4")}
+    cq.save(tmp_path / "w.safetensors", weights)
+    with torch.device("meta"):
+        empty = Rotating()
+    with pytest.warns(UserWarning, match="1 buffers .* such as frequencies; fill them"):
+        load_(empty, tmp_path / "w.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_(Rotating(), tmp_path / "w.safetensors")
+
+
+def test_embeddings_of_a_float32_model_are_not_rounded_to_float16(tmp_path):
+    embed = cq.quantize(random(8, 64).half(), "nf4")
+    weights = {"embed.weight": embed, "up.weight": random(16, 64)}
+    cq.save(tmp_path / "w.safetensors", weights)
+    model = load_(Rotating(), tmp_path / "w.safetensors")
+    exact = embed.dequantize(torch.float32)
+    assert not torch.equal(exact, embed.dequantize().float())  # or this test says nothing
+    assert torch.equal(model.embed.weight, exact)
+    half = load_(Rotating().half(), tmp_path / "w.safetensors")
+    assert torch.equal(half.embed.weight, embed.dequantize())

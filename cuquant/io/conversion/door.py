@@ -14,6 +14,7 @@ import numpy as np
 
 from cuquant.disk import replace_file
 from cuquant.errors import FormatError
+from cuquant.formats import Format
 from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
 from cuquant.io.checkpoint import INDEX
@@ -182,10 +183,24 @@ class Conversion(Closing):
         try:
             self._model = model_for(self.file, to)
             self.warnings = self._model.warnings
+            if resume and not self.is_folder:
+                self.warnings.append("one file is written from its start: only folders are resumed")
             if chosen is not None:
                 entries = self._model.entries
                 chosen.refuse_unused({e.name: names_of(e) for e in entries.values()}, src)
             self.steps = self._planned(wish)
+            if self.writer.KIND not in (GGUF, own.KIND) and not any(s.recipe for s in self.steps):
+                self.warnings.append(
+                    f"no array is quantized: what is written for {to} is a folder of plain floats; "
+                    "quantize them on the way with a format"
+                )
+            entries = self._model.entries.values()
+            kept = sum(isinstance(entry.format, Format) for entry in entries)
+            if chosen is not None and kept and not any(step.rounds for step in self.steps):
+                self.warnings.append(
+                    f"the format is for plain arrays, and none is quantized to it: {kept} that are "
+                    "quantized already stay as they are unless they may be requantized"
+                )
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
         except BaseException:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuquant.io.architectures.metadata import from_config, to_config
-from cuquant.io.architectures.names import of_gguf
+from cuquant.io.architectures.names import ARCHITECTURES, of_gguf
 from cuquant.io.architectures.positions import (
     LONG,
     ROPE_FACTORS,
@@ -80,8 +80,13 @@ def _with_experts(entries: Mapping[str, Entry], kind: str) -> Mapping[str, Entry
 def _to_gguf(file: Opened) -> Model:
     told = from_config(file.metadata)
     if told is None:
+        advice = (
+            f"known are {', '.join(found.name for found in ARCHITECTURES)}"
+            if file.metadata
+            else "the model's config.json belongs beside the weights"
+        )
         return Model(file, {}, ["the architecture is not known: tensors keep their names, and the "
-                                "file says nothing of the model"])  # fmt: skip
+                                f"file says nothing of the model; {advice}"])  # fmt: skip
     found, metadata = told
     config, folder = file.metadata, file.path if file.path.is_dir() else file.path.parent
     heads = {

@@ -149,7 +149,8 @@ def plan(entries: Mapping[str, Entry], writer: Writer, wish: Wish) -> list[Step]
         except FormatError:  # the file is damaged: nothing else matters
             raise
         except (ValueError, TypeError) as why:
-            lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}")
+            advice = "" if lost else _instead(entry, writer, wish)  # it may read the array
+            lost.append(f"{quote(entry.name)}: {shortened(str(why), 400)}{advice}")
     if lost:
         more = f" (and {len(lost) - 1} more arrays)" if len(lost) > 1 else ""
         raise ValueError(f"{lost[0]}{more}")
@@ -260,13 +261,7 @@ def _nbytes(kind: Any, shape: tuple[int, ...]) -> int:
 def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
     fmt = None if entry.format is not None else _chosen(entry, writer, wish.formats)
     if fmt is not None:
-        source = Source(
-            entry.name,
-            fmt,
-            entry.shape,
-            entry.dtype,
-            lambda: wish.encoded(entry.name, entry.read(), fmt),
-        )
+        source = _encoded(entry, fmt, wish)
         try:
             return _quantized(entry, source, writer)
         except ValueError as why:
@@ -291,6 +286,34 @@ def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
         entry.name, entry.shape, dtype, was, str(dtype), entry.nbytes, nbytes, False,
         {entry.name: (kind, entry.shape)}, make,
     )  # fmt: skip
+
+
+def _encoded(entry: Entry, fmt: Format, wish: Wish) -> Source:
+    """A plain array that will be quantized when it is read."""
+
+    def read() -> QuantArray:
+        return wish.encoded(entry.name, entry.read(), fmt)
+
+    return Source(entry.name, fmt, entry.shape, entry.dtype, read)
+
+
+def _instead(entry: Entry, writer: Writer, wish: Wish) -> str:
+    """Advice on a plain array: the format that was asked for with float16 scales, or the nearest.
+
+    GPTQ has float16 scales alone, which int4 has by itself, and int8 has not.
+    """
+    fmt = None if entry.format is not None else _chosen(entry, writer, wish.formats)
+    if fmt is None:
+        return ""
+    source = _encoded(entry, fmt, wish)
+    for near in (lambda: get_format(f"{fmt}+float16"), lambda: nearest(writer, source)):
+        try:
+            found = near()
+            _quantized(entry, _encoded(entry, found, wish), writer)
+        except (ValueError, TypeError):
+            continue
+        return f"; as {found} it can"
+    return ""
 
 
 def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cuquant.array.quant_array import QuantArray
+from cuquant.errors import FormatError
 from cuquant.formats import get_format
 from cuquant.formats.codecs import Uniform
 from cuquant.formats.names import FormatName
@@ -79,6 +80,11 @@ def layers(c: Checkpoint) -> Iterator[Found]:
 
 def _layer(c: Checkpoint, stem: str) -> Layer:
     own = _own(c.quantization, stem.removesuffix("."))
+    if not own.keys() & {"group_size", "mode"}:
+        raise FormatError(  # without the name: one line tells it of all modules
+            "what MLX's codes mean stands in config.json, under 'quantization', and there is none; "
+            "copy it from the original folder"
+        )
     mode = own.get("mode", "affine")
     if mode == "affine":
         return _affine(c, stem, own)

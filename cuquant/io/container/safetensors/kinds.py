@@ -78,10 +78,10 @@ def _json(file: BinaryIO) -> str:
         mapped = json.loads(file.read(MAX_INDEX_BYTES))["weight_map"]
         shards = {name for name in mapped.values() if isinstance(name, str)}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return "is a JSON file; give a .safetensors file"
+        return "is a JSON file; give a .safetensors file, or the folder of a model"
     return (
         "is the index of a sharded checkpoint and holds no tensors; "
-        f"give its shards one by one: {named(shards)}"
+        f"give its folder, or its shards one by one: {named(shards)}"
     )
 
 
