@@ -288,6 +288,7 @@ def test_every_public_name_can_be_called(tmp_path):
         "dequantize": lambda: cq.dequantize(q),
         "doctor": cq.doctor,
         "error": lambda: cq.error(x, q),
+        "explain": lambda: cq.explain("linear", format="nf4", shape=(8, 64)),
         "get_format": lambda: cq.get_format("nf4"),
         "grouped_linear": lambda: cq.grouped_linear(x, stack, [0, 0]),
         "linear": lambda: cq.linear(x, q),
