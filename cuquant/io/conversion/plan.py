@@ -228,6 +228,8 @@ def _rounded(source: Source, fmt: Format, wish: Wish) -> Callable[[], QuantArray
 def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
+    if 0 in source.shape and writer is not own:
+        raise ValueError(f"it has no elements, {source.shape}, which readers take for damage")
     if writer is not own:
         refuse_odd_parts(source, getattr(writer, "ODD", ()))
     made = writer.recipe(source)
@@ -270,6 +272,8 @@ def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
     if entry.axes is not None:
         raise ValueError("its axes are in another order")
     dtype = entry.dtype
+    if isinstance(entry.format, Format):  # values as they are, which a model's dtype may round
+        dtype = entry.format.components(entry.shape)[0].dtype
     is_float32 = len(entry.shape) == 1 or fnmatchcase(entry.name, ROUTERS)
     if writer is gguf and is_float32 and dtype.name in interop.INPUT_DTYPES:
         dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
@@ -292,6 +296,8 @@ def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
 def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format | None:
     """The format of a plain array; a glob of its own makes one of what loaders expect plain."""
     if formats is None:
+        return None
+    if 0 in entry.shape and writer is not own:
         return None
     names = names_of(entry)
     if writer.KIND in FOR_LINEAR:

@@ -269,9 +269,8 @@ def _integers(c: Checkpoint, stem: str, weights: Group) -> Layer:
 
 
 def _floats(c: Checkpoint, stem: str, weights: Group) -> Layer:
-    return fp8.layer(
-        c, c.info(stem + "weight"), c.info(stem + "weight_scale"), weights.get("block_structure")
-    )
+    codes, scales = c.info(stem + "weight"), c.info(stem + "weight_scale")
+    return fp8.layer(c, codes, scales, weights.get("block_structure"), weights.get("group_size"))
 
 
 def _nvfp4(c: Checkpoint, stem: str, weights: Group) -> Layer:
@@ -375,7 +374,7 @@ def _integer_recipe(source: Source, found: Integers) -> Recipe:
     middle = 1 << (bits - 1)
     zero = found.zero if found.zero is not None else common_zero(source.read())
     groups = -(-depth // found.group)
-    if zero != middle and shape[-1:] != (groups,):
+    if zero != middle and shape != (rows, groups):
         raise ValueError("compressed-tensors has zero points of rows and groups alone")
 
     def encode(q: QuantArray) -> Tensors:

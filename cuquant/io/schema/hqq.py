@@ -22,6 +22,7 @@ from cuquant.io.schema.layer import (
     Found,
     Layer,
     Parts,
+    Plain,
     attempt,
     model_dtype,
     refuse,
@@ -45,6 +46,7 @@ SETTINGS = (
     "offload_meta", "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape",
     "stores_quant_config", "unpack_view_dtype", "view_as_float",
 )  # fmt: skip
+ACROSS = "groups of axis 0 lie across rows, which no format has: it is decoded"
 ROUNDS = "values are those of exact arithmetic, which HQQ rounds twice in its compute_dtype"
 
 
@@ -65,12 +67,13 @@ def layers(c: Checkpoint) -> Iterator[Found]:
         yield attempt(stem + "weight", _layer, c, stem)
 
 
-def _layer(c: Checkpoint, stem: str) -> Layer:
+def _layer(c: Checkpoint, stem: str) -> Layer | Plain:
     name = stem + "weight"
     codes, scales, zeros = (c.info(stem + end) for end in (CODES, "scale", "zero"))
     rows, depth = _shape(c, stem)
-    if _number(c, stem, "axis", 1) != 1:
-        raise refuse(name, "groups of axis 0 lie across rows; quantize it again with axis=1")
+    axis = _number(c, stem, "axis", 1)
+    if axis not in (0, 1):
+        raise refuse(name, f"its axis is {axis}")
     for key in ("quant_scale", "quant_zero", "view_as_float"):
         if _number(c, stem, key, 0):
             raise refuse(name, f"HQQ's {key} is not read; quantize it again without")
@@ -81,6 +84,8 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     bits, groups = _number(c, stem, "nbits", 0), math.prod(scales.shape)
     if bits not in known or codes.dtype != dtype or len(codes.shape) != 2:
         raise refuse(name, f"{bits} bits in {codes.dtype}{list(codes.shape)} as {packing}")
+    if axis == 0:
+        return _across_rows(c, stem, (rows, depth), bits, packing)
     size = codes.shape[1]
     if zeros.shape != scales.shape or groups * size != rows * depth or not size or depth % size:
         raise refuse(name, f"{groups} groups of {size} do not make {rows} rows of {depth}")
@@ -96,13 +101,9 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
 
     def parts() -> Parts:
         words, each = c.read(codes.name), depth // size
-        held = 8 if dtype == "U8" and len(shifts) == 1 else bits
 
         def unpacked(start: int, stop: int) -> np.ndarray:
-            fields = of_slabs(words, held, shifts, start * each, stop * each)
-            if held > bits and fields.max(initial=0) >> bits:
-                raise refuse(name, f"a code has more than {bits} bits")
-            return fields
+            return _fields(words, bits, shifts, start * each, stop * each, name)
 
         stored, zero = c.read(scales.name), c.read(zeros.name)
         found = {"packed": packed_by_rows(fmt, rows, depth, unpacked)}
@@ -117,6 +118,47 @@ def _layer(c: Checkpoint, stem: str) -> Layer:
     notes = (*(() if whole else (ROUNDS,)), *((ONE_BIT,) if bits == 1 else ()))
     made = _dtype(c, stem)
     return Layer(name, fmt, (rows, depth), made, (*names, *settings), parts, notes)
+
+
+def _fields(
+    words: np.ndarray, bits: int, shifts: tuple[int, ...], start: int, stop: int, name: str
+) -> np.ndarray:
+    """uint8 codes of rows [start, stop) of words; a code of 5 or 6 bits takes a byte."""
+    held = 8 if words.dtype == np.uint8 and len(shifts) == 1 else bits
+    fields = of_slabs(words, held, shifts, start, stop)
+    if held > bits and fields.max(initial=0) >> bits:
+        raise refuse(name, f"a code has more than {bits} bits")
+    return fields
+
+
+def _across_rows(
+    c: Checkpoint, stem: str, shape: tuple[int, int], bits: int, packing: str
+) -> Plain:
+    """A weight whose groups are columns of [g, N K / g]: they lie across rows, so it is decoded, with
+    HQQ's roundings."""
+    name, (_, _, shifts) = stem + "weight", PACKINGS[packing]
+    codes, scales, zeros = (c.info(stem + end) for end in (CODES, "scale", "zero"))
+    groups = codes.shape[1]
+    tall = math.prod(shape) // max(groups, 1)
+    fits = groups * tall == math.prod(shape) and tall <= len(shifts) * codes.shape[0]
+    if not fits or {scales.shape, zeros.shape} != {(1, groups)}:
+        raise refuse(name, f"{groups} groups across rows do not make a weight of {list(shape)}")
+    if scales.dtype not in SCALE_DTYPES or zeros.dtype != scales.dtype:
+        raise refuse(name, f"scales {scales.dtype} and zeros {zeros.dtype} are unknown")
+    made = _dtype(c, stem)
+
+    def make() -> np.ndarray:
+        fields = _fields(c.read(codes.name), bits, shifts, 0, tall, name)
+        scale, zero = (c.read(info.name).astype(made) for info in (scales, zeros))
+        values = fields.astype(made)
+        with np.errstate(all="ignore"):
+            values -= zero
+            values *= scale
+        return values.reshape(shape)
+
+    names = (codes.name, scales.name, zeros.name)
+    settings = tuple(stem + end for end in SETTINGS if stem + end in c)
+    return Plain(name, shape, made, (*names, *settings), make, (ACROSS,))
 
 
 def _are_codes(zeros: np.ndarray, bits: int) -> bool:

@@ -79,12 +79,26 @@ def layers(c: Checkpoint) -> Iterator[Found]:
 
 def _layer(c: Checkpoint, stem: str) -> Layer:
     own = _own(c.quantization, stem.removesuffix("."))
-    mode = own.get("mode", "affine")
+    mode = own.get("mode") or _mode(c, stem)
     if mode == "affine":
         return _affine(c, stem, own)
     if not isinstance(mode, str) or mode not in MODES:
         raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
     return _floats(c, stem, *MODES[mode])
+
+
+def _mode(c: Checkpoint, stem: str) -> str:
+    """Of a module whose configuration does not tell: scales without biases are of floats, and words
+    of the columns that share one tell which."""
+    scales, words = c.info(stem + "scales"), c.info(stem + "weight").shape
+    if stem + "biases" in c or scales.dtype != "U8" or not (words and scales.shape):
+        return "affine"
+    fitting = [
+        mode
+        for mode, (_, bits, block) in MODES.items()
+        if words[-1] * 32 == scales.shape[-1] * bits * block
+    ]
+    return fitting[0] if fitting else "affine"
 
 
 def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:

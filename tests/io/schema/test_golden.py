@@ -96,7 +96,6 @@ UNTOLD = {
 UNREAD = {
     "comfyui-layers": "rotated (ConvRot)",
     "ct-old-marlin24": "order of a kernel",
-    "hqq-layers": "axis=1",
 }
 # Whose owner rounds twice on the way: each has a test of its own.
 ROUNDED = {"hqq-layers", "quanto-layers", "quanto-qint4"}

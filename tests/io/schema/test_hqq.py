@@ -34,8 +34,7 @@ def test_codes_and_zeros_are_the_owners():
     want = np.load(ROOT / "dequantized.npz")
     with cq.open(ROOT) as file:
         assert file.kind == "hqq"
-        assert not [name for name in file if name.endswith((".nbits", ".packing", ".round_zero"))
-                    and "axis0" not in name]  # fmt: skip
+        assert not [n for n in file if n.endswith((".nbits", ".packing", ".round_zero"))]
         for stem, fmt in FORMATS.items():
             entry, given = file[f"{stem}.weight"], tensors(stem)
             q = entry.read()
@@ -49,6 +48,30 @@ def test_codes_and_zeros_are_the_owners():
             size = (np.abs(codes) + np.abs(zero)) * np.abs(scale).astype(np.float64)
             gap = np.abs(q.dequantize("float32").reshape(exact.shape) - exact)
             assert (gap <= 2.0**-23 * size).all(), stem
+
+
+def test_groups_across_rows_are_decoded_as_the_owner_does(tmp_path):
+    want = np.load(ROOT / "dequantized.npz")["axis0.weight"]
+    with cq.open(ROOT) as file:
+        entry = file["axis0.weight"]
+        assert entry.format is None and "axis 0" in entry.notes[0] and len(entry.tensors) > 3
+        found = entry.read()
+    assert found.dtype == np.float16 == entry.dtype
+    np.testing.assert_array_equal(found.astype(np.float32), want)
+    cq.convert(ROOT, tmp_path / "out.safetensors", "cuquant")
+    np.testing.assert_array_equal(cq.load(tmp_path / "out.safetensors")["axis0.weight"], found)
+
+
+def test_codes_of_more_bits_are_refused_across_rows(tmp_path):
+    given = tensors("axis0")
+    codes = np.arange(64 * 32, dtype=np.uint8).reshape(64, 32) % 32
+    given |= {"W_q": codes, "nbits": np.int32(5), "packing": np.frombuffer(b"8bit_u8", np.uint8)}
+    q = cq.load(written(tmp_path / "m.safetensors", given))["a.weight"]
+    want = (codes.astype(np.float16) - given["zero"]) * given["scale"]
+    np.testing.assert_array_equal(q, want.reshape(16, 128))
+    codes[60, 3] = 32
+    with pytest.raises(cq.FormatError, match="more than 5 bits"):
+        cq.load(written(tmp_path / "m.safetensors", given))
 
 
 def test_whole_zeros_are_zero_points(tmp_path):
@@ -78,7 +101,8 @@ def test_a_group_may_be_a_row(tmp_path):
     [
         ({"quant_scale": np.uint8(1)}, "quant_scale"),
         ({"view_as_float": np.uint8(1)}, "view_as_float"),
-        ({"axis": np.int32(0)}, "axis=1"),
+        ({"axis": np.int32(0)}, "groups across rows"),
+        ({"axis": np.int32(2)}, "axis is 2"),
         ({"nbits": np.int32(3)}, "3 bits"),
         ({"packing": np.frombuffer(b"4bit_32", np.uint8)}, "4bit_32"),
         ({"packing": np.zeros(1000, np.uint8)}, "packing"),

@@ -1,0 +1,123 @@
+"""Odd arrays in every kind of files: the same numbers when they are read again, or a refusal that
+names the array."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuquant as cq
+from cuquant.io.conversion.plan import WRITERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:the architecture is not known")
+BFLOAT16 = ml_dtypes.bfloat16
+NAME = "model.layers.0.up.weight"
+
+
+def values_of(array):
+    """The numbers of an array, float32."""
+    if isinstance(array, cq.QuantArray):
+        return array.dequantize(np.float32)
+    return np.asarray(array).astype(np.float32)
+
+
+def converted(folder, kind, array, **options):
+    """The array in a kind of files; None where it is refused by name, and nothing is left."""
+    source, target = folder / "in.safetensors", folder / f"out-{kind}"
+    if kind == "gguf":
+        target = target.with_suffix(".gguf")
+    cq.save(source, {NAME: array})
+    before = sorted(folder.iterdir())
+    try:
+        cq.convert(source, target, kind, **options)
+    except ValueError as error:
+        assert NAME in str(error), error
+        assert sorted(folder.iterdir()) == before
+        return None
+    return cq.load(target)[NAME]
+
+
+CASES = {
+    "values of float16 in a model of bfloat16": ("fp16", (16, 64), BFLOAT16),
+    "values of bfloat16 in a model of float16": ("bf16", (16, 64), np.float16),
+    "one zero point for all": ("uint4:tensor", (16, 64), np.float16),
+    "a ragged group of floats": ("fp8_e4m3:40", (24, 72), np.float16),
+    "groups of floats that do not divide a row": ("fp8_e4m3:40", (8, 1024), np.float16),
+    "no rows": ("int4:32", (0, 64), np.float16),
+    "no columns": ("q8_0", (64, 0), np.float16),
+    "floats of no rows": ("fp8_e4m3:tensor", (0, 64), np.float16),
+    "levels of no columns": ("nf4", (64, 0), np.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_odd_arrays_keep_their_numbers_or_are_refused(case, tmp_path):
+    fmt, shape, dtype = CASES[case]
+    x = np.random.default_rng(3).standard_normal(shape).astype(dtype)
+    q = cq.quantize(x * dtype(1 + 2**-6), fmt)
+    for kind in WRITERS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        found = converted(folder, kind, q)
+        if found is not None:
+            np.testing.assert_array_equal(values_of(found), values_of(q), kind)
+
+
+def test_what_holds_an_odd_array_takes_it(tmp_path):
+    """A refusal of everything would satisfy the test above."""
+    for kind, fmt, shape in (
+        ("compressed-tensors", "fp8_e4m3:40", (24, 72)),
+        ("compressed-tensors", "fp8_e4m3:40", (8, 1024)),
+        ("gptq", "fp16", (16, 64)),
+        ("cuquant", "int4:32", (0, 64)),
+    ):
+        folder = tmp_path / f"{kind}-{shape}"
+        folder.mkdir()
+        q = cq.quantize(np.ones(shape, np.float32), fmt)
+        assert converted(folder, kind, q) is not None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "cuquant"])
+def test_arrays_without_elements_stay_plain(kind, tmp_path):
+    empty = np.empty((0, 64), np.float16)
+    for name, array in (("plain", empty), ("quantized", cq.quantize(empty, "int4:32"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = converted(folder, kind, array, format="q8_0", requantize=True)
+        assert found.shape == empty.shape and not isinstance(found, cq.QuantArray)
+
+
+FORMATS = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(sorted(cq.list_formats())),
+    st.sampled_from(["", ":32", ":40", ":64", ":row", ":tensor", ":flat", ":32x64"]),
+    st.sampled_from(["", "+bfloat16", "+float32", "+min", "+dq", "+absmax", "+permuted"]),
+)
+SHAPES = st.sampled_from([
+    (1, 1), (1, 64), (64, 1), (33, 49), (32, 64), (40, 40), (16, 96), (8, 256), (2, 8, 64), (64,),
+    (0, 32), (32, 0), (2, 2, 8, 32),
+])  # fmt: skip
+DTYPES = st.sampled_from([np.float32, np.float16, BFLOAT16])
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(FORMATS, SHAPES, DTYPES, st.sampled_from(sorted(WRITERS)), st.booleans())
+def test_any_format_and_shape(tmp_path_factory, fmt, shape, dtype, kind, requantize):
+    x = np.random.default_rng(len(fmt)).standard_normal(shape).astype(dtype)
+    try:
+        q = cq.quantize(x, fmt)
+    except (ValueError, TypeError):
+        return  # no such format, or not of such a shape
+    folder = tmp_path_factory.mktemp("any")
+    found = converted(folder, kind, q, requantize=requantize)
+    if found is None:
+        return
+    assert found.shape == q.shape
+    if not requantize:
+        np.testing.assert_array_equal(values_of(found), values_of(q))
