@@ -186,6 +186,7 @@ class Conversion(Closing):
             self.steps = self._planned(wish)
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
+            self._json = self._configuration() if self.is_folder else b""
         except BaseException:
             self.close()
             raise
@@ -263,11 +264,16 @@ class Conversion(Closing):
         if len(shards) > 1:
             size = sum(step.bytes_out for step in self.steps)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            _write_json(folder / f"model{INDEX}", index)
-        config = self._config()
-        if config:
-            _write_json(folder / "config.json", config)
+            replace_file(folder / f"model{INDEX}", _json(index))
+        if self._json:
+            replace_file(folder / "config.json", self._json)
         self._copy_others(folder)
+
+    def _configuration(self) -> bytes:
+        try:
+            return _json(self._config())
+        except RecursionError as error:
+            raise FormatError(f"{self.file.path}: config.json is nested too deeply") from error
 
     def _config(self) -> dict[str, Any]:
         """config.json of the source, with what it says of the quantization replaced."""
@@ -313,6 +319,9 @@ def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
 def _is_folder(target: Path, kind: str) -> bool:
     """Whether a target is a folder; ValueError where it is none of this kind, or holds files."""
     suffix = target.suffix.lower()
+    is_held = target.is_dir() and (os.path.ismount(target) or target.samefile(os.curdir))
+    if kind != GGUF and is_held:  # it cannot be replaced
+        raise ValueError(f"{target}: is in use; name a new folder in it")
     if kind == GGUF:
         if suffix != ".gguf" or target.is_dir():
             raise ValueError(
@@ -342,5 +351,11 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    replace_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+def _json(value: Mapping[str, Any]) -> bytes:
+    """An object as a file has it; nothing of an empty one."""
+    if not value:
+        return b""
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a character, which JSON's escapes can say
+        return (json.dumps(value, indent=2) + "\n").encode()
