@@ -27,7 +27,7 @@ def converted(folder, kind, array, **options):
     source, target = folder / "in.safetensors", folder / f"out-{kind}"
     if kind == "gguf":
         target = target.with_suffix(".gguf")
-    cq.save(source, {NAME: array})
+    cq.save(source, {NAME: array}, nonfinite="propagate")
     before = sorted(folder.iterdir())
     try:
         cq.convert(source, target, kind, **options)
@@ -78,6 +78,37 @@ def test_what_holds_an_odd_array_takes_it(tmp_path):
         assert converted(folder, kind, q) is not None
 
 
+def changed(fmt, part, value):
+    """A weight [16, 256] of which one number of a component is `value`."""
+    x = np.random.default_rng(3).standard_normal((16, 256)).astype(np.float32)
+    q = cq.quantize(x, fmt)
+    parts = {name: np.array(array) for name, array in q.arrays().items()}
+    parts[part].flat[-1] = value
+    return q._with(components=parts)
+
+
+ODD_NUMBERS = [
+    ("uint4:32", "zero_point", 16), ("uint2:32", "zero_point", 4), ("uint4:32", "zero_point", 15),
+    ("uint4:32", "scale", np.inf), ("int4:32+bfloat16", "scale", 3e38), ("int8:32", "scale", np.nan),
+    ("uint4:32+min", "minimum", np.inf), ("mxfp4", "scale", 253), ("mxfp4", "scale", 255),
+    ("mxfp4", "scale", 0), ("mxfp8", "scale", 254), ("nvfp4", "scale", 0x7F),
+    ("nvfp4", "global_scale", 0), ("int8+absmax", "scale", np.inf), ("nf4", "scale", -1),
+    ("fp8_e4m3:tensor", "scale", np.inf),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "part", "value"), ODD_NUMBERS)
+def test_odd_scales_and_zero_points_are_kept_or_refused(tmp_path, fmt, part, value):
+    q = changed(fmt, part, value)
+    for kind in WRITERS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        with np.errstate(all="ignore"):
+            found = converted(folder, kind, q)
+            if found is not None:
+                np.testing.assert_array_equal(values_of(found), values_of(q), kind)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "cuquant"])
 def test_arrays_without_elements_stay_plain(kind, tmp_path):
     empty = np.empty((0, 64), np.float16)
@@ -121,3 +152,17 @@ def test_any_format_and_shape(tmp_path_factory, fmt, shape, dtype, kind, requant
     assert found.shape == q.shape
     if not requantize:
         np.testing.assert_array_equal(values_of(found), values_of(q))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_what_is_not_finite_is_compared(tmp_path, value):
+    """On either side, as arrays and as files."""
+    sides = {"a": np.ones((4, 4)), "b": np.ones((4, 4))}
+    sides["b"][0, 0] = value
+    for name, array in sides.items():
+        cq.save(tmp_path / name, {"w": array})
+    for a, b in (("a", "b"), ("b", "a"), ("b", "b")):
+        with np.errstate(over="ignore"):
+            found = cq.compare(tmp_path / a, tmp_path / b)
+            same = cq.compare({"w": sides[a]}, {"w": sides[b]})
+        assert str(found) == str(same) and found.is_equal == (a == b and value == 1e300)

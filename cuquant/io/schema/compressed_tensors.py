@@ -372,7 +372,7 @@ def _integer_recipe(source: Source, found: Integers) -> Recipe:
     stem, bits, kept = source.stem, found.bits, scale_tag(source)
     packing, shape = Packing(bits, "dense"), _scale_shape(source)
     middle = 1 << (bits - 1)
-    zero = found.zero if found.zero is not None else common_zero(source.read())
+    zero = common_zero(source, found)
     groups = -(-depth // found.group)
     if zero != middle and shape != (rows, groups):
         raise ValueError("compressed-tensors has zero points of rows and groups alone")

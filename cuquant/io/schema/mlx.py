@@ -206,6 +206,7 @@ def _affine_recipe(source: Source) -> Recipe:
         raise ValueError(f"MLX has groups of {GROUPS} and {AFFINE} bits, not {fmt} of {depth}")
     if found:
         scale_tag(source, ("F16", "BF16"))  # or ValueError: then biases are rounded
+        _refuse_infinite(source)
     stem, groups, times = source.stem, depth // size, -(-own // size)
     kept = FLOATS[fmt.rule.dtype] if has_minimum and not fmt.is_blocks else "F32"
 
@@ -230,6 +231,18 @@ def _affine_recipe(source: Source) -> Recipe:
     said = {"group_size": size, "bits": fmt.bits, "mode": "affine"}
     axes = dict.fromkeys(specs, 0)
     return Recipe(specs, encode, f"affine, groups of {size}", said, source.module, axes)
+
+
+def _refuse_infinite(source: Source) -> None:
+    """ValueError where products of codes and scales may be infinite: then sums are NaN."""
+    fmt = source.format
+    if fmt.rule.dtype == "float16" or fmt.is_blocks:
+        most = np.finfo(np.float16).max  # of which no product overflows
+    else:
+        most = float(np.finfo(np.float32).max) / (1 << fmt.bits)
+    scales = np.abs(np.asarray(source.read().scale, np.float32))
+    if not (scales <= most).all():
+        raise ValueError("a scale is so large that a bias of MLX's, a zero times it, is infinite")
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:
