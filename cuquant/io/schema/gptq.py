@@ -8,6 +8,7 @@ zeros less one ("v1"), "gptq_v2" as they are. Source: GPTQModel 7.7, qlinear and
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     depth = codes.shape[0] * 32 // bits
     size = _group_size(own, depth, groups, name)
     order = _order(c, own, stem, depth, size, groups)
-    first = _is_first(own)
+    _is_first(own)  # or FormatError
     packing = Packing(bits, "low" if bits in (4, 8) else "dense")
     kept = scale_dtype(scales, "scales")
     fmt = get_format(
@@ -102,7 +103,7 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
 
     def parts() -> Parts:
         words = c.transposed(codes.name).view(np.uint32)
-        stored = unpacked_zeros(c.read(zeros.name).view(np.uint32), bits, columns, first)
+        stored = _zeros(c.read(zeros.name).view(np.uint32), bits, columns, own, name)
         packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
         found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
         if order is None:
@@ -114,6 +115,25 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts)
+
+
+def _zeros(
+    words: np.ndarray, bits: int, columns: int, config: Mapping[str, Any], name: str
+) -> np.ndarray:
+    """Zero points uint8 [G, N]; symmetric ones tell their version themselves.
+
+    Files whose label is wrong are in circulation (vLLM issues 26092, 26343, 38966).
+    """
+    first = _is_first(config)
+    if config.get("sym") is True:
+        stored, middle = unpacked_zeros(words, bits, columns, False), 1 << (bits - 1)
+        told = middle - 1 if first else middle
+        other = middle if first else middle - 1
+        if stored.size and (stored == other).all():
+            text = f"{quote(name)}: all zero points are {other}, not {told} as the version has them"
+            warnings.warn(f"{text}; they are taken for {middle}, as sym is true", stacklevel=2)
+            first = not first
+    return unpacked_zeros(words, bits, columns, first)
 
 
 def unpacked_zeros(words: np.ndarray, bits: int, columns: int, first: bool) -> np.ndarray:
