@@ -270,6 +270,8 @@ def _gguf(reader: GgufReader, info: GgufTensor) -> Entry:
     dtype = kind.dtype if kind.is_plain else np.dtype(np.float32)
     nbytes = kind.stored_nbytes(info.shape)
     has_rows = fmt is not None and len(info.shape) == 2 and info.shape[0] > 0
+    text = f"{reader.path}: {quote(name)} is of {kind.name}, which is unknown"
     return Entry(
-        name, shown, info.shape, dtype, nbytes, (name,), (), read, rows=rows if has_rows else None
-    )
+        name, shown, info.shape, dtype, nbytes, (name,), (), read,
+        error=None if kind.is_known else FormatError(text), rows=rows if has_rows else None,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ names the array."""
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import container, tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,8 +90,8 @@ def changed(fmt, part, value):
 
 ODD_NUMBERS = [
     ("uint4:32", "zero_point", 16), ("uint2:32", "zero_point", 4), ("uint4:32", "zero_point", 15),
-    ("uint4:32", "scale", np.inf), ("int4:32+bfloat16", "scale", 3e38), ("int8:32", "scale", np.nan),
-    ("uint4:32+min", "minimum", np.inf), ("mxfp4", "scale", 253), ("mxfp4", "scale", 255),
+    ("uint4:32", "scale", np.inf), ("int4:32+bfloat16", "scale", 3e38), ("mxfp4", "scale", 255),
+    ("uint4:32+min", "minimum", np.inf), ("mxfp4", "scale", 253), ("int8:32", "scale", np.nan),
     ("mxfp4", "scale", 0), ("mxfp8", "scale", 254), ("nvfp4", "scale", 0x7F),
     ("nvfp4", "global_scale", 0), ("int8+absmax", "scale", np.inf), ("nf4", "scale", -1),
     ("fp8_e4m3:tensor", "scale", np.inf),
@@ -166,3 +167,14 @@ def test_what_is_not_finite_is_compared(tmp_path, value):
             found = cq.compare(tmp_path / a, tmp_path / b)
             same = cq.compare({"w": sides[a]}, {"w": sides[b]})
         assert str(found) == str(same) and found.is_equal == (a == b and value == 1e300)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "fp8"])
+def test_an_unknown_type_of_ggml_is_damage(tmp_path, kind):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(container(tensors=[tensor("a", (32,), 99)], data=bytes(32)))
+    with cq.open(path) as file:
+        assert file["a"].format == "type 99"
+    for read in (cq.load, lambda p: cq.convert(p, tmp_path / f"out.{kind}", kind)):
+        with pytest.raises(cq.FormatError, match=r"'a'.*type 99"):
+            read(path)

@@ -36,8 +36,9 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """Columns of a head; FormatError where they are no number."""
-    own, size, heads = map(config.get, ("head_dim", "hidden_size", "num_attention_heads"))
-    if not own and type(size) is type(heads) is int and heads > 0:
+    own, size = config.get("head_dim"), config.get("hidden_size")
+    heads = config.get("num_attention_heads")
+    if not own and type(size) is int and type(heads) is int and heads > 0:
         own = size // heads
     if type(own) is not int or not 0 < own <= 2 * MOST_FACTORS:
         raise FormatError(
@@ -137,12 +138,12 @@ def to_longrope(
 
     Raises
     ------
-    ValueError
+    FormatError
         For factors that are none.
     """
     for factors in (long, short):
         if factors.dtype != np.float32 or factors.ndim != 1 or factors.size > MOST_FACTORS:
-            raise ValueError(
+            raise FormatError(
                 f"factors of {factors.dtype}{list(factors.shape)} are none of longrope"
             )
     rope = {

@@ -129,8 +129,8 @@ def _from_gguf(file: Opened) -> Model:
         return Model(file, {}, ["the architecture is not known: tensors keep GGUF's names, and "
                                 "config.json says nothing of the model"])  # fmt: skip
     if not tells_heads(file, found):
-        return Model(file, {}, ["it does not say how many heads there are: tensors keep GGUF's names "
-                                "and rows, and config.json says nothing of the model"])  # fmt: skip
+        why = "it does not say how many heads there are: tensors keep GGUF's names and rows, and "
+        return Model(file, {}, [f"{why}config.json says nothing of the model"])
     entries = in_hf(file)
     config = to_config(found, file.metadata, "output.weight" not in file)
     warnings = ["tokens stay behind: take tokenizer.json from the original"]

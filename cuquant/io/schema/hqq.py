@@ -134,8 +134,8 @@ def _fields(
 def _across_rows(
     c: Checkpoint, stem: str, shape: tuple[int, int], bits: int, packing: str
 ) -> Plain:
-    """A weight whose groups are columns of [g, N K / g]: they lie across rows, so it is decoded, with
-    HQQ's roundings."""
+    """A weight whose groups are columns of [g, N K / g], which lie across its rows: it is decoded,
+    with HQQ's roundings."""
     name, (_, _, shifts) = stem + "weight", PACKINGS[packing]
     codes, scales, zeros = (c.info(stem + end) for end in (CODES, "scale", "zero"))
     groups = codes.shape[1]
