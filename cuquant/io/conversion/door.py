@@ -36,6 +36,7 @@ from cuquant.io.files import GGUF, Opened, open
 from cuquant.io.quantized import metadata
 from cuquant.io.schema import own
 from cuquant.io.selection import Formats, Selection
+from cuquant.io.state import format_text
 
 SHARD_BYTES = 5_000_000_000
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of a configuration
@@ -176,6 +177,7 @@ class Conversion(Closing):
         self.device = resolve(device) if rounds else "cpu"
         self._resume, self._folder = resume, NewFolder(self.target)
         wish = Wish(chosen, requantize, self.device, nonfinite)
+        self._asked = [_asked(chosen), requantize, nonfinite]
         self.file: Opened = open(src)
         try:
             self._model = model_for(self.file, to)
@@ -224,7 +226,7 @@ class Conversion(Closing):
         """What decides the bytes of a folder."""
         arrays = [(step.name, step.becomes, step.specs) for step in self.steps]
         path = self.file.path
-        return [str(path.absolute()), identity(path), self.writer.KIND, arrays]
+        return [str(path.absolute()), identity(path), self.writer.KIND, arrays, self._asked]
 
     def _write_gguf(self) -> Iterator[Step]:
         specs = {name: spec for step in self.steps for name, spec in step.specs.items()}
@@ -314,6 +316,14 @@ def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
             writer.write_raw(name, part)
         else:
             writer.write(name, part)
+
+
+def _asked(chosen: Selection | None) -> list[Any]:
+    """What is asked of plain arrays, in words: two formats may have the same name in a kind."""
+    if chosen is None:
+        return []
+    rules = [(glob, None if fmt is None else format_text(fmt)) for glob, fmt in chosen.rules]
+    return [rules, chosen.include, chosen.exclude]
 
 
 def _is_folder(target: Path, kind: str) -> bool:
