@@ -117,6 +117,18 @@ def test_rows_that_share_scales_are_refused(tmp_path):
         cq.convert(tmp_path / "fp8", tmp_path / "m.gguf", "gguf")
 
 
+def test_a_file_by_ggufs_names_is_compared_by_them(tmp_path):
+    model(tmp_path / "in")
+    with pytest.warns(UserWarning, match=r"no tokenizer\.json"):
+        cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    cq.convert(tmp_path / "m.gguf", tmp_path / "own.safetensors", "cuquant")
+    for other in ("own.safetensors", "in"):
+        for a, b in ((other, "m.gguf"), ("m.gguf", other)):
+            found = cq.compare(tmp_path / a, tmp_path / b)
+            assert found.is_equal and len(found.arrays) == len(SHAPES), str(found)
+    assert cq.compare(tmp_path / "m.gguf", cq.load(tmp_path / "m.gguf")).is_equal
+
+
 def test_norms_of_gemma_are_one_more_in_gguf(tmp_path):
     arrays = model(tmp_path / "in", "gemma")
     with pytest.warns(UserWarning, match="tokenizer"):

@@ -14,6 +14,7 @@ import numpy as np
 
 from cuquant.disk import replace_file
 from cuquant.errors import FormatError
+from cuquant.formats import Format
 from cuquant.formats.names import Nonfinite
 from cuquant.gpu.device import resolve
 from cuquant.io.checkpoint import INDEX
@@ -322,8 +323,14 @@ def _asked(chosen: Selection | None) -> list[Any]:
     """What is asked of plain arrays, in words: two formats may have the same name in a kind."""
     if chosen is None:
         return []
-    rules = [(glob, None if fmt is None else format_text(fmt)) for glob, fmt in chosen.rules]
-    return [rules, chosen.include, chosen.exclude]
+    return [[(glob, _words(fmt)) for glob, fmt in chosen.rules], chosen.include, chosen.exclude]
+
+
+def _words(fmt: Format | None) -> str:
+    try:
+        return "" if fmt is None else format_text(fmt)
+    except ValueError:  # one of the caller's own
+        return repr(fmt)
 
 
 def _is_folder(target: Path, kind: str) -> bool:
