@@ -90,14 +90,15 @@ def error(x: Any, q: Any) -> Error:
 def sqnr_db(signal: float, noise: float) -> float:
     """10 log10(signal / noise) of two sums of squares; inf without noise, NaN where one is NaN.
 
-    >>> sqnr_db(100.0, 1.0), sqnr_db(0.0, 0.0), sqnr_db(0.0, 1.0)
-    (20.0, inf, -inf)
+    >>> sqnr_db(100.0, 1.0), sqnr_db(0.0, 0.0), sqnr_db(0.0, 1.0), sqnr_db(1.0, math.inf)
+    (20.0, inf, -inf, -inf)
     """
     if math.isnan(noise) or math.isnan(signal):
         return math.nan
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    ratio = signal / noise  # 0 of infinite noise too
+    return 10 * math.log10(ratio) if ratio else -math.inf
 
 
 def _checked(x: Any, name: str) -> Any:

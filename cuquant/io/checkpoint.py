@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -191,9 +192,17 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: is no JSON") from error
+    except OSError as error:
+        raise _as_damage(error, path) from error
     if not isinstance(found, dict):
         raise FormatError(f"{path}: holds no JSON object")
     return found
+
+
+def _as_damage(error: OSError, path: Path) -> Exception:
+    """FormatError where a path holds no file of a bounded size; other errors as they are."""
+    is_damage = error.errno in (errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ELOOP)
+    return FormatError(f"{path}: {error.strerror}") if is_damage else error
 
 
 def _shards(path: Path) -> list[Path]:
@@ -222,6 +231,8 @@ def _listed(index: Path) -> list[Path]:
         names = {name for name in mapped.values() if isinstance(name, str)}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: is no index of shards") from error
+    except OSError as error:
+        raise _as_damage(error, index) from error
     if not names or len(names) > MAX_SHARDS:
         raise FormatError(
             f"{index}: is an index of {len(names)} shards; 1 to {MAX_SHARDS} are wanted"

@@ -20,7 +20,7 @@ from cuquant.interop import as_array, dtype_of
 from cuquant.io.architectures.names import of_gguf
 from cuquant.io.entries import Entry
 from cuquant.io.files import GGUF, open
-from cuquant.io.renaming import in_hf
+from cuquant.io.renaming import in_hf, tells_heads
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -96,7 +96,8 @@ def compare(a: Source, b: Source) -> Comparison:
     """Compare the arrays of two files, folders or dicts by name; the worst comes first.
 
     Two arrays are in memory at a time. Where one side is a GGUF file of a known architecture and
-    the other is not, names and rows of the GGUF file are those of transformers.
+    the other is not, names and rows of the GGUF file are those of transformers, unless the other
+    side has more of its own names.
 
     Parameters
     ----------
@@ -163,11 +164,11 @@ class Comparing:
         kinds = [getattr(side, "kind", None) == GGUF for side in given]
         if kinds[0] == kinds[1]:
             return given
-        known = [not is_gguf or _is_known(side) for is_gguf, side in zip(kinds, given, strict=True)]
-        return [
-            in_hf(side) if is_gguf and all(known) else side
-            for is_gguf, side in zip(kinds, given, strict=True)
-        ]
+        at = kinds.index(True)
+        one, other = given[at], given[1 - at]
+        if len(one.keys() & other.keys()) < len(_hf_names(one) & other.keys()):
+            given[at] = in_hf(one)
+        return given
 
     def run(self) -> Iterator[int]:
         """Compare; yields the stored bytes of each pair when it is done."""
@@ -190,8 +191,10 @@ class Comparing:
         )
 
 
-def _is_known(side: Any) -> bool:
-    return of_gguf(side.metadata) is not None
+def _hf_names(side: Any) -> set[str]:
+    """Names that the arrays of a GGUF file have in transformers, in part or whole."""
+    found = of_gguf(side.metadata)
+    return set() if found is None or not tells_heads(side, found) else set(in_hf(side))
 
 
 def _badness(found: Difference) -> tuple[float, str]:

@@ -70,6 +70,7 @@ def _alone(reader: GgufReader, info: GgufTensor, scale: GgufTensor | None) -> En
     notes = ()
     if scale is not None and not kind.is_plain:
         notes = (f"llama.cpp multiplies the product with it by {quote(scale.name)}",)
+    unknown = FormatError(f"{reader.path}: {quote(name)} is of {kind.name}, which is unknown")
     return Entry(
         name,
         shown,
@@ -79,6 +80,7 @@ def _alone(reader: GgufReader, info: GgufTensor, scale: GgufTensor | None) -> En
         (name,),
         notes,
         read,
+        error=None if kind.is_known else unknown,
         rows=rows if has_rows else None,
     )
 

@@ -19,7 +19,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry, Opened
 from cuquant.io.experts import split
 
-Heads = Mapping[str, int]  # "head_count" and "head_count_kv"
+Heads = Mapping[str, int | None]  # "head_count" and "head_count_kv"; None where none is told
 
 
 def in_hf(file: Opened) -> dict[str, Entry]:
@@ -39,10 +39,7 @@ def in_hf(file: Opened) -> dict[str, Entry]:
         raise ValueError(
             f"{file.path}: names of the architecture {quote(told)} are not known; known: {known}"
         )
-    heads = {
-        key: _count(file, f"{found.name}.attention.{key}", found)
-        for key in ("head_count", "head_count_kv")
-    }
+    heads = _heads(file, found)
     made: dict[str, Entry] = {}
     for name, entry in file.items():
         known = found.in_hf(name)
@@ -59,13 +56,20 @@ def in_hf(file: Opened) -> dict[str, Entry]:
     return made
 
 
-def _count(file: Opened, key: str, found: Architecture) -> int:
+def tells_heads(file: Opened, found: Architecture) -> bool:
+    """Whether a GGUF file tells the heads that the order of its rows depends on."""
+    heads = _heads(file, found)
+    return all(key is None or heads[key] is not None for key in map(found.heads_of, file))
+
+
+def _heads(file: Opened, found: Architecture) -> Heads:
+    keys = ("head_count", "head_count_kv")
+    return {key: _count(file, f"{found.name}.attention.{key}") for key in keys}
+
+
+def _count(file: Opened, key: str) -> int | None:
     value = file.metadata.get(key, file.metadata.get(key.removesuffix("_kv")))
-    if not found.is_permuted:
-        return 1
-    if not isinstance(value, np.integer) or value < 1:
-        raise FormatError(f"{file.path}: {key} is {quote(value)}; a number of heads is wanted")
-    return int(value)
+    return int(value) if isinstance(value, np.integer) and value >= 1 else None
 
 
 def changed(
@@ -80,7 +84,10 @@ def changed(
     """
     key = found.heads_of(gguf_name)
     if key is not None and entry.shape:
-        order = row_order(entry.shape[0], heads[key])
+        count = heads[key]
+        if count is None:
+            raise ValueError(f"{found.name}.attention.{key} tells no number of heads")
+        order = row_order(entry.shape[0], count)
         rows = order if to_gguf else np.argsort(order)
         _refuse_shared_rows(entry)
         read = _after(entry.read, lambda value: by_rows(value, rows))

@@ -9,7 +9,8 @@ from torch import nn
 
 from cuquant.array.packed_weight import PackedWeight, prepack, unpack
 from cuquant.array.quant_array import QuantArray
-from cuquant.errors import clipped_text
+from cuquant.array.raw_blocks import RawBlocks
+from cuquant.errors import FormatError, clipped_text
 from cuquant.io.architectures.names import of_gguf
 from cuquant.io.files import GGUF, OWN, PLAIN, load, open
 from cuquant.torch.module import QuantLinear
@@ -42,7 +43,7 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     Raises
     ------
     FormatError
-        For a malformed file.
+        For a malformed file, and types of ggml's that are not decoded.
     RuntimeError
         Where names or shapes of file and model differ; the model is then what it was.
 
@@ -83,6 +84,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     state_dict = model.state_dict()
     found, left = _read(path, set(state_dict) | quantized.keys())
     for name, value in found.items():
+        if isinstance(value, RawBlocks):
+            text = f"{name} is {value.type}, a type of ggml's that cuquant does not decode yet"
+            raise FormatError(f"{path}: {clipped_text(text, 400)}")
         if not isinstance(value, (QuantArray, PackedWeight)):
             plain[name] = value
         elif name in quantized or (name in linears and _takes(linears[name], value)):

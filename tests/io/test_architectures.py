@@ -8,7 +8,7 @@ import pytest
 import cuquant as cq
 from cuquant.io.architectures.names import ARCHITECTURES, of_hf, row_order
 from cuquant.io.architectures.positions import rope_factors
-from cuquant.io.container.gguf import GgufReader
+from cuquant.io.container.gguf import GgufReader, GgufWriter
 
 CONFIG = {
     "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -115,6 +115,18 @@ def test_rows_that_share_scales_are_refused(tmp_path):
     cq.convert(tmp_path / "in", tmp_path / "fp8", "fp8", format="fp8_e4m3:32x32")
     with pytest.raises(ValueError, match=r"share scales.* another format first"):
         cq.convert(tmp_path / "fp8", tmp_path / "m.gguf", "gguf")
+
+
+def test_a_file_by_ggufs_names_is_compared_by_them(tmp_path):
+    model(tmp_path / "in")
+    with pytest.warns(UserWarning, match=r"no tokenizer\.json"):
+        cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    cq.convert(tmp_path / "m.gguf", tmp_path / "own.safetensors", "cuquant")
+    for other in ("own.safetensors", "in"):
+        for a, b in ((other, "m.gguf"), ("m.gguf", other)):
+            found = cq.compare(tmp_path / a, tmp_path / b)
+            assert found.is_equal and len(found.arrays) == len(SHAPES), str(found)
+    assert cq.compare(tmp_path / "m.gguf", cq.load(tmp_path / "m.gguf")).is_equal
 
 
 def test_norms_of_gemma_are_one_more_in_gguf(tmp_path):
@@ -298,5 +310,52 @@ def test_an_unknown_architecture_keeps_its_names(tmp_path):
 @pytest.mark.parametrize("value", ["x", True, -1, [1]])
 def test_settings_that_are_none_are_refused(tmp_path, value):
     model(tmp_path / "in", intermediate_size=value)
-    with pytest.raises(ValueError, match="intermediate_size"):
+    with pytest.raises(cq.FormatError, match="intermediate_size"):
         cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+ODD = {
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads 0"),
+    "heads of text": ({"num_attention_heads": "4"}, "num_attention_heads '4'"),
+    "no size": ({"hidden_size": [128]}, "hidden_size"),
+    "a head of many columns": ({"head_dim": 1 << 40}, "head_dim"),
+    "a length beyond uint32": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 1 << 40}},
+        "original_max_position_embeddings",
+    ),
+    "a factor that is none": ({"rope_scaling": {**YARN, "factor": float("nan")}}, "factor nan"),
+    "a factor of text": ({"rope_scaling": {**LLAMA_3, "factor": "8"}}, "factor '8'"),
+    "a base of text": ({"rope_scaling": {**LLAMA_3, "rope_theta": "x"}}, "rope_theta 'x'"),
+    "factors of one frequency": (
+        {"rope_scaling": {**LLAMA_3, "low_freq_factor": 4}}, "factors from 4 to 4"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_sizes_that_are_none_are_refused(tmp_path, case):
+    changed, why = ODD[case]
+    model(tmp_path / "in", **changed)
+    with pytest.raises(cq.FormatError, match=why):
+        cq.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.filterwarnings("ignore:no array is quantized")
+def test_a_file_that_tells_no_heads_keeps_its_names(tmp_path):
+    rng = np.random.default_rng(3)
+    names = ("blk.0.attn_q.weight", "blk.0.ffn_up.weight", "plain")
+    arrays = {name: rng.standard_normal((64, 64)).astype(np.float16) for name in names}
+    specs = {name: (np.float16, (64, 64)) for name in names}
+    with GgufWriter(tmp_path / "m.gguf", specs, {"general.architecture": "llama"}) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+    with pytest.warns(UserWarning, match="how many heads"):
+        cq.convert(tmp_path / "m.gguf", tmp_path / "out", "fp8")
+    found = cq.load(tmp_path / "out")
+    assert found.keys() == arrays.keys()
+    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+    with pytest.raises(cq.FormatError, match="tells no number of heads"):
+        cq.load(tmp_path / "m.gguf", names="hf")

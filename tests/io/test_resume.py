@@ -71,6 +71,20 @@ def test_without_resume_everything_is_made_anew(model, tmp_path):
     assert len(cq.load(target)) == 6 and not hidden(tmp_path)
 
 
+def test_what_a_format_of_the_same_words_left_is_not_taken(model, tmp_path):
+    """Both are "4 bits, groups of 128" in GPTQ, whose tensors have the same shapes."""
+    target = tmp_path / "out"
+    with Conversion(model, target, "gptq", "int4") as work:
+        steps = work.run()
+        for _ in range(4):
+            next(steps)
+        steps.close()
+    assert hidden(tmp_path)
+    cq.convert(model, target, "gptq", "uint4", resume=True)
+    cq.convert(model, tmp_path / "whole", "gptq", "uint4")
+    assert contents(target) == contents(tmp_path / "whole")
+
+
 def test_what_another_source_or_format_left_is_not_taken(model, tmp_path):
     target = tmp_path / "out"
     stopped_after(4, model, target)

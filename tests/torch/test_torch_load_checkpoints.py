@@ -133,6 +133,15 @@ def test_nvfp4_of_gguf_computes_with_the_scale_beside_it(tmp_path):
     np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
+def test_types_that_are_not_decoded_are_refused_by_name(tmp_path):
+    path = Path("tests/data/gguf/gguf-random-blocks/random.gguf")
+    made = skeleton(path)
+    before = {name: type(module) for name, module in made.named_modules()}
+    with pytest.raises(cq.FormatError, match=r"blk\.0\.iq\w+\.weight is IQ.*not decode"):
+        load_(made, path)
+    assert before == {name: type(module) for name, module in made.named_modules()}
+
+
 def test_a_bias_that_counts_is_not_left_out(tmp_path):
     folder = tmp_path / "gptq"
     weight = cq.quantize(np.ones((32, 64), np.float32), "int4:32")

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuquant.errors import FormatError
 from cuquant.io.architectures.names import Architecture, of_hf
-from cuquant.io.architectures.positions import rope_of, rotated_part, stretched
+from cuquant.io.architectures.positions import head_dim, rope_of, rotated_part, stretched
 from cuquant.io.container.messages import quote
 
 MANY_LAYERS = 1 << 12
@@ -61,15 +62,21 @@ def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
 
     Raises
     ------
+    FormatError
+        For a setting that is none.
     ValueError
-        For a setting that is none, or a way to stretch positions that is not written.
+        For one that GGUF has in another way, and a way to stretch positions that is not written.
     """
     found = of_hf(config.get("model_type"))
-    if found is None or not all(key in config for key in NEEDED):
+    if found is None or any(config.get(key) is None for key in NEEDED):
         return None
+    for key in NEEDED:
+        if type(config[key]) is not int or config[key] < 1:
+            raise FormatError(f"config.json has {key} {quote(config[key])}; a number is wanted")
     told = dict(config)
     rope = rope_of(config)
-    told.setdefault("num_key_value_heads", told["num_attention_heads"])
+    if told.get("num_key_value_heads") is None:
+        told["num_key_value_heads"] = told["num_attention_heads"]
     told.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
     if not told.get("use_sliding_window", True):
         told.pop("sliding_window", None)
@@ -84,9 +91,9 @@ def from_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**32:
-            raise ValueError(f"config.json has {source} {quote(value)}; a number is wanted")
+            raise FormatError(f"config.json has {source} {quote(value)}; a number is wanted")
         made[f"{found.name}.{key}"] = dtype(value)
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    dim = head_dim(config)
     made[f"{found.name}.rope.dimension_count"] = np.uint32(dim * rotated_part(config))
     if found.name == "gemma3":
         _check_gemma_3(config)
@@ -103,7 +110,7 @@ def _check_gemma_3(config: Mapping[str, Any]) -> None:
     base = local.get("rope_theta") if isinstance(local, dict) else None
     kinds = config.get("layer_types")
     if type(layers) is not int or layers > MANY_LAYERS:
-        raise ValueError(f"config.json has num_hidden_layers {quote(layers)}")
+        raise FormatError(f"config.json has num_hidden_layers {quote(layers)}")
     want = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
     for key, value, usual in (
         ("query_pre_attn_scalar", config.get("query_pre_attn_scalar", scalar), scalar),

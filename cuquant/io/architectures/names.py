@@ -114,7 +114,7 @@ class Architecture:
         "head_count_kv"; None for other tensors."""
         if not self.is_permuted:
             return None
-        part = name.split(".")[-2]
+        part = name.rpartition(".")[0].rpartition(".")[2]
         return {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part)
 
     def has_one_more(self, name: str) -> bool:

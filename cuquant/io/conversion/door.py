@@ -37,6 +37,7 @@ from cuquant.io.files import GGUF, Opened, open
 from cuquant.io.quantized import metadata
 from cuquant.io.schema import own
 from cuquant.io.selection import Formats, Selection
+from cuquant.io.state import format_text
 
 SHARD_BYTES = 5_000_000_000
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of a configuration
@@ -179,6 +180,7 @@ class Conversion(Closing):
         self.device = resolve(device) if rounds else "cpu"
         self._resume, self._folder = resume, NewFolder(self.target)
         wish = Wish(chosen, requantize, self.device, nonfinite)
+        self._asked = [_asked(chosen), requantize, nonfinite]
         self.file: Opened = open(src)
         try:
             self._model = model_for(self.file, to)
@@ -203,6 +205,7 @@ class Conversion(Closing):
                 )
             refuse_clashes(self.steps)
             self._said = configuration(self.writer, self.steps)
+            self._json = self._configuration() if self.is_folder else b""
         except BaseException:
             self.close()
             raise
@@ -240,7 +243,7 @@ class Conversion(Closing):
         """What decides the bytes of a folder."""
         arrays = [(step.name, step.becomes, step.specs) for step in self.steps]
         path = self.file.path
-        return [str(path.absolute()), identity(path), self.writer.KIND, arrays]
+        return [str(path.absolute()), identity(path), self.writer.KIND, arrays, self._asked]
 
     def _write_gguf(self) -> Iterator[Step]:
         specs = {name: spec for step in self.steps for name, spec in step.specs.items()}
@@ -280,11 +283,16 @@ class Conversion(Closing):
         if len(shards) > 1:
             size = sum(step.bytes_out for step in self.steps)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            _write_json(folder / f"model{INDEX}", index)
-        config = self._config()
-        if config:
-            _write_json(folder / "config.json", config)
+            replace_file(folder / f"model{INDEX}", _json(index))
+        if self._json:
+            replace_file(folder / "config.json", self._json)
         self._copy_others(folder)
+
+    def _configuration(self) -> bytes:
+        try:
+            return _json(self._config())
+        except RecursionError as error:
+            raise FormatError(f"{self.file.path}: config.json is nested too deeply") from error
 
     def _config(self) -> dict[str, Any]:
         """config.json of the source, with what it says of the quantization replaced."""
@@ -327,9 +335,26 @@ def _write(writer: GgufWriter | SafetensorsWriter, step: Step) -> None:
             writer.write(name, part)
 
 
+def _asked(chosen: Selection | None) -> list[Any]:
+    """What is asked of plain arrays, in words: two formats may have the same name in a kind."""
+    if chosen is None:
+        return []
+    return [[(glob, _words(fmt)) for glob, fmt in chosen.rules], chosen.include, chosen.exclude]
+
+
+def _words(fmt: Format | None) -> str:
+    try:
+        return "" if fmt is None else format_text(fmt)
+    except ValueError:  # one of the caller's own
+        return repr(fmt)
+
+
 def _is_folder(target: Path, kind: str) -> bool:
     """Whether a target is a folder; ValueError where it is none of this kind, or holds files."""
     suffix = target.suffix.lower()
+    is_held = target.is_dir() and (os.path.ismount(target) or target.samefile(os.curdir))
+    if kind != GGUF and is_held:  # it cannot be replaced
+        raise ValueError(f"{target}: is in use; name a new folder in it")
     if kind == GGUF:
         if suffix != ".gguf" or target.is_dir():
             raise ValueError(
@@ -359,5 +384,11 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    replace_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+def _json(value: Mapping[str, Any]) -> bytes:
+    """An object as a file has it; nothing of an empty one."""
+    if not value:
+        return b""
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a character, which JSON's escapes can say
+        return (json.dumps(value, indent=2) + "\n").encode()

@@ -86,7 +86,7 @@ def new_folder(target: Path, told: Any, resume: bool) -> Iterator[NewFolder]:
     OSError
         As the system gives it; EBUSY where another process makes the same folder.
     """
-    whole = target.absolute()
+    whole = Path(os.path.realpath(target))  # a link stays
     if not whole.parent.is_dir():
         raise FileNotFoundError(2, "no such directory; create it first", str(target.parent))
     text = json.dumps(told, sort_keys=True, default=str)
@@ -97,11 +97,16 @@ def new_folder(target: Path, told: Any, resume: bool) -> Iterator[NewFolder]:
     made = NewFolder(path)
     with _locked(path, target) as lock:
         try:
+            if whole.exists() and any(whole.iterdir()):  # made by another process meanwhile
+                raise FileExistsError(errno.EEXIST, "is there already", str(target))
             yield made
-            lock.unlink(missing_ok=True)
-            if target.is_dir():
-                target.rmdir()  # it is empty
-            os.rename(path, target)
+            if whole.is_dir():
+                whole.rmdir()  # it is empty
+            if os.name == "nt":  # which renames no folder of open files
+                lock.unlink(missing_ok=True)
+            os.rename(path, whole)
+            with suppress(OSError):
+                (whole / LOCK).unlink(missing_ok=True)
         except BaseException:
             lock.unlink(missing_ok=True)
             if not made.is_worth_keeping:

@@ -22,7 +22,7 @@ from cuquant.io.architectures.tokenizer import from_json
 from cuquant.io.checkpoint import read_json
 from cuquant.io.entries import Entry, Opened
 from cuquant.io.experts import in_mlx, joined, of_mlx, split
-from cuquant.io.renaming import changed, in_hf
+from cuquant.io.renaming import changed, in_hf, tells_heads
 
 GGUF, MLX, HF = "gguf", "mlx", "transformers"
 
@@ -133,6 +133,9 @@ def _from_gguf(file: Opened) -> Model:
     if found is None:
         return Model(file, {}, ["the architecture is not known: tensors keep GGUF's names, and "
                                 "config.json says nothing of the model"])  # fmt: skip
+    if not tells_heads(file, found):
+        why = "it does not say how many heads there are: tensors keep GGUF's names and rows, and "
+        return Model(file, {}, [f"{why}config.json says nothing of the model"])
     entries = in_hf(file)
     config = to_config(found, file.metadata, "output.weight" not in file)
     warnings = ["tokens stay behind: take tokenizer.json from the original"]

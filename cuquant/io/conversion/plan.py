@@ -190,6 +190,16 @@ def names_of(entry: Entry) -> tuple[str, ...]:
 def _nearest(entry: Entry, source: Source, writer: Writer, wish: Wish) -> Step:
     """An array in the nearest format of a kind; decoded where its shape or name fits none."""
     try:
+        if writer is compressed_tensors and source.format.name == "nvfp4":  # codes stay
+            near = compressed_tensors.as_held(source.format)
+            read = source.read
+            return _quantized(
+                entry,
+                replace(
+                    source, format=near, read=lambda: compressed_tensors.divided(read()), rows=None
+                ),
+                writer,
+            )
         near = nearest(writer, source)
         rounded = replace(
             source, format=near, read=_rounded(source, near, wish), axes=None, rows=None
@@ -233,6 +243,8 @@ def _rounded(source: Source, fmt: Format, wish: Wish) -> Callable[[], QuantArray
 def _quantized(entry: Entry, source: Source, writer: Writer, rounds: bool = True) -> Step:
     if source.axes is not None and writer is not own:
         raise ValueError("its blocks do not run along the last axis")
+    if 0 in source.shape and writer is not own:
+        raise ValueError(f"it has no elements, {source.shape}, which readers take for damage")
     if writer is not own:
         refuse_odd_parts(source, getattr(writer, "ODD", ()))
     made = writer.recipe(source)
@@ -269,6 +281,8 @@ def _plain_or_quantized(entry: Entry, writer: Writer, wish: Wish) -> Step:
     if entry.axes is not None:
         raise ValueError("its axes are in another order")
     dtype = entry.dtype
+    if isinstance(entry.format, Format):  # values as they are, which a model's dtype may round
+        dtype = entry.format.components(entry.shape)[0].dtype
     is_float32 = len(entry.shape) == 1 or fnmatchcase(entry.name, ROUTERS)
     if writer is gguf and is_float32 and dtype.name in interop.INPUT_DTYPES:
         dtype = np.dtype(np.float32)  # ggml adds and multiplies by vectors of these alone
@@ -320,6 +334,8 @@ def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format |
     """The format of a plain array; a glob of its own makes one of what loaders expect plain."""
     if formats is None:
         return None
+    if 0 in entry.shape and writer is not own:
+        return None
     names = names_of(entry)
     if writer.KIND in FOR_LINEAR:
         if len(entry.shape) != 2 or not entry.name.endswith("weight"):
@@ -328,7 +344,8 @@ def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format |
             return None
     if writer is gguf and fits(ROUTERS, names):
         return None
-    return formats.decide(names, entry.dtype, entry.shape)[0]
+    fmt = formats.decide(names, entry.dtype, entry.shape)[0]
+    return compressed_tensors.as_held(fmt) if fmt and writer is compressed_tensors else fmt
 
 
 def _raw(entry: Entry, writer: Writer) -> Step:

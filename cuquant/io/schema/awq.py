@@ -38,6 +38,7 @@ from cuquant.io.schema.recipe import (
     Tensors,
     as_tag,
     codes_of,
+    common_zero,
     fits_group,
     group_scales,
     group_size_of,
@@ -218,6 +219,7 @@ def recipe(source: Source) -> Recipe:
     if columns % 8 or depth % group or group % 8:
         raise ValueError(f"AWQ has whole groups, and columns by eight: not {source.shape}:{group}")
     stem, groups, kept = source.stem, depth // group, scale_tag(source, ("F16", "BF16"))
+    common_zero(source, found)  # or ValueError
 
     def encode(q: QuantArray) -> Tensors:
         return {

@@ -270,9 +270,8 @@ def _integers(c: Checkpoint, stem: str, weights: Group) -> Layer:
 
 
 def _floats(c: Checkpoint, stem: str, weights: Group) -> Layer:
-    return fp8.layer(
-        c, c.info(stem + "weight"), c.info(stem + "weight_scale"), weights.get("block_structure")
-    )
+    codes, scales = c.info(stem + "weight"), c.info(stem + "weight_scale")
+    return fp8.layer(c, codes, scales, weights.get("block_structure"), weights.get("group_size"))
 
 
 def _nvfp4(c: Checkpoint, stem: str, weights: Group) -> Layer:
@@ -372,9 +371,9 @@ def _integer_recipe(source: Source, found: Integers) -> Recipe:
     stem, bits, kept = source.stem, found.bits, scale_tag(source)
     packing, shape = Packing(bits, "dense"), _scale_shape(source)
     middle = 1 << (bits - 1)
-    zero = found.zero if found.zero is not None else common_zero(source.read())
+    zero = common_zero(source, found)
     groups = -(-depth // found.group)
-    if zero != middle and shape[-1:] != (groups,):
+    if zero != middle and shape != (rows, groups):
         raise ValueError("compressed-tensors has zero points of rows and groups alone")
 
     def encode(q: QuantArray) -> Tensors:
@@ -434,10 +433,12 @@ def _block_recipe(source: Source) -> Recipe:
         stem + end: (tag, (*rows, depth * fmt.bits // 8)),
         stem + "weight_scale": (scale, shape),
     }
-    divisors = None
     if fmt.rule.nested:
-        divisors = _divisors(source.read())
-        specs[stem + "weight_global_scale"] = ("F32", divisors.shape)
+        experts = fmt.rule.per_matrix and len(rows) > 1
+        count = (rows[0], 1, 1) if experts else (1,)
+        specs[stem + "weight_global_scale"] = ("F32", count)
+        if not fmt.rule.divisor:
+            _divisors(source.read())  # or ValueError
 
     def encode(q: QuantArray) -> Tensors:
         codes = np.ascontiguousarray(q.packed).view(np.uint8)
@@ -448,8 +449,8 @@ def _block_recipe(source: Source) -> Recipe:
             if fmt.rule.nested
             else parts["scale"],
         }
-        if divisors is not None:
-            made[stem + "weight_global_scale"] = divisors
+        if fmt.rule.nested:
+            made[stem + "weight_global_scale"] = _divisors(q)
         return made
 
     strategy = "tensor_group" if fmt.rule.nested else "group"
@@ -461,33 +462,42 @@ def _block_recipe(source: Source) -> Recipe:
 
 
 def _divisors(q: QuantArray) -> np.ndarray:
-    """weight_global_scale [1], or [E, 1, 1] of experts, by which block scales are divided as they
-    lie. Those of a global scale that multiplies are rounded: values may be a unit or two in the
-    last place of float32 off, which rounding to bfloat16 hardly shows."""
-    numbers = np.asarray(q.arrays()["global_scale"], np.float32)
+    """weight_global_scale [1], or [E, 1, 1] of experts, by which block scales are divided.
+
+    ValueError where global scales multiply, and dividing by 1 / them gives other float32 numbers.
+    """
+    made = divided(q)
+    if not np.array_equal(np.asarray(made.scale), np.asarray(q.scale)):
+        raise ValueError(
+            "its global scale multiplies block scales and compressed-tensors' divides them, which "
+            "moves some numbers by a unit in the last place of float32"
+        )
+    numbers = np.asarray(made.arrays()["global_scale"], np.float32)
     shape = (*numbers.shape, 1, 1) if q.format.rule.per_matrix and q.ndim > 2 else (1,)
-    if not q.format.rule.divisor:
-        numbers = np.array([divisor(number) for number in numbers.reshape(-1)], np.float32)
     return numbers.reshape(shape)
 
 
-def divisor(scale: np.float32) -> np.float32:
-    """The float32 whose reciprocal is a global scale, which readers compute; ValueError where there
-    is none.
+def divided(q: QuantArray) -> QuantArray:
+    """An array of nvfp4 as compressed-tensors has it: codes and scales stay, and what divides these
+    is 1 / global_scale, rounded."""
+    if q.format.rule.divisor:
+        return q
+    number = np.asarray(q.components["global_scale"], np.float32)
+    with np.errstate(divide="ignore"):
+        divisor = np.asarray(np.reciprocal(number), np.float32)
+    return q._with(format=as_held(q.format), components={**q.components, "global_scale": divisor})
 
-    >>> float(divisor(np.float32(0.25)))
-    4.0
+
+def as_held(fmt: Format) -> Format:
+    """A format as the kind has it: nvfp4's global scale divides.
+
+    >>> as_held(get_format("nvfp4")), as_held(get_format("mxfp4"))
+    (Format('nvfp4+divisor'), Format('mxfp4'))
     """
-    with np.errstate(all="ignore"):
-        near = np.float32(1) / scale
-        for found in (
-            near,
-            np.nextafter(near, np.float32(0)),
-            np.nextafter(near, np.float32(np.inf)),
-        ):
-            if np.isfinite(found) and np.float32(1) / found == scale:
-                return found
-    raise ValueError(f"its global scale {scale!r} is not 1 / x of any float32, which is stored")
+    if fmt.name != "nvfp4" or fmt.rule.divisor:
+        return fmt
+    options: dict[str, Any] = {**fmt.options, "divisor": True}
+    return get_format(fmt.name, **options)
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:

@@ -53,11 +53,13 @@ def layers(c: Checkpoint) -> Iterator[Found]:
                 yield attempt(codes.name, layer, c, codes, scales, block)
 
 
-def layer(c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object) -> Layer:
-    """Codes with scales of a tensor, of rows or of blocks [bm, bn]."""
+def layer(
+    c: Checkpoint, codes: TensorInfo, scales: TensorInfo, block: object, group: object = None
+) -> Layer:
+    """Codes with scales of a tensor, of rows, of groups of columns or of blocks [bm, bn]."""
     if codes.dtype not in FORMATS or not codes.shape:
         raise refuse(codes.name, f"codes of {codes.dtype}{list(codes.shape)} are no 8-bit floats")
-    extent = extent_of(codes.shape, scales.shape, codes.name, tile=block)
+    extent = extent_of(codes.shape, scales.shape, codes.name, group, block)
     kept = SCALE_DTYPES.get(scales.dtype, "float32")
     fmt = get_format(FORMATS[codes.dtype], block_size=extent, scale_dtype=kept)
 

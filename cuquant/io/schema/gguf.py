@@ -102,7 +102,7 @@ def _refuse_odd_scales(q: QuantArray) -> None:
         odd = (parts["scale"] & 0x7F) == 0x7F
         odd |= parts["scale"] > 0x7F
     else:
-        odd = parts["scale"] >= 254
+        odd = parts["scale"] >= 253  # from 2^126 on its larger numbers are infinite there
     if odd.any():
         raise ValueError(f"ggml reads {int(odd.sum())} of its scales as other numbers")
 

@@ -253,7 +253,7 @@ def recipe(source: Source) -> Recipe:
         raise ValueError(f"groups of {group} columns are no multiple of 8")
     stem, groups, kept = source.stem, -(-depth // group), scale_tag(source, ("F16",))
     packing = Packing(bits, "dense")
-    is_sym = found.zero if found.zero is not None else common_zero(source.read())
+    zero = common_zero(source, found)
 
     def encode(q: QuantArray) -> Tensors:
         words = dense_words(q, q.format.zero_code)
@@ -275,7 +275,7 @@ def recipe(source: Source) -> Recipe:
         "bits": bits,
         "group_size": group,
         "groups": groups,
-        "sym": is_sym == 1 << (bits - 1),
+        "sym": zero == 1 << (bits - 1),
         "desc_act": source.format.permuted,
     }
     axes = {stem + "qweight": 1, stem + "qzeros": 1, stem + "scales": 1}

@@ -80,17 +80,31 @@ def layers(c: Checkpoint) -> Iterator[Found]:
 
 def _layer(c: Checkpoint, stem: str) -> Layer:
     own = _own(c.quantization, stem.removesuffix("."))
-    if not own.keys() & {"group_size", "mode"}:
+    mode = own.get("mode") or _mode(c, stem)
+    if mode == "affine" and "group_size" not in own:
         raise FormatError(  # without the name: one line tells it of all modules
             "what MLX's codes mean stands in config.json, under 'quantization', and there is none; "
             "copy it from the original folder"
         )
-    mode = own.get("mode", "affine")
     if mode == "affine":
         return _affine(c, stem, own)
     if not isinstance(mode, str) or mode not in MODES:
         raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
     return _floats(c, stem, *MODES[mode])
+
+
+def _mode(c: Checkpoint, stem: str) -> str:
+    """Of a module whose configuration does not tell: scales without biases are of floats, and words
+    of the columns that share one tell which."""
+    scales, words = c.info(stem + "scales"), c.info(stem + "weight").shape
+    if stem + "biases" in c or scales.dtype != "U8" or not (words and scales.shape):
+        return "affine"
+    fitting = [
+        mode
+        for mode, (_, bits, block) in MODES.items()
+        if words[-1] * 32 == scales.shape[-1] * bits * block
+    ]
+    return fitting[0] if fitting else "affine"
 
 
 def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
@@ -198,6 +212,7 @@ def _affine_recipe(source: Source) -> Recipe:
         raise ValueError(f"MLX has groups of {GROUPS} and {AFFINE} bits, not {fmt} of {depth}")
     if found:
         scale_tag(source, ("F16", "BF16"))  # or ValueError: then biases are rounded
+        _refuse_infinite(source)
     stem, groups, times = source.stem, depth // size, -(-own // size)
     kept = FLOATS[fmt.rule.dtype] if has_minimum and not fmt.is_blocks else "F32"
 
@@ -222,6 +237,18 @@ def _affine_recipe(source: Source) -> Recipe:
     said = {"group_size": size, "bits": fmt.bits, "mode": "affine"}
     axes = dict.fromkeys(specs, 0)
     return Recipe(specs, encode, f"affine, groups of {size}", said, source.module, axes)
+
+
+def _refuse_infinite(source: Source) -> None:
+    """ValueError where products of codes and scales may be infinite: then sums are NaN."""
+    fmt = source.format
+    if fmt.rule.dtype == "float16" or fmt.is_blocks:
+        most = np.finfo(np.float16).max  # of which no product overflows
+    else:
+        most = float(np.finfo(np.float32).max) / (1 << fmt.bits)
+    scales = np.abs(np.asarray(source.read().scale, np.float32))
+    if not (scales <= most).all():
+        raise ValueError("a scale is so large that a bias of MLX's, a zero times it, is infinite")
 
 
 def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, Any]:

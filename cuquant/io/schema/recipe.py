@@ -351,13 +351,19 @@ def finer(group: int, columns: int, size: int) -> bool:
     return group % size == 0 or group >= columns
 
 
-def common_zero(q: QuantArray) -> int | None:
-    """The zero point that all groups have; None where they differ."""
-    found = integers_of(q.format, q.shape)
-    assert found is not None
+def common_zero(source: Source, found: Integers) -> int | None:
+    """The zero point that all groups of an array have; None where they differ.
+
+    Raises
+    ------
+    ValueError
+        For one that is beyond the bits of a code, of which kinds pack zero points.
+    """
     if found.zero is not None:
         return found.zero
-    zeros = np.asarray(q.zero_point)
+    zeros = np.asarray(source.read().zero_point)
+    if (largest := int(zeros.max(initial=0))) >> found.bits:
+        raise ValueError(f"a zero point is {largest}, which {found.bits} bits do not hold")
     return int(zeros.flat[0]) if zeros.size and (zeros == zeros.flat[0]).all() else None
 
 

@@ -74,7 +74,8 @@ def _codes(
     """A layer of half of the codes of its shape, and the byte of 0."""
     scales = c.info(stem + "weight_scale")
     if codes.dtype in fp8.FORMATS:
-        return fp8.layer(c, codes, scales, weights.get("block_structure")), 0
+        told = weights.get("block_structure"), weights.get("group_size")
+        return fp8.layer(c, codes, scales, *told), 0
     zeros = stem + "weight_zero_point" if stem + "weight_zero_point" in c else None
     said = weights.get("group_size"), weights.get("block_structure")
     extent = extent_of(codes.shape, scales.shape, stem + "weight", *said)

@@ -43,6 +43,18 @@ def test_codes_of_every_size(tmp_path):
             np.testing.assert_array_equal(q.dequantize("float32"), want[name], name)
 
 
+def test_modes_of_floats_need_no_configuration():
+    """Words and scales without biases tell which; groups of integers they do not tell."""
+    want = np.load(LAYERS / "dequantized.npz")
+    with cq.open(LAYERS) as file:
+        for name in ("mxfp4", "mxfp8", "nvfp4"):
+            q = file[f"{name}.weight"].read()
+            assert q.format.name == name
+            np.testing.assert_array_equal(q.dequantize(np.float32), want[name])
+        with pytest.raises(cq.FormatError, match="stands in config.json"):
+            file["b4g64.weight"].read()
+
+
 def test_groups_that_do_not_fit_are_refused(tmp_path):
     bad = (
         {}, {"group_size": 96, "bits": 4}, {"group_size": "x", "bits": 4}, {"group_size": 64},
