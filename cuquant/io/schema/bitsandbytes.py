@@ -114,7 +114,12 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
             found["nested_offset"] = np.asarray(said.get("nested_offset"), np.float32)
         return found
 
-    dtype = float_dtype(said["dtype"]) if isinstance(said.get("dtype"), str) else model_dtype(c)
+    dtype, told = model_dtype(c), said.get("dtype")
+    if isinstance(told, str):
+        try:
+            dtype = float_dtype(told)
+        except TypeError as error:
+            raise refuse(name, str(error)) from error
     return Layer(name, fmt, tuple(shape), dtype, (name, *names, state), parts)
 
 
