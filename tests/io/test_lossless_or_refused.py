@@ -181,3 +181,14 @@ def test_an_unknown_type_of_ggml_is_damage(tmp_path, kind):
     for read in (cq.load, lambda p: cq.convert(p, tmp_path / f"out.{kind}", kind)):
         with pytest.raises(cq.FormatError, match=r"'a'.*type 99"):
             read(path)
+
+
+def test_a_state_of_bitsandbytes_with_no_dtype_is_damage(tmp_path):
+    cq.save(tmp_path / "w", {NAME: cq.quantize(np.ones((8, 64), np.float16), "nf4")})
+    cq.convert(tmp_path / "w", tmp_path / "out", "bitsandbytes")
+    path = tmp_path / "out" / "model.safetensors"
+    stored = path.read_bytes()
+    assert stored.count(b'"float16"') == 1
+    path.write_bytes(stored.replace(b'"float16"', b'"floax16"'))
+    with pytest.raises(cq.FormatError, match="'floax16' is no dtype"):
+        cq.load(tmp_path / "out")

@@ -111,10 +111,18 @@ def _four(c: Checkpoint, name: str, state: str, kind: str) -> Layer:
             ):
                 raise refuse(name, "the levels of its scales are not bitsandbytes' own")
             found["nested_scale"] = c.read(f"{name}.nested_absmax")
-            found["nested_offset"] = np.asarray(said.get("nested_offset"), np.float32)
+            offset = said.get("nested_offset")
+            if isinstance(offset, bool) or not isinstance(offset, (int, float)):
+                raise refuse(name, f"its nested_offset is {quote(offset)}")
+            found["nested_offset"] = np.asarray(offset, np.float32)
         return found
 
-    dtype = float_dtype(said["dtype"]) if isinstance(said.get("dtype"), str) else model_dtype(c)
+    dtype, told = model_dtype(c), said.get("dtype")
+    if isinstance(told, str):
+        try:
+            dtype = float_dtype(told)
+        except TypeError as error:
+            raise refuse(name, str(error)) from error
     return Layer(name, fmt, tuple(shape), dtype, (name, *names, state), parts)
 
 

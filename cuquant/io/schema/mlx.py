@@ -258,5 +258,10 @@ def configuration(recipes: Sequence[Recipe], plain: Sequence[str]) -> dict[str, 
     settings = [dict(made.said) for made in recipes]
     usual = max(settings, key=settings.count)
     others = {made.module: own for made, own in zip(recipes, settings, strict=True) if own != usual}
+    if taken := sorted(usual.keys() & others.keys()):
+        raise ValueError(
+            f"a module is called {quote(taken[0])}, as MLX's setting of all modules is, and has "
+            "other settings than most"
+        )
     said = {**usual, **others}
     return {"quantization": said, "quantization_config": said}

@@ -43,6 +43,18 @@ def test_codes_of_every_size(tmp_path):
             np.testing.assert_array_equal(q.dequantize("float32"), want[name], name)
 
 
+def test_a_module_with_the_name_of_a_setting_is_refused(tmp_path):
+    w = np.ones((64, 128), np.float32)
+    arrays = {f"{n}.weight": cq.quantize(w, "int4:64") for n in ("a", "b", "bits")}
+    cq.save(tmp_path / "a.safetensors", arrays)
+    cq.convert(tmp_path / "a.safetensors", tmp_path / "same", "mlx")
+    assert cq.load(tmp_path / "same").keys() == arrays.keys()
+    cq.save(tmp_path / "a.safetensors", arrays | {"bits.weight": cq.quantize(w, "int8:64+float16")})
+    with pytest.raises(ValueError, match="'bits'"):
+        cq.convert(tmp_path / "a.safetensors", tmp_path / "out", "mlx")
+    assert not (tmp_path / "out").exists()
+
+
 def test_modes_of_floats_need_no_configuration():
     """Words and scales without biases tell which; groups of integers they do not tell."""
     want = np.load(LAYERS / "dequantized.npz")
