@@ -530,3 +530,27 @@ def test_a_format_that_no_array_takes_is_told(tmp_path):
         cq.convert(source, tmp_path / "b.safetensors", "cuquant")
         (step,) = cq.convert(source, tmp_path / "c.safetensors", "cuquant", "q5_k", True)
     assert step.becomes == "q5_k"
+
+
+def test_global_scales_that_multiply_go_where_they_divide_only_without_loss(tmp_path):
+    """nvfp4 in compressed-tensors: 1 / g rounds, and e4m3 / (1 / g) may be another float32."""
+    x = RNG.standard_normal((64, 256)).astype(np.float32)
+    q = cq.quantize(x, "nvfp4", global_scale=0.25)
+    cq.convert(saved(tmp_path, up__weight=q), tmp_path / "exact", "compressed-tensors")
+    found = cq.load(tmp_path / "exact")["up.weight"]
+    assert str(found.format) == "nvfp4+divisor"
+    assert np.array_equal(found.dequantize("float32"), q.dequantize("float32"))
+    q = cq.quantize(x, "nvfp4", global_scale=np.float32(0.1))
+    source = saved(tmp_path, up__weight=q)
+    with pytest.raises(ValueError, match="its global scale multiplies block scales"):
+        cq.convert(source, tmp_path / "no", "compressed-tensors")
+    (step,) = cq.convert(source, tmp_path / "near", "compressed-tensors", requantize=True)
+    near = cq.load(tmp_path / "near")["up.weight"]
+    assert step.rounds and np.array_equal(near.packed, q.packed)
+    np.testing.assert_allclose(near.dequantize("float32"), q.dequantize("float32"), rtol=3e-7)
+    # Floats are quantized to what the kind has.
+    (step,) = cq.convert(
+        saved(tmp_path, up__weight=x), tmp_path / "made", "compressed-tensors", "nvfp4"
+    )
+    made = cq.load(tmp_path / "made")["up.weight"]
+    assert cq.array_equal(made, cq.quantize(x, "nvfp4+divisor"))

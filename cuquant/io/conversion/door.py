@@ -74,9 +74,7 @@ def convert(
     """Write the arrays of a file or folder as another kind of files.
 
     Codes and scales stay as they are: what is written decodes to the same float32 numbers, bit for
-    bit; but nvfp4 in compressed-tensors, which divides by the global scale, is a unit or two in the
-    last place of float32 off. An array that the kind cannot hold so is refused, before anything is
-    written.
+    bit. An array that the kind cannot hold so is refused, before anything is written.
 
     Parameters
     ----------
