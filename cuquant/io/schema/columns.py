@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from cuquant.formats import Packing
 from cuquant.io.schema.layer import refuse
 
 CHUNK = 1 << 19  # elements whose codes are unpacked at a time
+
+
+class Unpacks(Protocol):
+    """A Packing, or another way in which codes lie in words."""
+
+    def unpack(self, words: np.ndarray, count: int) -> np.ndarray:
+        """uint8 codes [rows, count] of words [rows, words]."""
+        ...
 
 
 def column_order(
@@ -45,7 +55,7 @@ def column_order(
 
 
 def permuted_rows(
-    rows: np.ndarray, stored: Packing, columns: int, wanted: Packing, order: np.ndarray, pad: int
+    rows: np.ndarray, stored: Unpacks, columns: int, wanted: Packing, order: np.ndarray, pad: int
 ) -> np.ndarray:
     """Packed rows [N, words] with their codes in another order, as `wanted` packs them."""
     out = np.empty((len(rows), wanted.words(columns)), wanted.dtype)

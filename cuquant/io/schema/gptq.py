@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ from cuquant.io.schema.recipe import (
 )
 
 KIND = "gptq"
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)  # that are written
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # widths, the lowest bits first
+PLANAR = "gptq_p"
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # one in each field of a word
 LOST = (
     "AutoGPTQ has overwritten zero points behind one of 0, which the file does not hold any more; "
@@ -96,7 +99,8 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     depth = codes.shape[0] * 32 // bits
     size = _group_size(own, depth, groups, name)
     order = _order(c, own, stem, depth, size, groups)
-    first, notes = _version(c, own, zeros, bits, columns)
+    planar = bits in PLANES and (bits not in BITS or _label(own) == PLANAR)
+    first, notes = (False, ()) if planar else _version(c, own, zeros, bits, columns)
     packing = Packing(bits, "low" if bits in (4, 8) else "dense")
     kept = scale_dtype(scales, "scales")
     fmt = get_format(
@@ -111,6 +115,12 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
         if first and not _is_gptqmodels(own) and _are_lost(of_zeros, bits):
             raise refuse(name, LOST)
         words = c.transposed(codes.name).view(np.uint32)
+        if planar:
+            planes, wanted = Planes(bits), np.arange(depth) if order is None else order
+            given = words, planes, depth, fmt.row_packing, wanted, fmt.zero_code
+            found = {"packed": permuted_rows(*given), "scale": c.read(scales.name).T}
+            found["zero_point"] = planes.unpack(of_zeros, columns).T
+            return found if order is None else {**found, "permutation": order}
         stored = unpacked_zeros(of_zeros, bits, columns, first)
         packed = words if packing.dtype == np.uint32 else words.view(np.uint8)
         found = {"scale": c.read(scales.name).T, "zero_point": stored.T}
@@ -123,6 +133,28 @@ def _layer(c: Checkpoint, config: Mapping[str, Any], stem: str) -> Layer:
     if stem + "g_idx" in c:
         tensors.append(stem + "g_idx")
     return Layer(name, fmt, (columns, depth), model_dtype(c, scales), tuple(tensors), parts, notes)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Codes of `bits` in planes: of each 32 the words of the lowest bits, then those of the next.
+
+    >>> Planes(5).unpack(np.array([[0x21, 0, 0, 0, 1]], np.uint32), 4).tolist()
+    [[17, 2, 0, 0]]
+    """
+
+    bits: int
+
+    def unpack(self, words: np.ndarray, count: int) -> np.ndarray:
+        """uint8 codes [rows, count] of words [rows, words]."""
+        units = words.reshape(-1, self.bits)
+        codes = np.zeros((len(units), 32), np.uint8)
+        start = 0
+        for width in PLANES[self.bits]:  # whose 32 codes are as many words
+            plane = np.ascontiguousarray(units[:, start : start + width])
+            codes |= Packing(width, "dense").unpack(plane, 32) << np.uint8(start)
+            start += width
+        return codes.reshape(len(words), -1)[:, :count]
 
 
 def _is_gptqmodels(config: Mapping[str, Any]) -> bool:
@@ -155,7 +187,7 @@ def unpacked_zeros(words: np.ndarray, bits: int, columns: int, first: bool) -> n
 
 def _bits(config: Mapping[str, Any], words: int, columns: int, name: str) -> int:
     """Of a code: as configured, and as the zero points' words have it."""
-    fitting = [bits for bits in BITS if words * 32 == columns * bits]
+    fitting = [bits for bits in sorted({*BITS, *PLANES}) if words * 32 == columns * bits]
     said = config.get("bits")
     if type(said) is int and said in fitting:
         return said
@@ -186,12 +218,12 @@ def _order(
     return None
 
 
-def _is_first(config: Mapping[str, Any]) -> bool:
-    """Whether zero points are stored less one."""
+def _label(config: Mapping[str, Any]) -> str:
+    """What the configuration calls the format: "gptq", "gptq_v2" or "gptq_p"."""
     said = config.get("checkpoint_format", config.get("format", "gptq"))
-    if said not in ("gptq", "gptq_v2"):
+    if said not in ("gptq", "gptq_v2", PLANAR):
         raise FormatError(f"GPTQ's checkpoint format {quote(said)} is unknown")
-    return said == "gptq"
+    return said
 
 
 def _version(
@@ -201,7 +233,7 @@ def _version(
 
     Where they are symmetric, all are 2^(bits - 1): their first row tells more than the label.
     """
-    said = _is_first(config)
+    said = _label(config) == "gptq"
     if config.get("sym") is not True or not zeros.shape[0]:
         return said, ()
     words = c.read_rows(zeros.name, 0, 1).view(np.uint32)

@@ -54,3 +54,51 @@ def test_gptqmodels_zero_points_are_read(tmp_path):
     config["quantization_config"]["meta"] = {"quantizer": ["gptqmodel:7.7.0"]}
     path.write_text(json.dumps(config))
     assert np.array_equal(cq.load(tmp_path / "v1")["up.weight"].zero_point, zero)
+
+
+def planar(codes, bits):
+    """Words of codes [rows, 32 n], one bit at a time."""
+    rows = len(codes)
+    units = codes.reshape(rows, -1, 32)
+    words = np.zeros((*units.shape[:2], bits), np.uint64)
+    start = 0
+    for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]:
+        for i in range(32):
+            field = units[..., i].astype(np.uint64) >> np.uint64(start) & np.uint64(
+                (1 << width) - 1
+            )
+            at = i * width
+            words[..., start + at // 32] |= field << np.uint64(at % 32)
+        start += width
+    return words.astype(np.uint32).view(np.int32).reshape(rows, -1)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_codes_in_planes(tmp_path, bits):
+    """gptq_p: of 32 codes the words of the lowest bits first; zero points as in gptq_v2."""
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 1 << bits, (64, 96), np.uint8)
+    zeros = rng.integers(0, 1 << bits, (3, 64), np.uint8)
+    scales = rng.random((3, 64)).astype(np.float16)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for order in (np.arange(96), rng.permutation(96)):
+        g_idx = (np.arange(96) // 32)[order].astype(np.int32)
+        parts = {
+            "up.qweight": planar(codes, bits).T.copy(), "up.qzeros": planar(zeros, bits),
+            "up.scales": scales, "up.g_idx": g_idx,
+        }  # fmt: skip
+        cq.save(folder / "model.safetensors", parts)
+        said = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False,
+                "checkpoint_format": "gptq_p"}  # fmt: skip
+        (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+        q = cq.load(folder)["up.weight"]
+        is_sorted = (g_idx == np.arange(96) // 32).all()
+        assert str(q.format) == f"uint{bits}:32" + "+permuted" * (not is_sorted)
+        assert np.array_equal(q.codes(), codes)
+        number = codes.astype(np.float32) - zeros.T[:, g_idx]
+        assert np.array_equal(q.dequantize("float32"), number * scales.T[:, g_idx].astype("f4"))
+    if bits == 3:  # which other formats have densely
+        said["checkpoint_format"] = "gptq_v2"
+        (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+        assert not np.array_equal(cq.load(folder)["up.weight"].codes(), codes)
