@@ -12,18 +12,12 @@ import numpy as np
 from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import strings, tables
 from cuquant.formats.blocks import BLOCK_LAYOUTS, FLOAT_LEVELS, IQ4_LEVELS
-from cuquant.formats.changes import (
-    with_absmax,
-    with_divisor,
-    with_flat_blocks,
-    with_per_matrix,
-    with_permuted,
-)
+from cuquant.formats.changes import CHANGES
 from cuquant.formats.codecs import Codebook, Minifloat, Uniform
 from cuquant.formats.format import ARRANGED, Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.formats.packing import Packing
-from cuquant.formats.scales import FLAT, PLAIN, Block, Scale, check_block, is_flat
+from cuquant.formats.scales import FLAT, Block, Scale, check_block
 
 # Just below 0 and just below -x: codebooks count borders strictly below a value, so a border one
 # step lower moves a tie up. The steps are float32's.
@@ -455,7 +449,7 @@ def _new_format(name: str, options: dict[str, object]) -> Format:
         if option in given and not _takes_levels(name):
             raise ValueError(f"{name} takes no {option}=; k2..k8 do")
     fmt = _MAKERS[name](name, **given)
-    for option, change in _CHANGES.items():
+    for option, change in CHANGES.items():
         if option in given:
             fmt = change(fmt, given[option])
     return replace(fmt, options=_kept(fmt, given))
@@ -463,80 +457,6 @@ def _new_format(name: str, options: dict[str, object]) -> Format:
 
 def _takes_levels(name: str) -> bool:
     return name in {f"k{bits}" for bits in range(2, 9)}
-
-
-def _with_block(fmt: Format, block: object) -> Format:
-    block = check_block(block)
-    if isinstance(block, str) and is_flat(block):
-        return with_flat_blocks(fmt, block)
-    if fmt.scale is None:
-        raise ValueError(f"{fmt.name} has no blocks; leave block_size out")
-    if fmt.is_blocks:
-        if block not in (fmt.scale.block, fmt.layout.elements):
-            raise ValueError(
-                f"{fmt.name} has blocks of {fmt.layout.elements}, fixed by ggml; got {block}"
-            )
-        return fmt
-    return replace(fmt, scale=replace(fmt.scale, block=block))
-
-
-def _with_scale_dtype(fmt: Format, dtype: object) -> Format:
-    if not isinstance(dtype, str) or dtype not in (*PLAIN, "e8m0"):
-        raise ValueError(
-            f"scale_dtype must be one of {', '.join(PLAIN)} or e8m0, got {clipped(dtype)}"
-        )
-    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in PLAIN:
-        raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
-    if dtype == "e8m0":
-        return _with_powers_of_two(fmt, fmt.scale)
-    return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
-
-
-def _with_powers_of_two(fmt: Format, scale: Scale) -> Format:
-    """OCP MX's rule; that of MXINT8 is the one of other integers too."""
-    if isinstance(fmt.codec, Minifloat):
-        peak = fmt.codec.peak
-    elif isinstance(fmt.codec, Uniform) and fmt.codec.low < 0:
-        peak = float(fmt.codec.high)
-    else:
-        raise ValueError(
-            f"{fmt.name} takes no scales of e8m0, which are positive powers of two; "
-            "fp4, fp6, fp8 and int2..int8 do"
-        )
-    return replace(fmt, scale=replace(scale, rule="e8m0", peak=peak, dtype="e8m0"))
-
-
-def _with_offset(fmt: Format, offset: object) -> Format:
-    if not isinstance(offset, str) or offset not in ("zero_point", "min"):
-        raise ValueError(f"offset must be 'zero_point' or 'min', got {clipped(offset)}")
-    if fmt.is_blocks or fmt.offset is None:
-        raise ValueError(f"{fmt.name} takes no offset=; uint2..uint8 do")
-    return replace(fmt, offset=offset)
-
-
-def _with_double_quant(fmt: Format, flag: object) -> Format:
-    if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"double_quant must be True or False, got {clipped(flag)}")
-    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype != "float32":
-        raise ValueError(
-            f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
-            "pass another format or get_format(..., scale_dtype='float32')"
-        )
-    if fmt.offset == "min":
-        raise ValueError("double_quant has no place for minimums; leave out one of +dq and +min")
-    return replace(fmt, scale=replace(fmt.scale, nested="double"))
-
-
-_CHANGES: dict[str, Callable[[Format, object], Format]] = {
-    "block_size": _with_block,
-    "offset": _with_offset,
-    "scale_dtype": _with_scale_dtype,
-    "double_quant": _with_double_quant,
-    "permuted": with_permuted,
-    "absmax": with_absmax,
-    "divisor": with_divisor,
-    "per_matrix": with_per_matrix,
-}
 
 
 def _kept(fmt: Format, given: dict[str, object]) -> dict[str, object]:

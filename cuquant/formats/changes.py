@@ -1,13 +1,84 @@
-"""Options that change how an array lies, and leave what kernels see: `Format.plain`."""
+"""What the options of `get_format` change in a format.
 
+The first ones change what kernels see; flat, permuted, absmax, divisor and per_matrix how an array
+lies, and leave that as it is: `Format.plain`.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from cuquant.errors import clipped
-from cuquant.formats.codecs import Uniform
+from cuquant.formats.codecs import Minifloat, Uniform
 from cuquant.formats.format import Format
-from cuquant.formats.scales import FLAT, Scale
+from cuquant.formats.scales import FLAT, PLAIN, Scale, check_block, is_flat
+
+
+def with_block(fmt: Format, block: object) -> Format:
+    """Elements that share a scale, in rows or flat."""
+    block = check_block(block)
+    if isinstance(block, str) and is_flat(block):
+        return with_flat_blocks(fmt, block)
+    if fmt.scale is None:
+        raise ValueError(f"{fmt.name} has no blocks; leave block_size out")
+    if fmt.is_blocks:
+        if block not in (fmt.scale.block, fmt.layout.elements):
+            raise ValueError(
+                f"{fmt.name} has blocks of {fmt.layout.elements}, fixed by ggml; got {block}"
+            )
+        return fmt
+    return replace(fmt, scale=replace(fmt.scale, block=block))
+
+
+def with_scale_dtype(fmt: Format, dtype: object) -> Format:
+    """Scales of another dtype."""
+    if not isinstance(dtype, str) or dtype not in (*PLAIN, "e8m0"):
+        raise ValueError(
+            f"scale_dtype must be one of {', '.join(PLAIN)} or e8m0, got {clipped(dtype)}"
+        )
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype not in PLAIN:
+        raise ValueError(f"the scales of {fmt.name} have a dtype of their own")
+    if dtype == "e8m0":
+        return _with_powers_of_two(fmt, fmt.scale)
+    return replace(fmt, scale=replace(fmt.scale, dtype=dtype))
+
+
+def _with_powers_of_two(fmt: Format, scale: Scale) -> Format:
+    """OCP MX's rule; that of MXINT8 is the one of other integers too."""
+    if isinstance(fmt.codec, Minifloat):
+        peak = fmt.codec.peak
+    elif isinstance(fmt.codec, Uniform) and fmt.codec.low < 0:
+        peak = float(fmt.codec.high)
+    else:
+        raise ValueError(
+            f"{fmt.name} takes no scales of e8m0, which are positive powers of two; "
+            "fp4, fp6, fp8 and int2..int8 do"
+        )
+    return replace(fmt, scale=replace(scale, rule="e8m0", peak=peak, dtype="e8m0"))
+
+
+def with_offset(fmt: Format, offset: object) -> Format:
+    """A zero point or a minimum."""
+    if not isinstance(offset, str) or offset not in ("zero_point", "min"):
+        raise ValueError(f"offset must be 'zero_point' or 'min', got {clipped(offset)}")
+    if fmt.is_blocks or fmt.offset is None:
+        raise ValueError(f"{fmt.name} takes no offset=; uint2..uint8 do")
+    return replace(fmt, offset=offset)
+
+
+def with_double_quant(fmt: Format, flag: object) -> Format:
+    """Scales that are quantized too."""
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"double_quant must be True or False, got {clipped(flag)}")
+    if fmt.scale is None or fmt.is_blocks or fmt.scale.dtype != "float32":
+        raise ValueError(
+            f"double_quant compresses float32 scales, and those of {fmt.name} are not; "
+            "pass another format or get_format(..., scale_dtype='float32')"
+        )
+    if fmt.offset == "min":
+        raise ValueError("double_quant has no place for minimums; leave out one of +dq and +min")
+    return replace(fmt, scale=replace(fmt.scale, nested="double"))
 
 
 def with_flat_blocks(fmt: Format, block: str) -> Format:
@@ -75,3 +146,16 @@ def _with_global_scale(fmt: Format) -> Scale:
 def _check_flag(flag: object, name: str) -> None:
     if not isinstance(flag, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {clipped(flag)}")
+
+
+CHANGES: dict[str, Callable[[Format, object], Format]] = {
+    "block_size": with_block,
+    "offset": with_offset,
+    "scale_dtype": with_scale_dtype,
+    "double_quant": with_double_quant,
+    "permuted": with_permuted,
+    "absmax": with_absmax,
+    "divisor": with_divisor,
+    "per_matrix": with_per_matrix,
+}
+"""By option, in the order in which they are made."""
