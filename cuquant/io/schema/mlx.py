@@ -81,13 +81,8 @@ def layers(c: Checkpoint) -> Iterator[Found]:
 def _layer(c: Checkpoint, stem: str) -> Layer:
     own = _own(c.quantization, stem.removesuffix("."))
     mode = own.get("mode") or _mode(c, stem)
-    if mode == "affine" and "group_size" not in own:
-        raise FormatError(  # without the name: one line tells it of all modules
-            "what MLX's codes mean stands in config.json, under 'quantization', and there is none; "
-            "copy it from the original folder"
-        )
     if mode == "affine":
-        return _affine(c, stem, own)
+        return _affine(c, stem, own if "group_size" in own else {**own, **_groups(c, stem)})
     if not isinstance(mode, str) or mode not in MODES:
         raise refuse(stem + "weight", f"MLX's mode {quote(mode)} is unknown")
     return _floats(c, stem, *MODES[mode])
@@ -105,6 +100,24 @@ def _mode(c: Checkpoint, stem: str) -> str:
         if words[-1] * 32 == scales.shape[-1] * bits * block
     ]
     return fitting[0] if fitting else "affine"
+
+
+def _groups(c: Checkpoint, stem: str) -> Mapping[str, int]:
+    """Bits and group_size of affine codes that no configuration tells: words and scales tell their
+    product, which one pair of MLX's may have."""
+    words, scales = c.info(stem + "weight").shape, c.info(stem + "scales").shape
+    fitting = [
+        {"bits": bits, "group_size": size}
+        for bits in (1, *AFFINE)
+        for size in GROUPS
+        if words and scales and words[-1] * 32 == scales[-1] * bits * size
+    ]
+    if len(fitting) != 1:
+        raise FormatError(  # without the name: one line tells it of all modules
+            "what MLX's codes mean stands in config.json, under 'quantization', and there is none; "
+            "copy it from the original folder"
+        )
+    return fitting[0]
 
 
 def _own(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:

@@ -55,16 +55,24 @@ def test_a_module_with_the_name_of_a_setting_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_modes_of_floats_need_no_configuration():
-    """Words and scales without biases tell which; groups of integers they do not tell."""
+def test_what_words_and_scales_tell_needs_no_configuration():
+    """The modes of floats, and integers whose bits times columns of a group only one pair has."""
     want = np.load(LAYERS / "dequantized.npz")
     with cq.open(LAYERS) as file:
         for name in ("mxfp4", "mxfp8", "nvfp4"):
             q = file[f"{name}.weight"].read()
             assert q.format.name == name
             np.testing.assert_array_equal(q.dequantize(np.float32), want[name])
-        with pytest.raises(cq.FormatError, match="stands in config"):
-            file["b4g64.weight"].read()
+        for name, fmt in (("b1g32", "uint2:32+min"), ("b3g32", "uint3:32+min"),
+                          ("b5g64", "uint5:64+min"), ("b6g128", "uint6+min"),
+                          ("b8g128", "uint8+min")):  # fmt: skip
+            q = file[f"{name}.weight"].read()
+            assert str(q.format).startswith(fmt)
+            near = q.dequantize(np.float32)
+            np.testing.assert_allclose(near, want[name], rtol=1e-6, atol=1e-6)
+        for name in ("b4g64", "b2g128", "b8g32"):  # 256 of each
+            with pytest.raises(cq.FormatError, match="stands in config"):
+                file[f"{name}.weight"].read()
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path):
