@@ -190,16 +190,11 @@ def names_of(entry: Entry) -> tuple[str, ...]:
 def _nearest(entry: Entry, source: Source, writer: Writer, wish: Wish) -> Step:
     """An array in the nearest format of a kind; decoded where its shape or name fits none."""
     try:
-        if writer is compressed_tensors and source.format.name == "nvfp4":  # codes stay
-            near = compressed_tensors.as_held(source.format)
-            read = source.read
-            return _quantized(
-                entry,
-                replace(
-                    source, format=near, read=lambda: compressed_tensors.divided(read()), rows=None
-                ),
-                writer,
-            )
+        near, read = _held(writer, source.format), source.read
+        if near != source.format:  # codes stay
+            lay: Any = writer
+            made = replace(source, format=near, read=lambda: lay.as_held_array(read()), rows=None)
+            return _quantized(entry, made, writer)
         near = nearest(writer, source)
         rounded = replace(
             source, format=near, read=_rounded(source, near, wish), axes=None, rows=None
@@ -345,7 +340,13 @@ def _chosen(entry: Entry, writer: Writer, formats: Selection | None) -> Format |
     if writer is gguf and fits(ROUTERS, names):
         return None
     fmt = formats.decide(names, entry.dtype, entry.shape)[0]
-    return compressed_tensors.as_held(fmt) if fmt and writer is compressed_tensors else fmt
+    return fmt and _held(writer, fmt)
+
+
+def _held(writer: Writer, fmt: Format) -> Format:
+    """A format as a kind has it, where it has one of the same codes that is not quite the same."""
+    as_held = getattr(writer, "as_held", None)
+    return as_held(fmt) if as_held else fmt
 
 
 def _raw(entry: Entry, writer: Writer) -> Step:

@@ -433,12 +433,13 @@ def _block_recipe(source: Source) -> Recipe:
         stem + end: (tag, (*rows, depth * fmt.bits // 8)),
         stem + "weight_scale": (scale, shape),
     }
+    count: tuple[int, ...] = (1,)
     if fmt.rule.nested:
         experts = fmt.rule.per_matrix and len(rows) > 1
-        count = (rows[0], 1, 1) if experts else (1,)
+        count = (rows[0], 1, 1) if experts else count
         specs[stem + "weight_global_scale"] = ("F32", count)
         if not fmt.rule.divisor:
-            _divisors(source.read())  # or ValueError
+            _refuse_rounding(source.read())
 
     def encode(q: QuantArray) -> Tensors:
         codes = np.ascontiguousarray(q.packed).view(np.uint8)
@@ -450,7 +451,8 @@ def _block_recipe(source: Source) -> Recipe:
             else parts["scale"],
         }
         if fmt.rule.nested:
-            made[stem + "weight_global_scale"] = _divisors(q)
+            divisors = np.asarray(as_held_array(q).components["global_scale"], np.float32)
+            made[stem + "weight_global_scale"] = divisors.reshape(count)
         return made
 
     strategy = "tensor_group" if fmt.rule.nested else "group"
@@ -461,26 +463,19 @@ def _block_recipe(source: Source) -> Recipe:
     return Recipe(specs, encode, kind, said, source.module)
 
 
-def _divisors(q: QuantArray) -> np.ndarray:
-    """weight_global_scale [1], or [E, 1, 1] of experts, by which block scales are divided.
-
-    ValueError where global scales multiply, and dividing by 1 / them gives other float32 numbers.
-    """
-    made = divided(q)
-    if not np.array_equal(np.asarray(made.scale), np.asarray(q.scale)):
+def _refuse_rounding(q: QuantArray) -> None:
+    """ValueError where dividing block scales by 1 / global_scale gives other float32 numbers."""
+    if not np.array_equal(np.asarray(as_held_array(q).scale), np.asarray(q.scale)):
         raise ValueError(
             "its global scale multiplies block scales and compressed-tensors' divides them, which "
             "moves some numbers by a unit in the last place of float32"
         )
-    numbers = np.asarray(made.arrays()["global_scale"], np.float32)
-    shape = (*numbers.shape, 1, 1) if q.format.rule.per_matrix and q.ndim > 2 else (1,)
-    return numbers.reshape(shape)
 
 
-def divided(q: QuantArray) -> QuantArray:
+def as_held_array(q: QuantArray) -> QuantArray:
     """An array of nvfp4 as compressed-tensors has it: codes and scales stay, and what divides these
     is 1 / global_scale, rounded."""
-    if q.format.rule.divisor:
+    if as_held(q.format) is q.format:
         return q
     number = np.asarray(q.components["global_scale"], np.float32)
     with np.errstate(divide="ignore"):
