@@ -189,8 +189,10 @@ class CupyBackend(Gpu):
         return array.transpose(axes)
 
     def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A contiguous copy of an array of numbers, in this shape and dtype."""
+        """A contiguous copy of a number or an array of them, in this shape and dtype."""
         cupy = sys.modules["cupy"]
+        if not interop.is_on_gpu(array):
+            return cupy.full(shape, array, dtype)
         return cupy.ascontiguousarray(cupy.broadcast_to(array, shape).astype(dtype))
 
     def copy_into(self, target: Any, source: Any) -> None:
@@ -244,7 +246,10 @@ class TorchBackend(Gpu):
         return array.permute(axes)
 
     def broadcast(self, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A contiguous copy of an array of numbers, in this shape and dtype."""
+        """A contiguous copy of a number or an array of them, in this shape and dtype."""
+        if not interop.is_on_gpu(array):
+            kind = interop.torch_dtype(dtype)
+            return sys.modules["torch"].full(shape, float(array), dtype=kind, device=self._place)
         return array.detach().to(interop.torch_dtype(dtype)).expand(shape).contiguous()
 
     def copy_into(self, target: Any, source: Any) -> None:

@@ -7,6 +7,8 @@ import numpy as np
 
 from cuquant import interop
 
+_INTEGERS = np.dtype(np.int8), np.dtype(np.int32)  # of results, where they are asked for
+
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable[Any]) -> np.dtype:
     """The dtype of `out`, once it is known that a result of this shape can be written there.
@@ -14,7 +16,8 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
     Parameters
     ----------
     dtype
-        What the caller asks for beside `out`, or None.
+        What the caller asks for beside `out`, or None: any that results have but int8, which must
+        be asked for.
     sources
         Arrays that are read while the result is written.
 
@@ -30,8 +33,12 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
     """
     if tuple(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; the result has shape {shape}")
-    found = interop.float_dtype(interop.dtype_of(out), "out")
-    if dtype is not None and interop.float_dtype(dtype) != found:
+    found = interop.dtype_of(out)
+    wanted = None if dtype is None else interop.numpy_dtype(dtype)
+    if wanted not in _INTEGERS or found not in _INTEGERS:
+        found = interop.float_dtype(found, "out")
+        wanted = None if wanted is None else interop.float_dtype(wanted)
+    if wanted is not None and wanted != found:
         raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
     if any(interop.shares_memory(out, source) for source in sources):
         raise ValueError("out overlaps an input in memory")

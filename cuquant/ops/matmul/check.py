@@ -6,7 +6,7 @@ here, by BLAS. `cuquant.ops.matmul.on_gpu` has the GPU's part.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,6 +166,10 @@ class Finish:
         [N] and of the result's shape, or None; NumPy's or on the GPU.
     out
         What the caller gave, or None.
+    out_scale
+        One number: the result is int8, of what it would have been / out_scale.
+    batch_invariant
+        Whether a row must not depend on how many rows come with it.
     """
 
     place: Place
@@ -175,6 +179,8 @@ class Finish:
     activation: str | None = None
     residual: Any = None
     out: Any = None
+    out_scale: Any = None
+    batch_invariant: bool = False
 
     @classmethod
     def check(
@@ -186,6 +192,8 @@ class Finish:
         activation: str | None = None,
         residual: Any = None,
         out_dtype: object = None,
+        out_scale: Any = None,
+        batch_invariant: bool = False,
         out: Any = None,
         stream: object = None,
     ) -> "Finish":
@@ -202,13 +210,23 @@ class Finish:
             )
         added = _addend(bias, "bias", shape[-1:], first)
         carried = _addend(residual, "residual", shape, first)
-        dtype = _result_dtype(operands, out_dtype)
+        factor = _out_scale(out_scale, out_dtype, first)
+        if not isinstance(batch_invariant, (bool, np.bool_)):
+            raise TypeError(f"batch_invariant must be a bool, got {clipped(batch_invariant)}")
+        dtype = np.dtype(np.int8) if factor is not None else _result_dtype(operands, out_dtype)
         if out is not None:
             memory = [part for operand in operands for part in operand.memory()]
             memory += [part for part in (added, carried) if part is not None]
-            dtype = _check_out(out, shape, out_dtype, memory, first)
+            wanted = dtype if factor is not None else out_dtype
+            dtype = _check_out(out, shape, wanted, memory, first)
         plain = next((o for o in operands if o.dtype is not None), first)
-        return cls(plain.place, shape, dtype, added, activation, carried, out)
+        invariant = bool(batch_invariant)
+        return cls(plain.place, shape, dtype, added, activation, carried, out, factor, invariant)
+
+    @property
+    def as_float32(self) -> "Finish":
+        """The same up to the last rounding."""
+        return replace(self, dtype=np.dtype(F32), out=None, out_scale=None)
 
     def __call__(self, product: Callable[[], np.ndarray]) -> Any:
         """The result on the CPU, of a function that multiplies there."""
@@ -222,12 +240,47 @@ class Finish:
             result = ACTIVATIONS[self.activation](result)
         if self.residual is not None:
             result = result + self.residual.astype(F32)
+        if self.out_scale is not None:
+            result = int8_of(result, F32(self.out_scale))
         if self.out is None:
             made = empty(result.shape, self.dtype)
             made[...] = result
             return interop.from_numpy(made, self.place.kind)
         interop.to_numpy(self.out)[...] = result
         return self.out
+
+
+def int8_of(values: np.ndarray, scale: np.float32) -> np.ndarray:
+    """int8 of values / scale, as `quantize` has it with a given scale for the whole array."""
+    with np.errstate(all="ignore"):
+        inverse = F32(1) / scale
+        usable = np.isfinite(inverse) and inverse != 0
+        codes = np.rint(np.clip(values.astype(F32) * inverse, F32(-127), F32(127)))
+    return np.where(np.isnan(codes) | (not usable), F32(0), codes).astype(np.int8)
+
+
+def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
+    """The scale of an int8 result: a float32 of the host, or an array beside the operands."""
+    wants_int8 = out_dtype is not None and interop.numpy_dtype(out_dtype) == np.int8
+    if value is None:
+        if wants_int8:
+            raise ValueError('out_dtype="int8" needs out_scale=, the number that 1 stands for')
+        return None
+    if not wants_int8:
+        raise ValueError(f'out_scale is for out_dtype="int8", and out_dtype is {out_dtype}')
+    if interop.is_on_gpu(value):
+        near.place.check(place_of(value, "out_scale"), "out_scale", near.name)
+        interop.float_dtype(interop.dtype_of(value), "out_scale")
+        if math.prod(value.shape) != 1:
+            raise ValueError(f"out_scale has shape {tuple(value.shape)}; it must be one number")
+        return value
+    number = interop.to_numpy(value, "out_scale") if interop.kind(value) else np.asarray(value)
+    if number.dtype.kind not in "fiu" or number.size != 1:
+        raise TypeError(f"out_scale must be one number, got {clipped(value)}")
+    found = F32(number.reshape(-1)[0])
+    if not (np.isfinite(found) and found > 0):
+        raise ValueError(f"out_scale must be finite and above 0, got {found}")
+    return found
 
 
 def _addend(value: Any, name: str, shape: tuple[int, ...], near: Operand) -> Any:

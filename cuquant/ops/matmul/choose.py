@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cuquant.gpu.backend import Backend
-from cuquant.ops.matmul import ggml, hopper, stream, vendor
+from cuquant.ops.matmul import ggml, hopper, hopper_tiles, stream, vendor
 from cuquant.ops.matmul.any import FEW, TILE, Plain
 from cuquant.ops.matmul.problem import Prepared, Problem, Product
 
@@ -57,6 +57,14 @@ def choose(problem: Problem) -> str:
     if any(name in TENSOR_CORES for name in taking):
         taking = [name for name in taking if FAMILIES[name] not in (PLAIN_ROWS, PLAIN_TILES)]
     return min(taking, key=lambda name: FAMILIES[name].time_us(problem))
+
+
+def invariant(problem: Problem) -> Family:
+    """What multiplies rows of x alike, whatever other rows come with them."""
+    many = replace(problem, rows=hopper_tiles.INVARIANT_ROWS)
+    if many.layout in hopper.Hopper.layouts and hopper.Hopper().takes(many):
+        return hopper.Hopper(hopper_tiles.invariant_shape(many))
+    return PLAIN_TILES
 
 
 def family_of(backend: Backend, problem: Problem) -> Family:

@@ -1,27 +1,35 @@
 """Sides of products whose two sides are codes, a byte each: which formats, and their structs.
 
 Integers of 8 bits and fewer are bytes less their zero points, or unsigned bytes with them; small
-floats are e4m3 or e5m2. What is packed more densely becomes bytes first.
+floats are e4m3 or e5m2. What is packed more densely becomes bytes first, in a call's workspace.
 """
 
+import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cuquant.formats import Format
+from cuquant.formats import Codebook, Format
 from cuquant.formats.codecs import Minifloat, Uniform
-from cuquant.gpu.backend import Backend
+from cuquant.gpu.backend import Backend, aligned
+from cuquant.gpu.jit import Launch, Program
+from cuquant.ops import cpp
 from cuquant.ops.matmul.problem import Weight
 from cuquant.reference.tiles import Tiles
 
 ALIGNMENT = 16  # bytes, of rows of codes
 LEAST_BLOCK = 16  # columns: a step of the tensor cores
-# kernels/matmul/coded.cuh's ScaleType.
+# Of matmul/coded.cuh's ScaleType, and of the codes of matmul/dense_warps.cu.
 SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "e8m0": 3, "e4m3": 4}
-INTEGERS, FLOATS = ("int8", "uint8"), ("fp8_e4m3", "fp8_e5m2")
+KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
+AS_STORED, AS_INT8, AS_E4M3 = 0, 1, 2  # matmul/codes.cu's Made
 WHOLE_E4M3 = 16  # integers up to here are e4m3's
 # Small floats whose numbers e4m3 has, all of them.
 IN_E4M3 = ((4, 3), (2, 1), (2, 3), (3, 2))
+THREADS, WARPS, CHUNK = 256, 8, 8  # of a block of matmul/codes.cu; codes of a thread
+SUM_BYTES = 4
 
 
 @lru_cache(maxsize=4096)
@@ -29,11 +37,11 @@ def codes_of(first: Format, second: Format) -> tuple[str, str] | None:
     """What the codes of two formats are multiplied as; None: they are no pair that kernels have."""
     if not (_has_scaling(first) and _has_scaling(second)):
         return None
-    one, other = first.codec, second.codec
-    if isinstance(one, Uniform) and isinstance(other, Uniform):
-        return _integer(first), _integer(second)
-    kinds = _float(first), _float(second)
-    return None if None in kinds else kinds  # type: ignore[return-value]
+    for kind in (_integer, _float):
+        kinds = kind(first), kind(second)
+        if None not in kinds:
+            return kinds  # type: ignore[return-value]
+    return None
 
 
 def _has_scaling(fmt: Format) -> bool:
@@ -43,21 +51,29 @@ def _has_scaling(fmt: Format) -> bool:
         return False
     if scale is None:
         return True
-    if scale.nested == "double" or scale.flat is not None:
-        return False
-    return _wide(fmt) is None or _wide(fmt) % LEAST_BLOCK == 0  # type: ignore[operator]
+    return scale.nested != "double" and scale.flat is None and wide_of(fmt) % LEAST_BLOCK == 0
 
 
-def _wide(fmt: Format) -> int | None:
-    """Columns of a block; None: as many as there are."""
-    assert fmt.scale is not None
-    block = fmt.scale.block
-    if isinstance(block, tuple):
-        return block[1]
-    return block if isinstance(block, int) else None
+def wide_of(fmt: Format) -> int:
+    """Columns of a block; 0: as many as there are."""
+    block = fmt.scale.block if fmt.scale is not None else "row"
+    wide = block[1] if isinstance(block, tuple) else block
+    return wide if isinstance(wide, int) else 0
 
 
-def _integer(fmt: Format) -> str:
+def segment_of(first: Format, second: Format, depth: int) -> int:
+    """Columns that share scales on both sides: `depth`, or fewer that divide both blocks."""
+    wides = [wide for wide in map(wide_of, (first, second)) if 0 < wide < depth]
+    return math.gcd(*wides) if wides else depth
+
+
+def _integer(fmt: Format) -> str | None:
+    codec = fmt.codec
+    if isinstance(codec, Codebook):
+        whole = all(level == int(level) and abs(level) < 128 for level in codec.levels)
+        return "int8" if whole else None
+    if not isinstance(codec, Uniform):
+        return None
     return "uint8" if fmt.offset == "zero_point" and fmt.bits == 8 else "int8"
 
 
@@ -107,12 +123,9 @@ class Scaling:
             backend.pointer(weight.parts[name]) if name in weight.parts else 0
             for name in ("scale", "global_scale")
         )
-        across = tiles.grid[2]
-        down = tiles.grid[1]
-        return cls(
-            *pointers, tiles.tall, tiles.wide, across, 0 if whole else down * across,
-            fmt.scale.dtype,
-        )  # fmt: skip
+        _, down, across = tiles.grid
+        matrix = 0 if whole else down * across
+        return cls(*pointers, tiles.tall, tiles.wide, across, matrix, fmt.scale.dtype)
 
     def pack(self) -> bytes:
         """The struct's 56 bytes."""
@@ -171,3 +184,106 @@ class Groups:
 
     def pack(self) -> bytes:
         return struct.pack("<2q2Q", self.count, self.rows, self.offsets, self.counts)
+
+
+# ---- from arrays to sides -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A quantized array on its way to a Coded; `made` is one of matmul/codes.cu's."""
+
+    weight: Weight
+    kind: str
+    made: int
+
+    @classmethod
+    def of(cls, weight: Weight, kind: str) -> "_Side":
+        fmt = weight.fmt
+        minifloat = isinstance(fmt.codec, Minifloat)
+        made = AS_E4M3 if kind == "fp8_e4m3" else AS_INT8
+        if kind == "uint8" or (minifloat and fmt.bits == 8):
+            made = AS_STORED
+        return cls(weight, kind, made)
+
+    @property
+    def rows(self) -> int:
+        """Of all matrices."""
+        return math.prod(self.weight.stored[:-1])
+
+    @property
+    def depth(self) -> int:
+        return self.weight.stored[-1]
+
+    @property
+    def stride(self) -> int:
+        return -(-self.depth // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.kind == "uint8"
+
+    def is_ready(self, backend: Backend) -> bool:
+        """Whether its bytes are codes as kernels read them."""
+        stays = self.weight.fmt.bits == 8 and self.weight.fmt.row_packing.order == "low"
+        stays &= self.made == AS_STORED or isinstance(self.weight.fmt.codec, Uniform)
+        whole = self.depth % ALIGNMENT == 0
+        return stays and whole and backend.pointer(self.weight.parts["packed"]) % ALIGNMENT == 0
+
+    def coded(self, backend: Backend, codes: int, sums: int) -> Coded:
+        points = self.weight.parts.get("zero_point") if self.has_zeros else None
+        *_, rows, _ = 1, *self.weight.stored
+        zero_point = 0 if points is None else backend.pointer(points)
+        scaling = Scaling.of(backend, self.weight)
+        return Coded(self.kind, codes, self.stride, rows, scaling, zero_point, sums)
+
+    def make(self, backend: Backend, to: int) -> None:
+        """Write the codes as bytes to an address."""
+        weight = self.weight
+        word = cpp.WORDS[weight.fmt.row_packing.dtype.itemsize]
+        facts = cpp.facts(weight.fmt, decoding=True)
+        program = Program(
+            "matmul/codes.cu", "code_bytes", (facts.type, word, self.made), facts.text
+        )
+        chunks = self.rows * self.stride // CHUNK
+        launch = Launch(program, (-(-chunks // THREADS), 1, 1), THREADS)
+        source = replace(weight, row_step=1).pack(backend)
+        backend.launch(launch, source, to, self.rows, self.depth, self.stride)
+
+    def add_up(self, backend: Backend, codes: int, segment: int, to: int) -> None:
+        """Write the sums of its codes to an address."""
+        segments = -(-self.depth // segment)
+        program = Program("matmul/codes.cu", "code_sums", (int(not self.has_zeros),))
+        launch = Launch(program, (-(-self.rows * segments // WARPS), 1, 1), THREADS)
+        numbers = self.rows, self.depth, self.stride, segment, segments
+        backend.launch(launch, codes, to, *numbers)
+
+
+@contextmanager
+def sides(
+    backend: Backend, x: Weight, weights: Weight, kinds: tuple[str, str], segment: int
+) -> Iterator[tuple[Coded, Coded]]:
+    """Both sides as kernels read them, while the context lasts."""
+    pair = _Side.of(x, kinds[0]), _Side.of(weights, kinds[1])
+    ready = [side.is_ready(backend) for side in pair]
+    zeros = [side.has_zeros for side in pair]
+    summed = zeros[::-1]  # a side's sums meet the zero points of the other
+    codes_bytes = [side.rows * side.stride for side in pair]
+    sums_bytes = [side.rows * -(-side.depth // segment) * SUM_BYTES for side in pair]
+    wanted = *(not own for own in ready), *summed
+    sizes = [
+        aligned(nbytes) * own
+        for nbytes, own in zip((*codes_bytes, *sums_bytes), wanted, strict=True)
+    ]
+    with backend.workspace(max(sum(sizes), 1)) as at:
+        made = []
+        for i, side in enumerate(pair):
+            codes, sums = at + sum(sizes[:i]), at + sum(sizes[: 2 + i])
+            if ready[i]:
+                codes = backend.pointer(side.weight.parts["packed"])
+            else:
+                side.make(backend, codes)
+            if summed[i]:
+                side.add_up(backend, codes, segment, sums)
+            made.append(side.coded(backend, codes, sums if summed[i] else 0))
+        yield made[0], made[1]

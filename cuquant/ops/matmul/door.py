@@ -46,11 +46,14 @@ def matmul(
     *,
     bias: Any = None,
     activation: Activation | None = None,
+    residual: Any = None,
     out_dtype: object = None,
+    out_scale: Any = None,
+    batch_invariant: bool = False,
     out: Any = None,
     stream: object = None,
 ) -> ArrayT:
-    """activation(a @ b + bias) with a QuantArray on either or both sides.
+    """activation(a @ b + bias) + residual with a QuantArray on either or both sides.
 
     Parameters
     ----------
@@ -61,8 +64,15 @@ def matmul(
         [N], or None.
     activation
         None, "relu", "gelu" (exact) or "silu".
+    residual
+        [..., M, N], added last; or None.
     out_dtype
-        None: the plain operand's dtype; float32 where both are quantized.
+        None: the plain operand's dtype; float32 where both are quantized. "int8" with `out_scale`.
+    out_scale
+        One positive number: the result is int8, rint(result / out_scale) in -127..127.
+    batch_invariant
+        Whether a row of the result must not depend, to the bit, on how many rows come with it:
+        the same tile and order of sums for every number of rows, which takes longer.
     out
         An array to write the result to.
     stream
@@ -70,7 +80,9 @@ def matmul(
 
     Returns
     -------
-    Array [..., M, N] of the plain operand's kind; sums are float32, rounded once at the end.
+    Array [..., M, N] of the plain operand's kind; sums are float32, rounded once at the end. Two
+    arrays of integers with one scale for a row (a column of b) or for all have exact int32 sums,
+    which wrap from K = 131072 on at the earliest.
 
     Raises
     ------
@@ -86,23 +98,26 @@ def matmul(
     >>> bool(np.allclose(x @ w.T, x)), cq.matmul(x, w.T, activation="relu").shape
     (True, (3, 64))
     """
-    call = Call("matmul", a, (b,), bias, None, out, activation, out_dtype)
-    if stream is None and (made := again(call)) is not None:
+    call = Call("matmul", a, (b,), bias, residual, out, activation, out_dtype)
+    plans = stream is None and out_scale is None and not batch_invariant
+    if plans and (made := again(call)) is not None:
         return made
     left, right = Operand.of(a, "a"), Operand.of(b, "b")
     if left.dtype is not None and right.dtype is not None:
         raise TypeError(
             "matmul needs a QuantArray on one side at least; use a @ b for plain arrays"
         )
-    finish = _finish(call, [left, right], product_shape(left.shape, right.shape), stream)
+    shape = product_shape(left.shape, right.shape)
+    finish = _finish(call, [left, right], shape, stream, out_scale, batch_invariant)
     if is_odd(left) or is_odd(right):
         summed = len(left.shape) - 1, max(len(right.shape) - 2, 0)
         if (pair := rearranged(left, right, summed, stream)) is not None:
-            kept = {"bias": bias, "activation": activation, "out": out, "stream": stream}
+            kept = {"bias": bias, "activation": activation, "residual": residual, "out": out}
+            kept |= {"out_scale": out_scale, "batch_invariant": batch_invariant, "stream": stream}
             return matmul(*pair, out_dtype=finish.dtype, **kept)
         left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
-        return on_gpu.matmul(left, right, finish, stream, call)
+        return on_gpu.matmul(left, right, finish, stream, call if plans else None)
     return finish(lambda: flat_matmul(left.values(), right.values()))
 
 
@@ -115,6 +130,7 @@ def linear(
     activation: Activation | None = None,
     residual: Any = None,
     out_dtype: object = None,
+    batch_invariant: bool = False,
     out: Any = None,
     stream: object = None,
 ) -> ArrayT:
@@ -134,6 +150,8 @@ def linear(
         [..., N], added last; or None.
     out_dtype
         None: x's dtype, float32 where x is quantized.
+    batch_invariant
+        As in `matmul`.
     out
         An array [..., N] to write the result to.
     stream
@@ -157,20 +175,23 @@ def linear(
     array([64., 64., 64., 64.], dtype=float32)
     """
     call = Call("linear", x, (w := stored(w),), bias, residual, out, activation, out_dtype)
-    if stream is None and (made := again(call)) is not None:
+    plans = stream is None and not batch_invariant
+    if plans and (made := again(call)) is not None:
         return made
-    if stream is None and isinstance(w, Stored) and (pair := at_hand(x, w)) is not None:
+    if plans and isinstance(w, Stored) and (pair := at_hand(x, w)) is not None:
         kept = {"residual": residual, "activation": activation, "out": out}
         return linear(*pair, bias, out_dtype=out_dtype, **kept)
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
-    finish = _finish(call, [left, right], linear_shape(left, right), stream)
+    shape = linear_shape(left, right)
+    finish = _finish(call, [left, right], shape, stream, batch_invariant=batch_invariant)
     if is_odd(left) or is_odd(right):
         if (pair := rearranged(left, right, (len(left.shape) - 1, 1), stream)) is not None:
             kept = {"residual": residual, "activation": activation, "out": out, "stream": stream}
+            kept["batch_invariant"] = batch_invariant
             return linear(*pair, bias, out_dtype=finish.dtype, **kept)
         left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
-        return on_gpu.linear(left, (right,), finish, stream, call)
+        return on_gpu.linear(left, (right,), finish, stream, call if plans else None)
     return finish(lambda: flat_matmul(left.values(), right.values().T))
 
 
@@ -309,7 +330,14 @@ def grouped_linear(
     return finish(product)
 
 
-def _finish(call: Call, operands: list[Operand], shape: tuple[int, ...], stream: object) -> Finish:
+def _finish(
+    call: Call,
+    operands: list[Operand],
+    shape: tuple[int, ...],
+    stream: object,
+    out_scale: Any = None,
+    batch_invariant: bool = False,
+) -> Finish:
     """What a call's arguments but its operands ask for, after every check of them."""
     return Finish.check(
         operands,
@@ -318,6 +346,8 @@ def _finish(call: Call, operands: list[Operand], shape: tuple[int, ...], stream:
         activation=call.activation,
         residual=call.residual,
         out_dtype=call.out_dtype,
+        out_scale=out_scale,
+        batch_invariant=batch_invariant,
         out=call.out,
         stream=stream,
     )

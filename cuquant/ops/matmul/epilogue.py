@@ -7,7 +7,8 @@ from typing import Any
 from cuquant.gpu.backend import Backend
 from cuquant.lazy import lazy
 
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # matmul/epilogue.cuh's Type
+# matmul/epilogue.cuh's Type; products of codes have coded_results.cuh's CodedType too.
+TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int32": 4}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # its Activation
 # Its Epilogue: the addresses of out, bias and residual, then an Epilogue's `constants`.
 _STRUCT = struct.Struct("<3Q3q4i")

@@ -37,6 +37,7 @@ TOKENS = tuple(SPANS)
 FEW_MORE = 96  # than 64, in one tile: more than two warpgroups along K are slower than these
 LARGE = 128  # rows of x of a tile; smaller ones are slower where there are many of them
 SMALL_TILES = 4  # of a multiprocessor
+INVARIANT_ROWS = 64  # of x: rows that must not depend on their number suit tiles for so many
 WARPGROUPS = ((1, 2), (1, 3), (2, 1), (2, 2), (3, 1))  # of rows, and of K
 ONE, GATED, EXPERTS = 0, 1, 2  # matmul/hopper.cu's Kind
 
@@ -423,3 +424,18 @@ def divider(p: Problem, *, experts: bool = False) -> Callable[[int], Shape]:
 def shape_of(problem: Problem) -> Shape:
     """How to divide a Problem without experts."""
     return divider(problem)(problem.rows)
+
+
+def invariant_shape(problem: Problem) -> Shape:
+    """How to divide a Problem so that a row's sums do not depend on how many rows there are.
+
+    Each tile is one block's, from its first unit to its last: the fastest such way for
+    INVARIANT_ROWS.
+    """
+    assert problem.format is not None
+    decoding = Decoding.of(problem.format, problem.depth)
+    rates, processors = problem.rates.tiles, problem.multiprocessors
+    work = Work(problem.columns, problem.depth, decoding, processors, rates)
+    found = ways(INVARIANT_ROWS, work)
+    alone = [way for way in found if not (way[1].once or way[1].streamed or way[1].shared_x)]
+    return min(alone, key=lambda way: way[0])[1]

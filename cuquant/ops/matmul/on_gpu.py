@@ -1,7 +1,7 @@
-"""Products on a GPU: operands as kernels read them, and one call of the kernel that was chosen.
+"""Products on a GPU: one call of the kernel that was chosen.
 
-An operand that kernels cannot read as it lies is decoded to float32 first: one whose blocks do not
-run along the contraction, and the smaller one where both sides are quantized.
+Where both sides are quantized they are multiplied as codes, if kernels have such a pair; else the
+smaller one is decoded to float32.
 """
 
 import math
@@ -14,124 +14,36 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.array.fragments import FRAGMENTS_LAYOUT
-from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
-from cuquant.array.quant_array import QuantArray
-from cuquant.gpu.arrays import GpuBackend, backend_of, contiguous
+from cuquant.formats import get_format
+from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import Backend
-from cuquant.gpu.view import View, c_strides
-from cuquant.ops.dequantize.decoder import decoder
-from cuquant.ops.dequantize.on_gpu import contiguous_parts
+from cuquant.gpu.view import View
 from cuquant.ops.matmul.any import MOST_DIMS
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.choose import FAMILIES, choose, family_of
+from cuquant.ops.matmul.choose import FAMILIES, PLAIN_TILES, choose, family_of, invariant
+from cuquant.ops.matmul.coded_on_gpu import multiply, pair_of
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.hopper import segment_rows
+from cuquant.ops.matmul.operands import (
+    counted_rows,
+    dense_of,
+    flat_rows,
+    floats_of,
+    name_of,
+    row_steps,
+    row_weight_of,
+    runs_along,
+    stored_rows,
+    unit_columns,
+    weight_of,
+)
 from cuquant.ops.matmul.prepared import Call, keep
 from cuquant.ops.matmul.problem import Dense, Product, Run, Weight
 from cuquant.ops.matmul.route import gather_bytes, route, route_bytes
 from cuquant.ops.matmul.unpacked import Filling, rows_of
+from cuquant.ops.quantize.door import quantize
 
 F32 = np.dtype(np.float32)
-BLOCK_ALIGNMENT = 4  # bytes, of ggml's blocks: kernels read their fields as words
-PACKED_ALIGNMENT = 16  # of what `prepack` lays out: kernels read vectors, and the copy engine does
-
-
-# ---- operands -----------------------------------------------------------------------------------
-
-
-def _runs_along(operand: Operand, axis: int) -> bool:
-    """Whether it is quantized, in blocks along this axis."""
-    return operand.dtype is None and operand.quantized.axis == axis
-
-
-def _floats(backend: GpuBackend, operand: Operand) -> Any:
-    """The operand as an array of floats: itself, or decoded to a new one."""
-    if operand.dtype is not None:
-        return _resolved(backend, operand.source)
-    q = operand.quantized
-    stored = backend.empty(q.stored_shape, F32)
-    decoder(q.format)(backend, contiguous_parts(backend, q), q.stored_shape, backend.view(stored))
-    return backend.permuted(stored, q.axes)
-
-
-def _resolved(backend: GpuBackend, array: Any) -> Any:
-    """The array, or a copy where torch would negate what lies in its memory."""
-    return array.resolve_neg() if backend.kind == "torch" else array
-
-
-def _row_steps(q: QuantArray) -> tuple[int, ...]:
-    """For each axis of an array, how many of its stored rows lie from one index to the next."""
-    steps = (*c_strides(q.stored_shape[:-1]), 0)
-    return tuple(steps[axis] for axis in q.axes)
-
-
-def _stored_rows(backend: GpuBackend, q: QuantArray, row_step: int) -> Weight:
-    parts = contiguous_parts(backend, q)
-    if q.format.is_blocks and backend.pointer(parts["blocks"]) % BLOCK_ALIGNMENT:
-        parts["blocks"] = backend.contiguous(parts["blocks"], -1)
-    return Weight(q.format, parts, q.stored_shape, row_step)
-
-
-def _dense(view: View, row_stride: int, column_stride: int, owner: Any) -> Dense:
-    return Dense(view.pointer, view.dtype, row_stride, column_stride, owner)
-
-
-def _weight(backend: GpuBackend, operand: Operand) -> tuple[Weight | Dense, int]:
-    """The weight [N, K] or [E, N, K], and the step from one expert's rows to the next."""
-    packed = operand.source
-    if isinstance(packed, PackedWeight) and packed.layout != ROWS_LAYOUT:
-        parts = contiguous(backend, packed.components, PACKED_ALIGNMENT)
-        *_, rows, _ = packed.shape
-        return Weight(packed.format, parts, packed.shape, 1, packed.layout), rows
-    return _row_weight(backend, operand)
-
-
-def _row_weight(backend: GpuBackend, operand: Operand) -> tuple[Weight | Dense, int]:
-    """The same as rows, which the plain kernels take."""
-    if _runs_along(operand, len(operand.shape) - 1):
-        q = operand.quantized
-        *experts, rows, _ = _row_steps(q)
-        return _stored_rows(backend, q, rows), experts[0] if experts else 0
-    floats = _floats(backend, operand)
-    view = backend.view(floats)
-    *experts, rows, columns = view.strides
-    return _dense(view, rows, columns, floats), experts[0] if experts else 0
-
-
-def _flat(view: View) -> tuple[int, int, int] | None:
-    """An array [..., C] as rows: how many, and steps down and across; None where none will do."""
-    rows, down = 1, 0
-    for size, step in zip(view.shape[-2::-1], view.strides[-2::-1], strict=True):
-        if size == 1:
-            continue
-        if rows == 1:
-            down = step
-        elif step != rows * down:
-            return None
-        rows *= size
-    return rows, down, view.strides[-1]
-
-
-def _rows_of(backend: GpuBackend, array: Any) -> tuple[Any, View, tuple[int, int, int]]:
-    """The array, or a copy in C order whose rows can be counted through; its view and rows."""
-    view = backend.view(array)
-    flat = _flat(view)
-    if flat is not None:
-        return array, view, flat
-    copy = backend.contiguous(array, -1)
-    view = backend.view(copy)
-    return copy, view, _flat(view) or (0, 0, 0)
-
-
-def _unit_columns(backend: GpuBackend, array: Any) -> tuple[Any, int]:
-    """bias or residual with neighbouring columns, or a copy; and its rows' step."""
-    if array is None:
-        return None, 0
-    made, view, (_, down, across) = _rows_of(backend, _resolved(backend, array))
-    if across == 1 or view.shape[-1] == 1:
-        return made, down
-    copy = backend.contiguous(made, -1)
-    return copy, (_flat(backend.view(copy)) or (0, 0, 0))[1]
 
 
 # ---- one call -----------------------------------------------------------------------------------
@@ -154,10 +66,6 @@ def _result(backend: GpuBackend, finish: Finish) -> Any:
     return backend.empty(finish.shape, finish.dtype) if finish.out is None else finish.out
 
 
-def _name(backend: GpuBackend, array: Any) -> str:
-    return "float32" if array is None else interop.name_of(backend.view(array).dtype)
-
-
 def linear(
     left: Operand,
     weights: tuple[Operand, ...],
@@ -169,25 +77,34 @@ def linear(
 
     `call` remembers how, where no array had to be copied or decoded.
     """
+    pair = pair_of(left, weights[0], (len(left.shape) - 1, 1)) if len(weights) == 1 else None
+    if finish.out_scale is not None and pair is None:
+        return _requantized(linear(left, weights, finish.as_float32, stream), finish, stream)
     with backend_of(left.memory()[0], stream) as backend:
         _record(backend, stream, (left, *weights), finish)
         out = _result(backend, finish)
         if not math.prod(finish.shape):
             return out
-        x, view, (rows, down, across) = _rows_of(backend, _floats(backend, left))
-        bias, _ = _unit_columns(backend, finish.bias)
-        residual, residual_step = _unit_columns(backend, finish.residual)
-        target, flat = out, _flat(backend.view(out))
+        if pair is not None:
+            multiply(backend, pair, left, weights[0], out, finish)
+            return out
+        given = floats_of(backend, left)
+        given = backend.contiguous(given, -1) if finish.batch_invariant else given
+        x, view, (rows, down, across) = counted_rows(backend, given)
+        bias, _ = unit_columns(backend, finish.bias)
+        residual, residual_step = unit_columns(backend, finish.residual)
+        target, flat = out, flat_rows(backend.view(out))
         if flat is None:
             target, flat = backend.empty(finish.shape, finish.dtype), (0, finish.shape[-1], 1)
         product = Product(
             rows,
             finish.shape[-1],
             left.shape[-1],
-            _dense(view, down, across, x),
-            tuple(_weight(backend, operand)[0] for operand in weights),
+            dense_of(view, down, across, x),
+            tuple(weight_of(backend, operand)[0] for operand in weights),
         )
-        family = family_of(backend, product.problem(backend))
+        problem = product.problem(backend)
+        family = invariant(problem) if finish.batch_invariant else family_of(backend, problem)
         as_given = all(map(_is_as_given, product.weights, weights))
         fillings: list[Filling] = []
         if any(w.layout not in family.layouts for w in product.weights):
@@ -199,10 +116,10 @@ def linear(
             out_stride=flat[1],
             out_column=flat[2],
             bias=bias,
-            bias_type=_name(backend, bias),
+            bias_type=name_of(backend, bias),
             activation=finish.activation,
             residual=residual,
-            residual_type=_name(backend, residual),
+            residual_type=name_of(backend, residual),
             residual_stride=residual_step,
         )
         run = _after(fillings, family.prepare(backend, product)(product.rows))
@@ -290,7 +207,7 @@ class _Side:
         if self.weight is not None:
             return replace(self.weight, row_step=self.row_step)
         assert self.view is not None
-        return _dense(self.view, self.row_step, self.steps[self.depth], self.owner)
+        return dense_of(self.view, self.row_step, self.steps[self.depth], self.owner)
 
     def batch_steps(self, batch: tuple[int, ...]) -> tuple[int, ...]:
         """Steps along the axes of the result's batch, 0 where the operand is repeated."""
@@ -302,9 +219,9 @@ def _side(backend: GpuBackend, operand: Operand, depth: int, *, stored: bool) ->
     """`stored`: as it is stored, in blocks along the contraction; else as floats."""
     if stored:
         q = operand.quantized
-        weight = _stored_rows(backend, q, 1)
-        return _Side(operand.shape, _row_steps(q), depth, weight=weight)
-    floats = _floats(backend, operand)
+        weight = stored_rows(backend, q, 1)
+        return _Side(operand.shape, row_steps(q), depth, weight=weight)
+    floats = floats_of(backend, operand)
     view = backend.view(floats)
     return _Side(operand.shape, view.strides, depth, view, floats)
 
@@ -314,7 +231,7 @@ def _copied_side(
 ) -> _Side:
     """The operand as contiguous floats, repeated along all axes of the batch."""
     shape = (*batch, *operand.shape[-2:])
-    floats = _floats(backend, operand)
+    floats = floats_of(backend, operand)
     copy = backend.broadcast(floats, shape, backend.view(floats).dtype)
     view = backend.view(copy)
     return _Side(shape, view.strides, depth + len(shape) - len(operand.shape), view, copy)
@@ -323,17 +240,25 @@ def _copied_side(
 def matmul(
     left: Operand, right: Operand, finish: Finish, stream: object = None, call: Call | None = None
 ) -> Any:
-    """activation(a @ b + bias) by NumPy's rules."""
-    if left.dtype is not None and len(right.shape) == 2 and _runs_along(right, 0):
+    """activation(a @ b + bias) + residual by NumPy's rules."""
+    depths = len(left.shape) - 1, max(len(right.shape) - 2, 0)
+    pair = pair_of(left, right, depths)
+    if left.dtype is not None and len(right.shape) == 2 and runs_along(right, 0):
         transposed = replace(right, source=right.quantized.T, shape=right.shape[::-1])
         return linear(left, (transposed,), finish, stream, call)
+    if pair is None and finish.out_scale is not None:
+        return _requantized(matmul(left, right, finish.as_float32, stream), finish, stream)
+    if pair is None and finish.residual is not None:
+        return _with_residual(left, right, finish, stream)
     with backend_of(left.memory()[0], stream) as backend:
         _record(backend, stream, (left, right), finish)
         out = _result(backend, finish)
         if not math.prod(finish.shape):
             return out
-        depths = len(left.shape) - 1, max(len(right.shape) - 2, 0)
-        stored = [_runs_along(side, axis) for side, axis in zip((left, right), depths, strict=True)]
+        if pair is not None:
+            multiply(backend, pair, left, right, out, finish)
+            return out
+        stored = [runs_along(side, axis) for side, axis in zip((left, right), depths, strict=True)]
         if all(stored):  # the larger one stays as it is
             stored = [math.prod(left.shape) > math.prod(right.shape)]
             stored.append(not stored[0])
@@ -353,14 +278,14 @@ def matmul(
             dims = _batch(batch, a, b, steps)
         out_row = 0 if a.across is None else steps[len(batch)]
         out_column = 0 if b.across is None else steps[-1]
-        bias, _ = _unit_columns(backend, finish.bias)
+        bias, _ = unit_columns(backend, finish.bias)
         epilogue = Epilogue(
             out=target,
             out_type=interop.name_of(finish.dtype),
             out_stride=out_row,
             out_column=out_column,
             bias=bias,
-            bias_type=_name(backend, bias),
+            bias_type=name_of(backend, bias),
             activation=finish.activation,
         )
         swapped = stored[0]  # kernels read quantized rows on the right
@@ -374,12 +299,38 @@ def matmul(
         )
         if not swapped:
             product, epilogue = _with_rows_of_batch(product, epilogue)
-        family = family_of(backend, product.problem(backend))
+        problem = product.problem(backend)
+        family = PLAIN_TILES if finish.batch_invariant else family_of(backend, problem)
         run = family.prepare(backend, product)(product.rows)
         run(backend, product.x.pointer, epilogue.pack(backend))
         if target is not out:
             backend.copy_into(out, target)
         return out
+
+
+def _with_residual(left: Operand, right: Operand, finish: Finish, stream: object) -> Any:
+    """The same of a batch, whose matrices' residuals kernels do not find: added afterwards."""
+    plain = replace(finish.as_float32, residual=None)
+    sums = matmul(left, right, plain, stream)
+    with backend_of(sums, stream) as backend:
+        made = interop.astype(sums + interop.astype(finish.residual, F32), finish.dtype)
+        if finish.out is None:
+            return made
+        backend.copy_into(finish.out, made)
+        return finish.out
+
+
+def _requantized(result: Any, finish: Finish, stream: object) -> Any:
+    """int8 of a float32 result and the scale that is known."""
+    whole = get_format("int8", block_size="tensor")
+    flat = result.reshape(-1)
+    made = quantize(flat, whole, scale=finish.out_scale, stream=stream).packed
+    made = made.reshape(finish.shape)
+    if finish.out is None:
+        return made
+    with backend_of(result, stream) as backend:
+        backend.copy_into(finish.out, made)
+    return finish.out
 
 
 def _batch(
@@ -430,16 +381,16 @@ def grouped_linear(
             return out
         if not known:
             raise ValueError(f"w has shape {right.shape}: there are no experts for the rows of x")
-        x, rows = _floats(backend, left), finish.shape[0]
+        x, rows = floats_of(backend, left), finish.shape[0]
         view = backend.view(x)
-        weight, step = _weight(backend, right)
+        weight, step = weight_of(backend, right)
         product = Product(
-            rows, width, depth, _dense(view, view.strides[0], view.strides[1], x), (weight,)
+            rows, width, depth, dense_of(view, view.strides[0], view.strides[1], x), (weight,)
         )
         problem = replace(product.problem(backend), rows=-(-rows // known), experts=known)
         family = FAMILIES[choose(problem)]
         if weight.layout not in family.layouts:
-            weight, step = _row_weight(backend, right)
+            weight, step = row_weight_of(backend, right)
             product = replace(product, weights=(weight,))
         numbers = backend.array(experts) if on_host else experts
         height = family.height or segment_rows(problem)

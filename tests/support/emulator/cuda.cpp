@@ -19,6 +19,11 @@ unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
     return result;
 }
 
+unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+    for (int i = 0; i < 4; ++i) sum += (a >> 8 * i & 0xFFu) * (b >> 8 * i & 0xFFu);
+    return sum;
+}
+
 int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
     return sum;

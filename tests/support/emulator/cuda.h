@@ -89,6 +89,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 int __dp4a(int a, int b, int sum);
+unsigned __dp4a(unsigned a, unsigned b, unsigned sum);
 
 // ---- min and max: CUDA has them for every pair of integers, in the unsigned type if one is ------
 

@@ -22,6 +22,25 @@ void dot_32(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, uns
     __syncwarp(~0u, place);
 }
 
+void emulator_mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool signed_a, bool signed_b, Place place) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
+    lanes[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp(~0u, place);
+    const auto byte = [](unsigned word, int i, bool is_signed) {
+        const unsigned own = word >> 8 * i & 0xFFu;
+        return is_signed ? static_cast<int>(static_cast<signed char>(own)) : static_cast<int>(own);
+    };
+    for (int i = 0; i < 4; ++i)
+        for (int t = 0; t < 4; ++t)
+            for (int half = 0; half < 2; ++half)
+                for (int j = 0; j < 4; ++j) {
+                    const unsigned left = lanes[4 * row + t].a[2 * half + i / 2], right = lanes[4 * (column + i % 2) + t].b[half];
+                    d[i] = static_cast<int>(static_cast<unsigned>(d[i]) + static_cast<unsigned>(byte(left, j, signed_a) * byte(right, j, signed_b)));
+                }
+    __syncwarp(~0u, place);
+}
+
 std::vector<std::vector<EmulatorCopy>> emulator_copies[2][1024];
 
 const bool emulator_copies_dropped = emulator::at_block_start([] {

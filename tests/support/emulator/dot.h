@@ -16,6 +16,13 @@ inline void dot_16(int (&d)[4], unsigned a0, unsigned a1, unsigned b, int start,
     dot_32(d, a0, a1, 0, 0, b, 0, start, place);
 }
 
+// kernels/device/codes_mma.cuh's; sums wrap.
+void emulator_mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool signed_a, bool signed_b, Place place);
+template <bool kSignedA, bool kSignedB>
+inline void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Place place = Place::here()) {
+    emulator_mma_bytes(d, a, b0, b1, kSignedA, kSignedB, place);
+}
+
 // Copies come when they are waited for, so that a read before that finds what was there; in every other
 // block at once, so that they meet whoever still reads there. A thread has a queue of its own.
 struct EmulatorCopy {

@@ -1,0 +1,132 @@
+"""Products of two quantized arrays on a GPU, as codes: which are, and one call."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuquant import interop
+from cuquant.gpu.arrays import GpuBackend
+from cuquant.gpu.view import c_strides
+from cuquant.ops.matmul import dense_warps
+from cuquant.ops.matmul.check import Finish, Operand
+from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides
+from cuquant.ops.matmul.epilogue import Epilogue
+from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
+
+F32 = np.dtype(np.float32)
+
+
+class Pair(NamedTuple):
+    """x [groups * rows, K] and weights [groups * columns, K], that meet group by group."""
+
+    kinds: tuple[str, str]
+    groups: int
+    rows: int
+    columns: int
+    depth: int
+
+
+def pair_of(left: Operand, right: Operand, depths: tuple[int, int]) -> Pair | None:
+    """Two operands as codes that kernels multiply; `depths` are the axes that are summed over.
+
+    None where they are no such pair, or lie in another order than matrices of rows.
+    """
+    if left.dtype is not None or right.dtype is not None:
+        return None
+    kinds = codes_of(left.quantized.format, right.quantized.format)
+    if kinds is None or not all(
+        _is_in_order(side, axis) for side, axis in zip((left, right), depths, strict=True)
+    ):
+        return None
+    batch, rows = _rows_of(left.shape, depths[0])
+    weights_batch, columns = _rows_of(right.shape, depths[1])
+    depth = left.shape[depths[0]]
+    if not depth:
+        return None
+    if math.prod(weights_batch) == 1:
+        return Pair(kinds, 1, math.prod(batch) * rows, columns, depth)
+    if math.prod(batch) == 1 and rows != 1:
+        return None
+    longest = max(len(batch), len(weights_batch))
+    padded = ((1,) * (longest - len(shape)) + shape for shape in (batch, weights_batch))
+    first, second = padded
+    return Pair(kinds, math.prod(batch), rows, columns, depth) if first == second else None
+
+
+def _rows_of(shape: tuple[int, ...], depth: int) -> tuple[tuple[int, ...], int]:
+    """The batch of an operand, and the rows of each of its matrices."""
+    if len(shape) == 1:
+        return (), 1
+    return shape[:-2], shape[-1 if depth == len(shape) - 2 else -2]
+
+
+def _is_in_order(side: Operand, depth: int) -> bool:
+    """Whether its rows run along the contraction and follow each other as its axes do."""
+    q = side.quantized
+    if q.axis != depth % len(side.shape):
+        return False
+    kept = [axis for axis in range(len(side.shape)) if axis != depth % len(side.shape)]
+    sizes = tuple(side.shape[axis] for axis in kept)
+    steps = tuple(row_steps(q)[axis] for axis in kept)
+    wanted = c_strides(sizes)
+    return all(
+        size == 1 or step == own for size, step, own in zip(sizes, steps, wanted, strict=True)
+    )
+
+
+def multiply(
+    backend: GpuBackend, pair: Pair, left: Operand, right: Operand, out: Any, finish: Finish
+) -> None:
+    """Write the finished product to `out`."""
+    x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
+    groups = Groups(pair.groups, pair.rows)
+    run(backend, pair, (x, weights), groups, out, finish)
+
+
+def run(
+    backend: GpuBackend,
+    pair: Pair,
+    weights: Sequence[Any],
+    groups: Groups,
+    out: Any,
+    finish: Finish,
+    factor: Any = None,
+) -> None:
+    """The product of a pair's two Weights, for `groups` of rows; `factor` multiplies its sums."""
+    x, w = weights
+    rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
+    target = out
+    if rows is None or finish.shape[-1] != pair.columns:
+        is_whole = backend.view(out).is_contiguous
+        target = out if is_whole else backend.empty(finish.shape, finish.dtype)
+        rows = pair.rows, pair.columns, 1
+    bias, _ = unit_columns(backend, finish.bias)
+    residual, residual_step = unit_columns(backend, finish.residual)
+    epilogue = Epilogue(
+        out=target,
+        out_type=interop.name_of(finish.dtype),
+        out_stride=rows[1],
+        out_column=rows[2],
+        bias=bias,
+        bias_type=name_of(backend, bias),
+        activation=finish.activation,
+        residual=residual,
+        residual_type=name_of(backend, residual),
+        residual_stride=residual_step,
+    )
+    known = (
+        None if number is None else backend.broadcast(number, (1,), F32)
+        for number in (factor, finish.out_scale)
+    )
+    kept = list(known)  # until the kernel is launched
+    pointers = (0 if number is None else backend.pointer(number) for number in kept)
+    results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
+    segment = segment_of(x.fmt, w.fmt, pair.depth)
+    shape = pair.rows, pair.columns, pair.depth
+    with sides(backend, x, w, pair.kinds, segment) as (first, second):
+        dense_warps.multiply(backend, first, second, shape, groups, segment, results)
+    if target is not out:
+        backend.copy_into(out, target)
