@@ -29,7 +29,8 @@ from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.explanation import Explanation, explain
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
-from cuquant.ops.matmul.door import grouped_linear, linear, matmul, swiglu
+from cuquant.ops.matmul.door import linear, matmul, swiglu
+from cuquant.ops.matmul.grouped import grouped_linear
 from cuquant.ops.quantize.door import quantize
 
 __version__ = "0.1.0"

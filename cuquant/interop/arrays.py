@@ -369,6 +369,14 @@ def reject_stream(stream: object) -> None:
         raise ValueError("stream= orders work on a GPU; leave it out for arrays on the CPU")
 
 
+def fill(x: Any, value: float) -> None:
+    """Write a number to all elements of an array."""
+    if kind(x) == "torch":
+        x.detach().fill_(value)
+    else:
+        x.fill(value)
+
+
 def namespace(x: Any) -> Any:
     """The library of an array: numpy, cupy or torch."""
     return np if kind(x) == "numpy" else sys.modules[kind(x) or "numpy"]

@@ -264,7 +264,9 @@ def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
     wants_int8 = out_dtype is not None and interop.numpy_dtype(out_dtype) == np.int8
     if value is None:
         if wants_int8:
-            raise ValueError('out_dtype="int8" needs out_scale=, the number that 1 stands for')
+            raise TypeError(
+                "out_dtype must be float32, float16 or bfloat16; int8 is matmul's, with out_scale="
+            )
         return None
     if not wants_int8:
         raise ValueError(f'out_scale is for out_dtype="int8", and out_dtype is {out_dtype}')

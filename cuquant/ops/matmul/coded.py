@@ -119,13 +119,13 @@ class Scaling:
             return cls(tall=max(rows, 1), wide=max(depth, 1))
         tiles = Tiles.of(fmt, (rows, depth))
         whole = fmt.scale.block == "tensor"
-        pointers = (
+        own, shared = (
             backend.pointer(weight.parts[name]) if name in weight.parts else 0
             for name in ("scale", "global_scale")
         )
         _, down, across = tiles.grid
         matrix = 0 if whole else down * across
-        return cls(*pointers, tiles.tall, tiles.wide, across, matrix, fmt.scale.dtype)
+        return cls(own, shared, tiles.tall, tiles.wide, across, matrix, fmt.scale.dtype)
 
     def pack(self) -> bytes:
         """The struct's 56 bytes."""
@@ -175,6 +175,11 @@ class Groups:
     rows: int
     offsets: int = 0
     counts: int = 0
+
+    @property
+    def typical(self) -> int:
+        """About as many rows as a group has."""
+        return -(-self.rows // self.count) if self.offsets else self.rows
 
     def tiles(self, height: int) -> int:
         """At least as many tiles of `height` rows as all groups have."""

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from cuquant.ops.matmul import dense_warps
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides
 from cuquant.ops.matmul.epilogue import Epilogue
+from cuquant.ops.matmul.experts import Rows
 from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
 
 F32 = np.dtype(np.float32)
@@ -86,6 +88,68 @@ def multiply(
     run(backend, pair, (x, weights), groups, out, finish)
 
 
+def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:
+    """Rows of x and experts' weights [E, N, K] as codes that kernels multiply, or None."""
+    if left.dtype is not None or right.dtype is not None:
+        return None
+    fmt = left.quantized.format
+    kinds = codes_of(fmt, right.quantized.format)
+    last = len(left.shape) - 1
+    if kinds is None or not (_is_in_order(left, last) and _is_in_order(right, 2)):
+        return None
+    tall = fmt.scale is not None and isinstance(fmt.scale.block, tuple) and fmt.scale.block[0] > 1
+    if rows.name == "experts" and tall:  # rows that share scales do not move alone
+        return None
+    known, columns, depth = right.shape
+    return Pair(kinds, known, left.shape[-2], columns, depth) if depth else None
+
+
+def multiply_experts(
+    backend: GpuBackend,
+    pair: Pair,
+    left: Operand,
+    right: Operand,
+    rows: Rows,
+    integers: Any,
+    out: Any,
+    finish: Finish,
+) -> None:
+    """Write the product of each row and its expert's weight to `out`; `integers` are of `rows`."""
+    numbers = interop.astype(integers, np.dtype(np.int64))
+    x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
+    if rows.name != "experts":
+        interop.fill(out, 0)
+        offsets, counts = (
+            backend.pointer(backend.contiguous(numbers, -1)) if rows.name == name else 0
+            for name in ("offsets", "counts")
+        )
+        run(
+            backend,
+            pair,
+            (x, weights),
+            Groups(pair.groups, pair.rows, offsets, counts),
+            out,
+            finish,
+        )
+        return
+    # Rows sorted by expert, and back; those whose expert does not exist are NaN.
+    xp = interop.namespace(numbers)
+    order = xp.argsort(numbers)
+    ends = xp.arange(
+        pair.groups + 1, **({} if xp.__name__ != "torch" else {"device": numbers.device})
+    )
+    offsets = xp.searchsorted(numbers[order], ends)
+    parts = {
+        name: part[order] if name in ("packed", "scale", "zero_point") and part.ndim else part
+        for name, part in x.parts.items()
+    }
+    sorted_out = backend.empty(finish.shape, finish.dtype)
+    interop.fill(sorted_out, float("nan"))
+    groups = Groups(pair.groups, pair.rows, backend.pointer(offsets))
+    run(backend, pair, (replace(x, parts=parts), weights), groups, sorted_out, finish)
+    out[order] = sorted_out
+
+
 def run(
     backend: GpuBackend,
     pair: Pair,
@@ -99,7 +163,7 @@ def run(
     x, w = weights
     rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
     target = out
-    if rows is None or finish.shape[-1] != pair.columns:
+    if rows is None or finish.shape[-1:] != (pair.columns,):
         is_whole = backend.view(out).is_contiguous
         target = out if is_whole else backend.empty(finish.shape, finish.dtype)
         rows = pair.rows, pair.columns, 1

@@ -83,8 +83,8 @@ def multiply(
 
     `segment` columns share scales on both sides; `results` is a CodedResults.
     """
-    rows, columns, depth = shape
-    tile = tile or tile_of(rows)
+    _, columns, depth = shape
+    tile = tile or tile_of(groups.typical)
     segmented = segment < depth
     step = SHORT if segmented and segment % STEP else STEP
     program = program_of((x.kind, weights.kind), tile, step, segmented)

@@ -27,7 +27,6 @@ from cuquant.ops.matmul.check import (
     Operand,
     flat_matmul,
     linear_shape,
-    place_of,
     product_shape,
     stored,
     weight,
@@ -261,75 +260,6 @@ def swiglu(
     return finish(product)
 
 
-@interop.untraced
-def grouped_linear(
-    x: ArrayT | QuantArray[ArrayT],
-    w: Weight,
-    experts: Any,
-    *,
-    out: Any = None,
-    stream: object = None,
-) -> ArrayT:
-    """Each row of x through its own expert's weight: y[i] = x[i] @ w[experts[i]].T.
-
-    Parameters
-    ----------
-    x
-        [T, K], an array of float32, float16 or bfloat16, or a QuantArray.
-    w
-        QuantArray or PackedWeight [E, N, K], or what holds one as `quantized`.
-    experts
-        T integers in 0..E - 1, of the host or on x's device. On a GPU they are not looked at
-        beforehand, which would mean to wait for it: a row whose expert does not exist becomes NaN.
-    out
-        An array [T, N] to write the result to.
-    stream
-        For arrays on a GPU, as in `quantize`.
-
-    Returns
-    -------
-    Array [T, N] of x's kind, and of its dtype or float32 where x is quantized.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For operands that do not fit or an expert that does not exist.
-
-    Examples
-    --------
-    >>> import numpy as np, cuquant as cq
-    >>> w = cq.quantize(np.stack([np.zeros((2, 64)), np.ones((2, 64))]).astype(np.float32), "int8")
-    >>> cq.grouped_linear(np.ones((3, 64), np.float32), w, np.array([0, 1, 0]))[:, 0]
-    array([ 0., 64.,  0.], dtype=float32)
-    """
-    left, right = Operand.of(x, "x"), weight(stored(w), "w", 3)
-    known, width, depth = right.shape
-    if len(left.shape) != 2 or left.shape[1] != depth:
-        raise ValueError(f"x has shape {left.shape}; with w {right.shape} it must be [T, {depth}]")
-    finish = Finish.check([left, right], (left.shape[0], width), out=out, stream=stream)
-    chosen = _experts(experts, left, known)
-    if is_odd(left) or is_odd(right):
-        if (pair := rearranged(left, right, (1, 2), stream)) is not None:
-            return grouped_linear(*pair, experts, out=out, stream=stream)
-        left, right = decoded(left, stream), decoded(right, stream)
-    if finish.place.is_gpu:
-        return on_gpu.grouped_linear(left, right, chosen, finish, stream)
-
-    def product() -> np.ndarray:
-        values = left.values()
-        result = np.zeros((len(chosen), width), F32)
-        stored = right.quantized.numpy()
-        # Else an expert has no components of its own.
-        stacked = stored.axes == (0, 1, 2) and stored.format.is_plain
-        whole = None if stacked else stored.dequantize(dtype=F32)
-        for expert in np.unique(chosen):
-            part = stored[int(expert)].dequantize(dtype=F32) if whole is None else whole[expert]
-            result[chosen == expert] = np.matmul(values[chosen == expert], part.T)
-        return result
-
-    return finish(product)
-
-
 def _finish(
     call: Call,
     operands: list[Operand],
@@ -351,29 +281,6 @@ def _finish(
         out=call.out,
         stream=stream,
     )
-
-
-def _experts(experts: Any, x: Operand, known: int) -> Any:
-    """One integer for each row of x: NumPy int64, or as they are on the GPU where x is."""
-    if interop.is_on_gpu(experts):
-        x.place.check(place_of(experts, "experts"), "experts", x.name)
-        _check_experts(interop.dtype_of(experts), tuple(experts.shape), x.shape[0])
-        return experts
-    chosen = interop.to_numpy(experts, "experts") if interop.kind(experts) else np.asarray(experts)
-    if not chosen.size:
-        chosen = chosen.astype(np.int64)
-    _check_experts(chosen.dtype, chosen.shape, x.shape[0])
-    if chosen.size and not (chosen.min() >= 0 and chosen.max() < known):
-        which = f"in 0..{known - 1}" if known else "none, as w has none"
-        raise ValueError(f"experts must be {which}, got {chosen.min()}..{chosen.max()}")
-    return chosen.astype(np.int64)
-
-
-def _check_experts(dtype: np.dtype, shape: tuple[int, ...], count: int) -> None:
-    if dtype.kind not in "iu":
-        raise TypeError(f"experts must be integers, got {dtype}")
-    if shape != (count,):
-        raise ValueError(f"experts has shape {shape}; x has {count} rows")
 
 
 OPERATIONS["matmul"] = matmul

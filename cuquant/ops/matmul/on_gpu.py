@@ -21,8 +21,14 @@ from cuquant.gpu.view import View
 from cuquant.ops.matmul.any import MOST_DIMS
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.choose import FAMILIES, PLAIN_TILES, choose, family_of, invariant
-from cuquant.ops.matmul.coded_on_gpu import multiply, pair_of
+from cuquant.ops.matmul.coded_on_gpu import (
+    multiply,
+    multiply_experts,
+    pair_of,
+    pair_of_experts,
+)
 from cuquant.ops.matmul.epilogue import Epilogue
+from cuquant.ops.matmul.experts import Rows
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.operands import (
     counted_rows,
@@ -369,37 +375,54 @@ def _with_rows_of_batch(product: Product, epilogue: Epilogue) -> tuple[Product, 
 
 
 def grouped_linear(
-    left: Operand, right: Operand, experts: Any, finish: Finish, stream: object = None
+    left: Operand, right: Operand, rows: Rows, finish: Finish, stream: object = None
 ) -> Any:
     """Rows of x through the weights of their experts, which the host does not wait for."""
-    known, width, depth = right.shape
+    known, _, depth = right.shape
+    pair = pair_of_experts(left, right, rows)
     with backend_of(left.memory()[0], stream) as backend:
-        on_host = isinstance(experts, np.ndarray)
-        _record(backend, stream, (left, right), finish, None if on_host else experts)
+        _record(backend, stream, (left, right), finish, None if rows.on_host else rows.integers)
         out = _result(backend, finish)
         if not math.prod(finish.shape):
             return out
         if not known:
             raise ValueError(f"w has shape {right.shape}: there are no experts for the rows of x")
-        x, rows = floats_of(backend, left), finish.shape[0]
-        view = backend.view(x)
-        weight, step = weight_of(backend, right)
-        product = Product(
-            rows, width, depth, dense_of(view, view.strides[0], view.strides[1], x), (weight,)
-        )
-        problem = replace(product.problem(backend), rows=-(-rows // known), experts=known)
-        family = FAMILIES[choose(problem)]
-        if weight.layout not in family.layouts:
-            weight, step = row_weight_of(backend, right)
-            product = replace(product, weights=(weight,))
-        numbers = backend.array(experts) if on_host else experts
-        height = family.height or segment_rows(problem)
-        down, across = backend.view(out).strides
-        epilogue = Epilogue(out, interop.name_of(finish.dtype), down, across)
-        # What takes rows wherever they lie has a height of its own; else they are copied.
-        copied = 0 if family.height else gather_bytes(rows, depth, height)
-        with backend.workspace(route_bytes(rows, known, height) + copied) as at:
-            routing = route(backend, backend.view(numbers), known, height, step, at)
-            run = family.prepare(backend, replace(product, routing=routing))(rows)
-            run(backend, view.pointer, epilogue.pack(backend))
+        integers = backend.array(rows.integers) if rows.on_host else rows.integers
+        if pair is not None:
+            multiply_experts(backend, pair, left, right, rows, integers, out, finish)
+            return out
+        xp = interop.namespace(integers)
+        ids = rows.experts(xp, integers)
+        x = floats_of(backend, left).reshape(rows.count, depth)
+        if rows.name == "experts":
+            _routed(backend, x, right, ids, out)
+            return out
+        # Kernels make NaN of rows whose expert does not exist.
+        sums = backend.empty((rows.count, finish.shape[-1]), finish.dtype)
+        _routed(backend, x, right, ids, sums)
+        kept = xp.where((ids >= 0)[:, None], sums, xp.zeros_like(sums[:1, :1]))
+        backend.copy_into(out, kept.reshape(finish.shape))
         return out
+
+
+def _routed(backend: GpuBackend, x: Any, right: Operand, experts: Any, out: Any) -> None:
+    """Write the product of each row of x [T, K] and its expert's weight to `out` [T, N]."""
+    known, width, depth = right.shape
+    view, rows = backend.view(x), x.shape[0]
+    weight, step = weight_of(backend, right)
+    dense = dense_of(view, view.strides[0], view.strides[1], x)
+    product = Product(rows, width, depth, dense, (weight,))
+    problem = replace(product.problem(backend), rows=-(-rows // known), experts=known)
+    family = FAMILIES[choose(problem)]
+    if weight.layout not in family.layouts:
+        weight, step = row_weight_of(backend, right)
+        product = replace(product, weights=(weight,))
+    height = family.height or segment_rows(problem)
+    down, across = backend.view(out).strides
+    epilogue = Epilogue(out, name_of(backend, out), down, across)
+    # What takes rows wherever they lie has a height of its own; else they are copied.
+    copied = 0 if family.height else gather_bytes(rows, depth, height)
+    with backend.workspace(route_bytes(rows, known, height) + copied) as at:
+        routing = route(backend, backend.view(experts), known, height, step, at)
+        run = family.prepare(backend, replace(product, routing=routing))(rows)
+        run(backend, view.pointer, epilogue.pack(backend))

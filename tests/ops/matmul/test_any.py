@@ -16,6 +16,7 @@ from cuquant.ops.matmul import on_gpu as multiply
 from cuquant.ops.matmul.any import plain_launch
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.choose import FAMILIES, choose
+from cuquant.ops.matmul.experts import Rows
 from cuquant.ops.matmul.problem import Dense, Problem, Product
 from cuquant.ops.matmul.route import route, route_bytes
 from cuquant.reference import ACTIVATIONS
@@ -337,7 +338,9 @@ def grouped(run: Products, x: Any, w: Any, experts: np.ndarray) -> np.ndarray:
     left, right = Operand.of(run.guarded(x), "x"), Operand.of(run.guarded(w), "w")
     with run.in_place():
         finish = Finish.check([left, right], (len(x), w.shape[1]))
-        return multiply.grouped_linear(left, right, _OnDevice(experts), finish)
+        return multiply.grouped_linear(
+            left, right, Rows("experts", _OnDevice(experts), (len(x),), w.shape[0]), finish
+        )
 
 
 class _OnDevice(np.ndarray):

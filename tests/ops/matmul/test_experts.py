@@ -20,6 +20,7 @@ from samples import sampled
 import cuquant as cq
 from cuquant.ops.matmul import on_gpu as multiply
 from cuquant.ops.matmul.check import Finish, Operand
+from cuquant.ops.matmul.experts import Rows
 
 ARCH = 90
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
@@ -36,7 +37,9 @@ def on_device(run: Products, case: Case, experts: np.ndarray) -> np.ndarray:
     with run.in_place():
         finish = Finish.check([left, right], (len(case.x), case.shape[1]))
         there = run.backend.array(experts).view(_OnDevice)
-        return multiply.grouped_linear(left, right, there, finish)
+        return multiply.grouped_linear(
+            left, right, Rows("experts", there, (len(case.x),), w.shape[0]), finish
+        )
 
 
 class _OnDevice(np.ndarray):
