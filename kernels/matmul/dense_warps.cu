@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
         if constexpr (Tile::segmented) {
             const i64 k = own_segment * segment, x_block = k / x.scaling.wide, weights_block = k / weights.scaling.wide;
             const int count = static_cast<int>(min(segment, K - k));
-            const bool zeros = place.depth == 0 && (x.zero_point || weights.zero_point);
+            // By the warp that has the segment's first columns.
+            const bool zeros = k / Tile::step % Tile::depth_warps == place.depth && (x.zero_point || weights.zero_point);
 #pragma unroll
             for (int n = 0; n < Own::token_tiles; ++n) {
                 float x_scale[2];

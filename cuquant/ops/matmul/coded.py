@@ -61,6 +61,12 @@ def wide_of(fmt: Format) -> int:
     return wide if isinstance(wide, int) else 0
 
 
+def tall_of(fmt: Format) -> int:
+    """Rows of a block, of formats whose blocks are not the whole array."""
+    block = fmt.scale.block if fmt.scale is not None else 1
+    return block[0] if isinstance(block, tuple) else 1
+
+
 def segment_of(first: Format, second: Format, depth: int) -> int:
     """Columns that share scales on both sides: `depth`, or fewer that divide both blocks."""
     wides = [wide for wide in map(wide_of, (first, second)) if 0 < wide < depth]

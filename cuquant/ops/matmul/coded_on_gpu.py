@@ -13,7 +13,7 @@ from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
 from cuquant.ops.matmul import dense_warps
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides
+from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides, tall_of
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.experts import Rows
 from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
@@ -49,9 +49,9 @@ def pair_of(left: Operand, right: Operand, depths: tuple[int, int]) -> Pair | No
     if not depth:
         return None
     if math.prod(weights_batch) == 1:
+        if rows % tall_of(left.quantized.format) and math.prod(batch) > 1:
+            return None  # rows of two matrices would share scales
         return Pair(kinds, 1, math.prod(batch) * rows, columns, depth)
-    if math.prod(batch) == 1 and rows != 1:
-        return None
     longest = max(len(batch), len(weights_batch))
     padded = ((1,) * (longest - len(shape)) + shape for shape in (batch, weights_batch))
     first, second = padded
@@ -84,6 +84,8 @@ def multiply(
 ) -> None:
     """Write the finished product to `out`."""
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
+    if pair.groups == 1:
+        x = replace(x, stored=(pair.rows, pair.depth))
     groups = Groups(pair.groups, pair.rows)
     run(backend, pair, (x, weights), groups, out, finish)
 
@@ -97,8 +99,7 @@ def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:
     last = len(left.shape) - 1
     if kinds is None or not (_is_in_order(left, last) and _is_in_order(right, 2)):
         return None
-    tall = fmt.scale is not None and isinstance(fmt.scale.block, tuple) and fmt.scale.block[0] > 1
-    if rows.name == "experts" and tall:  # rows that share scales do not move alone
+    if rows.name == "experts" and tall_of(fmt) > 1:  # rows that share scales do not move alone
         return None
     known, columns, depth = right.shape
     return Pair(kinds, known, left.shape[-2], columns, depth) if depth else None
