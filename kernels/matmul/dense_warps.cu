@@ -97,7 +97,7 @@ struct CodedTile {
     __device__ static void add_halves(float (&d)[4], u32 upper, u32 lower, u32 token) {
         const u32 a[4] = {halves_of_codes<Codes::weights, 0>(upper), halves_of_codes<Codes::weights, 0>(lower),
                           halves_of_codes<Codes::weights, 1>(upper), halves_of_codes<Codes::weights, 1>(lower)};
-        mma<Half>(d, a, halves_of_codes<Codes::x, 0>(token), halves_of_codes<Codes::x, 1>(token));
+        mma_halves(d, a, halves_of_codes<Codes::x, 0>(token), halves_of_codes<Codes::x, 1>(token));
     }
 };
 
@@ -112,7 +112,7 @@ struct WarpPlace {
 };
 
 template <class Codes, class Tile>
-__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
+__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, 1) dense_warps(
     const __grid_constant__ Coded x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;
@@ -163,34 +163,34 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
             const int count = static_cast<int>(min(segment, K - k));
             // By the warp that has the segment's first columns.
             const bool zeros = k / Tile::step % Tile::depth_warps == place.depth && (x.zero_point || weights.zero_point);
+            const auto row_of = [&](int r, int h) { return Standing(weights, tile.group, weights_row(place.row + r * 16 + h * 8 + lane / 4)); };
+            float scales[Own::row_tiles][2];
 #pragma unroll
-            for (int n = 0; n < Own::token_tiles; ++n) {
-                float x_scale[2];
-                Standing tokens[2] = {{x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2)},
-                                      {x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2 + 1)}};
+            for (int r = 0; r < Own::row_tiles; ++r)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) x_scale[j] = x.scaling.at(tokens[j].place + x_block);
+                for (int h = 0; h < 2; ++h) scales[r][h] = weights.scaling.at(row_of(r, h).place + weights_block);
 #pragma unroll
-                for (int r = 0; r < Own::row_tiles; ++r)
+            for (int n = 0; n < Own::token_tiles; ++n)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const Standing row{weights, tile.group, weights_row(place.row + r * 16 + h * 8 + lane / 4)};
-                        const float scale = weights.scaling.at(row.place + weights_block);
+                for (int j = 0; j < 2; ++j) {
+                    const Standing token(x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2 + j));
+                    const float x_scale = x.scaling.at(token.place + x_block);
 #pragma unroll
-                        for (int j = 0; j < 2; ++j) {
+                    for (int r = 0; r < Own::row_tiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
                             Sum sum = products.sums[r][n][2 * h + j];
                             if constexpr (!Own::floats) {
                                 if (zeros) {
-                                    const Zeros own{zero_of(x, tokens[j].place + x_block), zero_of(weights, row.place + weights_block),
-                                                    sum_of(x, tokens[j].row, segments, own_segment),
-                                                    sum_of(weights, row.row, segments, own_segment)};
-                                    sum = own.correct(sum, count);
+                                    const Standing row = row_of(r, h);
+                                    const Zeros both{zero_of(x, token.place + x_block), zero_of(weights, row.place + weights_block),
+                                                     sum_of(x, token.row, segments, own_segment), sum_of(weights, row.row, segments, own_segment)};
+                                    sum = both.correct(sum, count);
                                 }
                             }
-                            totals[r][n][2 * h + j] = __fmaf_rn(static_cast<float>(sum), __fmul_rn(x_scale[j], scale), totals[r][n][2 * h + j]);
+                            totals[r][n][2 * h + j] = __fmaf_rn(static_cast<float>(sum), __fmul_rn(x_scale, scales[r][h]), totals[r][n][2 * h + j]);
                         }
-                    }
-            }
+                }
             products.clear();
         }
     };
