@@ -112,7 +112,7 @@ struct WarpPlace {
 };
 
 template <class Codes, class Tile>
-__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, 1) dense_warps(
+__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : 2) dense_warps(
     const __grid_constant__ Coded x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;
@@ -132,17 +132,28 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, 1) dense_warp
     const auto weights_row = [&](int r) { return min(first_row + r, N - 1); };
     const auto token_row = [&](int r) { return x_row + min(static_cast<i64>(r), tile.count - 1); };
 
+    // A thread copies 16 bytes at the same column of several rows: where they begin, and where they go.
+    constexpr int kRowsAtOnce = kThreads / kVectors, kCopies = (Tile::rows + Tile::tokens + kRowsAtOnce - 1) / kRowsAtOnce;
+    const int first_copied = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 16;
+    const u8* sources[kCopies];
+#pragma unroll
+    for (int c = 0; c < kCopies; ++c) {
+        const int r = min(first_copied + c * kRowsAtOnce, Tile::rows + Tile::tokens - 1);
+        const bool is_x = r >= Tile::rows;
+        const Coded& side = is_x ? x : weights;
+        const i64 row = is_x ? x_matrix * x.rows + token_row(r - Tile::rows) : tile.group * weights.rows + weights_row(r);
+        sources[c] = side.codes + row * side.stride + column;
+    }
+    // The columns from `from` on, which come one span after the other.
     const auto copy = [&](int stage, i64 from) {
-        u8* const to = shared + stage * Own::stage_bytes;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < (Tile::rows + Tile::tokens) * kVectors; i += kThreads) {
-            const int r = i / kVectors, column = i % kVectors * 16;
-            const i64 k = from + column, left = K - k;
-            const bool is_x = r >= Tile::rows;
-            const Coded& side = is_x ? x : weights;
-            const i64 row = is_x ? x_matrix * x.rows + token_row(r - Tile::rows) : tile.group * weights.rows + weights_row(r);
-            const u8* const source = side.codes + row * side.stride;
-            copy_ahead(to + r * Own::pitch + column, left > 0 ? source + k : source, static_cast<int>(min(max(left, 0ll), 16ll)));
+        const i64 left = K - from - column;
+        const int count = static_cast<int>(min(max(left, 0ll), 16ll));
+        u8* to = shared + stage * Own::stage_bytes + first_copied * Own::pitch + column;
+#pragma unroll
+        for (int c = 0; c < kCopies; ++c) {
+            const bool has = (c + 1) * kRowsAtOnce <= Tile::rows + Tile::tokens || first_copied + c * kRowsAtOnce < Tile::rows + Tile::tokens;
+            if (has) copy_ahead(to, count > 0 ? sources[c] + from : sources[c], count);
+            to += kRowsAtOnce * Own::pitch;
         }
     };
 

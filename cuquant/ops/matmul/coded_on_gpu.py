@@ -181,6 +181,8 @@ def run(
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
     with sides(backend, x, w, pair.kinds, segment) as (first, second):
-        dense_warps.multiply(backend, first, second, shape, groups, segment, results)
+        invariant = finish.batch_invariant
+        arguments = first, second, shape, groups, segment, results
+        dense_warps.multiply(backend, *arguments, batch_invariant=invariant)
     if target is not out:
         backend.copy_into(out, target)
