@@ -363,7 +363,8 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
                 segment = segment_of(other, fmt, depth)
                 with sides(plan, x, w, kinds, segment) as pair:
                     shape, groups = (tile.tokens, CODED_COLUMNS, depth), Groups(1, tile.tokens)
-                    dense_warps.multiply(plan, *pair, shape, groups, segment, bytes(80))
+                    run = dense_warps.prepare(*pair, shape, groups, segment)
+                    run(plan, pair[0], bytes(80))
     if plan.programs:
         rows = Rows("offsets", None, (1,), 1)
         ids = rows.ids(plan, _Nothing((2,)))

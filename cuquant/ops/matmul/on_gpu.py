@@ -92,7 +92,7 @@ def linear(
         if not math.prod(finish.shape):
             return out
         if pair is not None:
-            multiply(backend, pair, left, weights[0], out, finish)
+            multiply(backend, pair, left, weights[0], out, finish, call)
             return out
         given = floats_of(backend, left)
         given = backend.contiguous(given, -1) if finish.batch_invariant else given
@@ -262,7 +262,7 @@ def matmul(
         if not math.prod(finish.shape):
             return out
         if pair is not None:
-            multiply(backend, pair, left, right, out, finish)
+            multiply(backend, pair, left, right, out, finish, call)
             return out
         stored = [runs_along(side, axis) for side, axis in zip((left, right), depths, strict=True)]
         if all(stored):  # the larger one stays as it is
