@@ -91,7 +91,9 @@ def clear_lost(backend: Backend, ids: Any, out: View) -> None:
 
 
 def _launch(entry: str, items: int) -> Launch:
-    return Launch(Program("matmul/experts.cu", entry, (THREADS,)), (-(-items // THREADS), 1, 1), THREADS)
+    return Launch(
+        Program("matmul/experts.cu", entry, (THREADS,)), (-(-items // THREADS), 1, 1), THREADS
+    )
 
 
 def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:

@@ -83,7 +83,12 @@ def linear(
 
     `call` remembers how, where no array had to be copied or decoded.
     """
-    pair = pair_of(left, weights[0], (len(left.shape) - 1, 1)) if len(weights) == 1 else None
+    pairs = [pair_of(left, weight, (len(left.shape) - 1, 1)) for weight in weights]
+    pair = pairs[0] if len(weights) == 1 else None
+    if len(weights) == 2 and None not in pairs:
+        gate = linear(left, weights[:1], finish.as_float32, stream)
+        gated = replace(finish, residual=gate, activation="gated")
+        return linear(left, weights[1:], gated, stream)
     if finish.out_scale is not None and pair is None:
         return _requantized(linear(left, weights, finish.as_float32, stream), finish, stream)
     with backend_of(left.memory()[0], stream) as backend:

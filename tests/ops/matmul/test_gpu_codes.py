@@ -56,6 +56,17 @@ def test_results(to):
     assert interop.dtype_of(y).name == "bfloat16"
 
 
+def test_swiglu(to):
+    """Both products as codes: silu of the one times the other, rounded once."""
+    x, gate = pair(("int8", "int8", (6, 20, 64)))
+    up = cq.quantize(normal((20, 64), seed=8), "int4")
+    left, right = values(x) @ values(gate).T, values(x) @ values(up).T
+    wanted = left / (1 + np.exp(-left)) * right
+    for out in (None, to(np.zeros((6, 20), np.float16))):
+        y = cq.swiglu(to(x), to(gate), to(up), out=out)
+        np.testing.assert_allclose(host(y).astype(F32), wanted, rtol=2e-3, atol=2e-3)
+
+
 def test_a_batch(to):
     x, w = cq.quantize(normal((2, 3, 5, 64)), "int8"), cq.quantize(normal((2, 3, 9, 64)), "int8")
     y = host(cq.matmul(to(x), to(w).transpose(0, 1, 3, 2)))
