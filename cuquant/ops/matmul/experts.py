@@ -91,9 +91,8 @@ def clear_lost(backend: Backend, ids: Any, out: View) -> None:
 
 
 def _launch(entry: str, items: int) -> Launch:
-    return Launch(
-        Program("matmul/experts.cu", entry, (THREADS,)), (-(-items // THREADS), 1, 1), THREADS
-    )
+    program = Program("matmul/experts.cu", entry, (THREADS,))
+    return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
 
 
 def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:
