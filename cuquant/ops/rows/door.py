@@ -100,8 +100,8 @@ def _fused(
         quantizer(fmt)(backend, values, replace(task, view=backend.view(values)))
 
     run = EncodeOnGpu(fmt, axis, False, 0, given.get("nonfinite", "propagate"), out, make)
-    numbers = (given.get(name) for name in ("scale", "zero_point", "global_scale"))
-    parts = run(x, stored, *numbers, None)
+    scale, zero_point, global_scale = map(given.get, ("scale", "zero_point", "global_scale"))
+    parts = run(x, stored, scale, zero_point, global_scale, None)
     if copied:
         backend.copy_into(residual_out, total)
     if out is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cuquant import interop
 from cuquant.formats import Format
 from cuquant.gpu.backend import Backend
 from cuquant.ops import cpp
@@ -44,12 +45,12 @@ def quantize_rows(backend: Backend, rows: Rows, fmt: Format, task: Task, total: 
     packed = backend.pointer(task.parts["packed"])
     arrays = packed, task.scales(backend), task.given(backend), cpp.lookup(fmt.codec, backend)
     step = 0 if fmt.rule.block == "tensor" else 1
-    _launch(backend, rows, fmt, work, task.flags, total, (0, *arrays), step)
+    _launch(backend, rows, dtype, fmt, work, task.flags, total, (0, *arrays), step)
 
 
 def values_of(backend: Backend, rows: Rows, out: Any, total: Any = None) -> None:
     """Write the values to `out` and x + residual to `total`; both are contiguous and aligned."""
-    shape, dtype = tuple(rows.x.shape), backend.view(rows.x).dtype
+    shape, dtype = tuple(rows.x.shape), interop.dtype_of(out)
     if not math.prod(shape):
         return
     columns, count = shape[-1], math.prod(shape)
@@ -57,7 +58,7 @@ def values_of(backend: Backend, rows: Rows, out: Any, total: Any = None) -> None
     to = backend.pointer(out)
     if work is not None:
         arrays = (to, 0, *NOTHING, cpp.NO_LOOKUP)
-        _launch(backend, rows, None, work, 0, total, arrays, 1)
+        _launch(backend, rows, dtype, None, work, 0, total, arrays, 1)
         return
     operands = _operands(backend, rows, columns, total)
     group = rows.source.group
@@ -74,6 +75,7 @@ def values_of(backend: Backend, rows: Rows, out: Any, total: Any = None) -> None
 def _launch(
     backend: Backend,
     rows: Rows,
+    dtype: np.dtype,
     fmt: Format | None,
     work: kernel.Work,
     flags: int,
@@ -81,7 +83,7 @@ def _launch(
     arrays: tuple[Any, ...],
     step: int,
 ) -> None:
-    shape, dtype = tuple(rows.x.shape), backend.view(rows.x).dtype
+    shape = tuple(rows.x.shape)
     units, along = math.prod(shape) // UNIT, shape[-1] // UNIT
     if not rows.source.has_rows and (work.share or fmt is None):
         along = work.lanes * work.units
