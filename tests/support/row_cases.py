@@ -76,9 +76,8 @@ class Case:
         values = DATA[self.data](self.shape, dtype), normal((*self.shape[::-1], 1), dtype)
         values = values[0], values[1].reshape(self.shape)
         x, other = (where.view(to(placed(v, self.layout)), self.shape) for v in values)
-        weight, bias = (
-            to(normal((self.shape[-1],) * n, dtype).reshape(-1)[: self.shape[-1]]) for n in (1, 2)
-        )
+        columns = self.shape[-1]
+        weight, bias = (to(normal((columns + n,), dtype)[:columns]) for n in (1, 2))
         how = {"format": self.format.split()[0], **FORMATS[self.format]}
         match self.operation:
             case "rmsnorm":
