@@ -46,6 +46,7 @@ LAYERS = [
     ["ops.layout"],
     ["ops.dequantize"],
     ["ops.quantize"],
+    ["ops.rows"],
     ["ops.matmul.epilogue", "ops.matmul.check"],
     ["ops.matmul.problem"],
     ["ops.matmul.route", "ops.matmul.stream_rows", "ops.matmul.hopper_tiles", "ops.matmul.q8_1"],

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +52,11 @@ def quantized(
     x = rows.x
     if residual_out is not None:
         _check_residual_out(residual_out, x)
-    with backend_of(x, stream) as backend:
+    with ExitStack() as stack:
+        operands = [a for a in (rows.other, rows.weight, rows.bias, residual_out) if a is not None]
+        for operand in operands if stream is not None else ():
+            stack.enter_context(backend_of(operand, stream))  # whose memory is in use there too
+        backend = stack.enter_context(backend_of(x, stream))
         whole = _whole(backend, rows)
         plain = given.keys() <= FUSED and given.get("nonfinite", "propagate") in (
             "propagate",

@@ -111,13 +111,22 @@ def _power(least: float) -> int:
     return 1 << math.ceil(math.log2(max(least, 1)))
 
 
+def fitting(source: Source, work: Work) -> int:
+    """Blocks that must fit a multiprocessor, which allows a thread 128 registers; 0: any.
+
+    Left alone, the compiler takes 8 bytes of local memory for transforms on sm_75 and for rows of
+    4 units; told so, it takes more registers than it needs for others, and hundreds of bytes for 8.
+    """
+    return 512 // work.threads if source.group or work.units in (3, 4) else 0
+
+
 @lru_cache(maxsize=1024)
 def launch_of(
     fmt: Format | None, dtype: np.dtype, source: Source, work: Work, flags: int, rows: int
 ) -> Launch:
     """Of the kernel `rows`, for so many of them; fmt None stores the values themselves."""
     facts = cpp.Facts("", "") if fmt is None else cpp.facts(fmt)
-    of_work = cpp.numbers("Work", **asdict(work), fitting=0)
+    of_work = cpp.numbers("Work", **asdict(work), fitting=fitting(source, work))
     arguments = (
         "Values" if fmt is None else facts.type,
         cpp.element_of(dtype),
