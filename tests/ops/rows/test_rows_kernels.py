@@ -3,6 +3,8 @@
 NumPy's bytes are the oracle: tests/reference/test_rows.py compares them with float64.
 """
 
+import functools
+
 import fake_gpu
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from functional_inputs import BF16, F32, normal
 from kernel_cases import differences
 from oracle import DTYPES
 from row_cases import Case
-from samples import sampled, selected
+from samples import sampled
 
 import cuquant as cq
 import cuquant.functional as F
@@ -31,22 +33,22 @@ SAMPLE = sampled(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built(request):
-    """All kernels of the tests that run, compiled together."""
+@functools.cache
+def build():
+    """Compile the kernels of the cases together, which is much faster than one by one."""
     recorder = Recorder()
-    cases = [item["case"] for item in selected(request, "test_the_bytes_of_numpy")]
     with pytest.MonkeyPatch.context() as patch:
         to = fake_gpu.install("cupy", patch, recorder)
-        for case in cases:
-            case(to)
-    if recorder.programs:
-        Emulator().build(recorder.programs)
+        for param in SAMPLE:
+            param.values[0](to)
+    Emulator().build(recorder.programs)
 
 
 @pytest.fixture(params=fake_gpu.KINDS)
 def to(request, monkeypatch):
     """What moves NumPy arrays to a GPU."""
+    if request.param.startswith("fake"):
+        build()
     return fake_gpu.use(request.param, monkeypatch)
 
 
