@@ -102,25 +102,39 @@ struct Place {
 };
 
 template <typename T, class Work>
-__device__ void load(Held<T, Work>& held, const void* from, const Place<Work>& place) {
-#pragma unroll
-    for (int u = 0; u < Work::units; ++u) {
-        if (place.valid(u)) held.unit[u].load(static_cast<const T*>(from) + place.at(u) * kUnit);
-        else held.unit[u].zero();
-    }
+__device__ Unit<T> load(const void* from, const Place<Work>& place, int u) {
+    Unit<T> unit;
+    if (place.valid(u)) unit.load(static_cast<const T*>(from) + place.at(u) * kUnit);
+    else unit.zero();
+    return unit;
 }
 
+template <typename T, class Work>
+__device__ void load(Held<T, Work>& held, const void* from, const Place<Work>& place) {
+#pragma unroll
+    for (int u = 0; u < Work::units; ++u) held.unit[u] = load<T>(from, place, u);
+}
+
+// x with another array: a sum, which is stored too, or what a gate lets through. All of it is loaded first, but
+// where registers do not hold both.
 template <class Source, typename T, class Work>
-__device__ void add(Held<T, Work>& x, const Held<T, Work>& other, const Operands& operands, const Place<Work>& place) {
+__device__ void combine(Held<T, Work>& x, const Operands& operands, const Place<Work>& place) {
+    constexpr bool kAhead = Work::units <= 4;
+    Held<T, Work> other;
+    if constexpr (kAhead) load(other, operands.other, place);
 #pragma unroll
     for (int u = 0; u < Work::units; ++u) {
+        if constexpr (!kAhead) other.unit[u] = load<T>(operands.other, place, u);
         float a[kUnit], b[kUnit];
         x.unit[u].values(a);
         other.unit[u].values(b);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) a[i] = __fadd_rn(a[i], b[i]);
+        for (int i = 0; i < kUnit; ++i) {
+            if constexpr (Source::adds) a[i] = __fadd_rn(a[i], b[i]);
+            else a[i] = gated<Source>(a[i], b[i]);
+        }
         x.unit[u].round(a);
-        if (operands.sum && place.valid(u)) x.unit[u].store(static_cast<T*>(operands.sum) + place.at(u) * kUnit);
+        if (Source::adds && operands.sum && place.valid(u)) x.unit[u].store(static_cast<T*>(operands.sum) + place.at(u) * kUnit);
     }
 }
 
@@ -162,22 +176,7 @@ __device__ void scale_rows(Held<T, Work>& x, const Norm& norm, const Operands& o
 // x becomes what is quantized.
 template <class Source, typename T, class Work>
 __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Work>& place) {
-    if constexpr (Source::adds || Source::gate) {
-        Held<T, Work> other;
-        load(other, operands.other, place);
-        if constexpr (Source::adds) add<Source>(x, other, operands, place);
-        if constexpr (Source::gate) {
-#pragma unroll
-            for (int u = 0; u < Work::units; ++u) {
-                float v[kUnit], up[kUnit];
-                x.unit[u].values(v);
-                other.unit[u].values(up);
-#pragma unroll
-                for (int i = 0; i < kUnit; ++i) v[i] = gated<Source>(v[i], up[i]);
-                x.unit[u].round(v);
-            }
-        }
-    }
+    if constexpr (Source::adds || Source::gate) combine<Source>(x, operands, place);
     if constexpr (Source::norm) {
         const Norm norm = norm_of<Source>(operands, RowSum<T, Work>{x, place}, uniform<Work::lanes>);
         if (norm.unit == 1.0f) scale_rows<Source, T, Work, false>(x, norm, operands, place);
@@ -297,11 +296,12 @@ __device__ typename Format::Rule::State find_in_row(const Held<T, Work>& x, cons
     }
 }
 
-// A row with one scale, which is block `block`.
+// A row with one scale, which is block `block`. `lost`, where it is not null: set where the row loses a given scale
+// of the whole tensor.
 template <class Format, typename T, class Work, int kFlags>
 __device__ void quantize_row(
     const Held<T, Work>& x, const Place<Work>& place, i64 block, u8* packed, const Scales& scales, const Given& given,
-    const typename Format::Codec::EncodeTables& tables, const Lookup& lookup) {
+    const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u32* lost) {
     constexpr int kLanes = Work::lanes;
     const auto found = find_in_row<Format, T, Work, kFlags>(x, place);
     const bool any = place.own > 0;
@@ -329,7 +329,10 @@ __device__ void quantize_row(
             });
         }
     }
-    if (any && place.lane == 0 && (block || !place.row)) store_scale<Format>(scales, block, numbers);
+    if (any && place.lane == 0) {
+        if (block || !place.row) store_scale<Format>(scales, block, numbers);
+        if (lost && Format::Rule::lost(found)) *lost = 1;  // whoever says so
+    }
     x.each([&](float* v, int u) {
         clamp_all<T, kFlags>(v);
         encode_unit<Format>(v, numbers, packed, place.at(u), place.valid(u), tables, lookup);
@@ -341,7 +344,7 @@ __device__ void quantize_row(
 template <class Format, typename T, class Source, class Work, int kFlags>
 __global__ void __launch_bounds__(Work::threads, Work::fitting) rows(
     Operands operands, T* __restrict__ values, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup,
-    i64 units, int along, int step) {
+    i64 units, int along, int step, u32* lost) {
     const Place<Work> place(units, along);
     Held<T, Work> x;
     load(x, operands.x, place);
@@ -371,9 +374,32 @@ __global__ void __launch_bounds__(Work::threads, Work::fitting) rows(
                 });
             }
         } else {
-            quantize_row<Format, T, Work, kFlags>(x, place, place.row * step, packed, scales, given, tables, lookup);
+            quantize_row<Format, T, Work, kFlags>(x, place, place.row * step, packed, scales, given, tables, lookup, lost);
         }
     }
+}
+
+// Where a row has lost the scale of the tensor it is NaN, and all codes are that of zero. A thread a chunk.
+template <class Format, int kThreads>
+__global__ void __launch_bounds__(kThreads) lose(u8* __restrict__ packed, Scales scales, Lookup lookup, i64 chunks, const u32* lost) {
+    __shared__ typename Format::Codec::EncodeTables tables;
+    if (!*lost) return;  // nearly always
+    if constexpr (Format::Codec::is_codebook) {
+        Format::Codec::fill(tables, lookup, threadIdx.x, kThreads);
+        __syncthreads();
+    }
+    const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (thread == 0) {
+        float effective;
+        bool overflow;
+        u32 stored;
+        store_of<Format::stored>(float_of(0x7FC00000u), 1.0f, stored, effective, overflow);
+        store_bits<Format::stored>(scales.scale, 0, stored);
+    }
+    const float zeros[kChunk] = {};
+    const u64 bits = encode_chunk<Format>(zeros, 0, tables, lookup);
+    for (i64 c = thread; c < chunks; c += static_cast<i64>(gridDim.x) * kThreads)
+        store_chunk_bytes<typename Format::Packing>(packed, c, bits, chunks * Format::Packing::bits);
 }
 
 }  // namespace cuquant

@@ -118,6 +118,15 @@ COLUMNS = [
     *(Case("add_rmsnorm", "fp8_e4m3 128", "float32", (3, k)) for k in (128, 1024, 4096, 8192)),
     *(Case("silu_mul", "mxfp4", "float16", (rows, 96)) for rows in (1, 7, 130)),
     *(Case("silu_mul", "int8 128", "bfloat16", (2, k)) for k in (128, 40064)),
+    *(
+        Case(op, "int8", dt, (2, k))
+        for op, dt, k in (
+            ("silu_mul", "bfloat16", 28672),
+            ("add_rmsnorm", "float16", 28672),
+            ("silu_mul", "float32", 16384),
+            ("layernorm", "float32", 10240),
+        )
+    ),
 ]
 GROUPS = [
     Case(operation, format, dtype, (3, 2048), data, group=group)

@@ -97,7 +97,7 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
             break
         lanes //= 2
     units = -(-along // lanes)
-    if units > MOST[itemsize] // (2 if source.gate or source.adds else 1):
+    if units > MOST[itemsize]:
         return None
     return Work(lanes, units, lanes if lanes > WARP else THREADS // 2, share or 0)
 
@@ -114,10 +114,13 @@ def _power(least: float) -> int:
 def fitting(source: Source, work: Work) -> int:
     """Blocks that must fit a multiprocessor, which allows a thread 128 registers; 0: any.
 
-    Left alone, the compiler takes 8 bytes of local memory for transforms on sm_75 and for rows of
-    4 units; told so, it takes more registers than it needs for others, and hundreds of bytes for 8.
+    Left alone, the compiler takes 8 bytes of local memory for small transforms on sm_75 and for
+    rows of 4 units; told so, it takes more registers than it needs for others, and hundreds of
+    bytes where 128 registers do not suffice.
     """
-    return 512 // work.threads if source.group or work.units in (3, 4) else 0
+    most = 2 if source.group else 4
+    least = 1 if source.group else 3
+    return 512 // work.threads if least <= work.units <= most else 0
 
 
 @lru_cache(maxsize=1024)
@@ -137,6 +140,13 @@ def launch_of(
     text = facts.text + source.facts.text + of_work.text
     program = Program("quantize/rows.cu", "rows", arguments, text)
     return Launch(program, (-(-rows // work.rows), 1, 1), work.threads)
+
+
+def lose_launch(fmt: Format, multiprocessors: int, chunks: int) -> Launch:
+    """Of `lose`, after rows that may have lost a tensor's scale."""
+    facts = cpp.facts(fmt)
+    program = Program("quantize/rows.cu", "lose", (facts.type, THREADS), facts.text)
+    return Launch(program, (min(-(-chunks // THREADS), 4 * multiprocessors), 1, 1), THREADS)
 
 
 def plain_launch(dtype: np.dtype, source: Source, blocks: int) -> Launch:

@@ -10,7 +10,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.formats import Format
 from cuquant.gpu.backend import Backend
-from cuquant.ops import cpp
+from cuquant.ops import cpp, geometry
 from cuquant.ops.quantize.call import Task
 from cuquant.ops.quantize.nested import set_global_scale
 from cuquant.ops.rows import kernel
@@ -27,8 +27,7 @@ def fits(fmt: Format, task: Task, source: Source) -> bool:
         return False
     if fmt.scale is not None and fmt.scale.nested == "global" and task.known.global_scale is None:
         return False  # the data decides, all of it
-    # A tensor's scale is known to a row where it is given, and no other row may lose it.
-    if fmt.rule.block == "tensor" and (task.known.scale is None or not task.clamp):
+    if fmt.rule.block == "tensor" and task.known.scale is None:
         return False
     share = kernel.share_of(fmt, columns)
     return kernel.work_of(source, share, columns, view.dtype.itemsize) is not None
@@ -44,8 +43,17 @@ def quantize_rows(backend: Backend, rows: Rows, fmt: Format, task: Task, total: 
     assert work is not None
     packed = backend.pointer(task.parts["packed"])
     arrays = packed, task.scales(backend), task.given(backend), cpp.lookup(fmt.codec, backend)
-    step = 0 if fmt.rule.block == "tensor" else 1
-    _launch(backend, rows, dtype, fmt, work, task.flags, total, (0, *arrays), step)
+    if fmt.rule.block != "tensor":
+        _launch(backend, rows, dtype, fmt, work, task.flags, total, (0, *arrays))
+        return
+    # Any row may lose the scale of all.
+    lost = None if task.clamp else backend.zeros((1,), np.dtype(np.uint32))
+    at = 0 if lost is None else backend.pointer(lost)
+    _launch(backend, rows, dtype, fmt, work, task.flags, total, (0, *arrays), 0, at)
+    if lost is not None:
+        chunks = math.prod(task.stored) // geometry.CHUNK
+        launch = kernel.lose_launch(fmt, backend.multiprocessors, chunks)
+        backend.launch(launch, packed, arrays[1], arrays[3], chunks, at)
 
 
 def values_of(backend: Backend, rows: Rows, out: Any, total: Any = None) -> None:
@@ -58,7 +66,7 @@ def values_of(backend: Backend, rows: Rows, out: Any, total: Any = None) -> None
     to = backend.pointer(out)
     if work is not None:
         arrays = (to, 0, *NOTHING, cpp.NO_LOOKUP)
-        _launch(backend, rows, dtype, None, work, 0, total, arrays, 1)
+        _launch(backend, rows, dtype, None, work, 0, total, arrays)
         return
     operands = _operands(backend, rows, columns, total)
     group = rows.source.group
@@ -81,7 +89,8 @@ def _launch(
     flags: int,
     total: Any,
     arrays: tuple[Any, ...],
-    step: int,
+    step: int = 1,
+    lost: int = 0,
 ) -> None:
     shape = tuple(rows.x.shape)
     units, along = math.prod(shape) // UNIT, shape[-1] // UNIT
@@ -89,7 +98,7 @@ def _launch(
         along = work.lanes * work.units
     launch = kernel.launch_of(fmt, dtype, rows.source, work, flags, -(-units // along))
     operands = _operands(backend, rows, shape[-1], total)
-    backend.launch(launch, operands, *arrays, units, along, step)
+    backend.launch(launch, operands, *arrays, units, along, step, lost)
 
 
 def _operands(backend: Backend, rows: Rows, columns: int, total: Any) -> bytes:

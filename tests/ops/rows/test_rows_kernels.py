@@ -106,6 +106,16 @@ def test_one_kernel(operation, format, to, monkeypatch):
     assert launched(to, case, monkeypatch) == ["rows"]
 
 
+def test_kernels_of_other_calls(to, monkeypatch):
+    """One more where any row may lose a tensor's scale; values first where all of them count."""
+    static, dynamic = Case("rmsnorm", "fp8_e4m3 static"), Case("rmsnorm", "fp8_e4m3 tensor")
+    assert launched(to, static, monkeypatch) == ["rows", "lose"]
+    assert launched(to, dynamic, monkeypatch)[0] == "rows"
+    long = Case("silu_mul", "int8", shape=(2, 40000))
+    assert launched(to, long, monkeypatch)[0] == "rows"
+    assert launched(to, Case("layernorm", "int8", shape=(2, 100)), monkeypatch)[0] == "rows_values"
+
+
 @pytest.mark.parametrize("place", ["x", "residual", "neither", "strided", "overlapping"])
 def test_where_a_sum_may_go(place, to):
     x, residual, weight = (
