@@ -24,6 +24,7 @@ from cuquant.ops.rows.source import Rows
 
 F32 = np.dtype(np.float32)
 FORMAT_OPTIONS = ("block_size", "levels", "double_quant")
+DRAWS = ("stochastic", "seed")
 # What one kernel has: with other options, or other values of these, the values are made first.
 FUSED = {*FORMAT_OPTIONS, "axis", "scale", "zero_point", "global_scale", "nonfinite", "out"}
 
@@ -46,7 +47,8 @@ def quantized(
     residual_out
         Where x + residual goes, or None; not written where anything is refused.
     """
-    given = dict(options)
+    # What says that rounding is not stochastic is as good as left out.
+    given = {n: v for n, v in options.items() if n not in DRAWS or not (v is None or v is False)}
     stream = given.pop("stream", None)
     fmt = get_format(format, **door.format_options(*(given.get(name) for name in FORMAT_OPTIONS)))
     x = rows.x

@@ -56,7 +56,7 @@ def test_gates_of_all_numbers(dtype, gate, gpu):
     assert same_values(interop.to_host(out), REFERENCES[gate](x, ones))
 
 
-@pytest.mark.parametrize("shape", [(16384, 4096), (4096, 14336), (1, 4096), (100000, 128)])
+@pytest.mark.parametrize("shape", [(2048, 4096), (512, 14336), (1, 4096), (40000, 128)])
 @pytest.mark.parametrize("operation", ["add_rmsnorm", "layernorm", "silu_mul", "signed"])
 def test_large_arrays(operation, shape, gpu):
     case = row_cases.Case(operation, "fp8_e4m3", shape=shape)

@@ -111,6 +111,9 @@ def test_kernels_of_other_calls(to, monkeypatch):
     static, dynamic = Case("rmsnorm", "fp8_e4m3 static"), Case("rmsnorm", "fp8_e4m3 tensor")
     assert launched(to, static, monkeypatch) == ["rows", "lose"]
     assert launched(to, dynamic, monkeypatch)[0] == "rows"
+    x = normal(2, 64)
+    plain = lambda to: F.silu_mul_quantize(to(x), to(x), stochastic=False, seed=None)  # noqa: E731
+    assert launched(to, plain, monkeypatch) == ["rows"]
     long = Case("silu_mul", "int8", shape=(2, 40000))
     assert launched(to, long, monkeypatch)[0] == "rows"
     assert launched(to, Case("layernorm", "int8", shape=(2, 100)), monkeypatch)[0] == "rows_values"
