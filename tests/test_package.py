@@ -46,6 +46,7 @@ LAYERS = [
     ["ops.layout"],
     ["ops.dequantize"],
     ["ops.quantize"],
+    ["ops.rows"],
     ["ops.matmul.epilogue", "ops.matmul.check"],
     ["ops.matmul.problem"],
     ["ops.matmul.operands", "ops.matmul.experts", "ops.matmul.coded"],

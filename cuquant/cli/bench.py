@@ -218,6 +218,60 @@ def matmul(
         raise typer.Exit(1)
 
 
+@bench.command(name="rows")
+def row_quantizers(
+    formats: FormatsOption = None,
+    operations: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Of rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, hadamard; repeatable.",
+        ),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help="bfloat16 (if not given), float16, float32; repeatable."),
+    ] = None,
+    shapes: ShapesOption = None,
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+) -> None:
+    """Time norms, gates and transforms with the quantization behind them, and check what was
+    timed; exit code 1 if it is wrong.
+
+    Matrices are 16384x4096, 4096x14336 and 16384x5120 unless --shape is given.
+    """
+    from cuquant.bench import roofline
+    from cuquant.bench import rows as cases
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.quantize import check_dtypes, parse_formats
+    from cuquant.bench.quantize_report import NUMBERS, headings, rows
+
+    _check_outputs(json, None)
+    settings = cases.Settings(
+        parse_formats(split_names(formats or []) or cases.FORMATS),
+        cases.check_operations(split_names(operations or []) or cases.OPERATIONS),
+        check_dtypes(split_names(dtypes or []) or cases.DTYPES),
+        parse_shapes(shapes) or cases.SHAPES,
+        repeats,
+    )
+    gpu = CupyGpu()
+    with console(stderr=True).status("measuring the memory") as status:
+        ceilings = roofline.measure_ceilings(gpu, repeats)
+        gpu.release()
+        measured = tuple(cases.run(gpu, settings, status.update))
+    results = cases.RowResults(gpu.machine, ceilings, cases.FORMULA, measured, _command())
+    drop = ("of read", "of copy", "TB/s", "dtype")
+    _print(headings(results), NUMBERS, rows(results), results.header(), drop)
+    if json is not None:
+        replace_file(json, results.to_json().encode())
+    if not results.exact:
+        console(stderr=True).print(
+            "error: results marked WRONG differ from the NumPy reference", style="red"
+        )
+        raise typer.Exit(1)
+
+
 @bench.command()
 def calibrate(
     repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,

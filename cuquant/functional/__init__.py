@@ -1,9 +1,9 @@
 """Plain arrays in, plain arrays out: the names of the field, on the machinery of the formats.
 
 A result has the kind (NumPy, CuPy, torch) and the device of the first array argument. Everything
-that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU, and so do the
-products of ggml's blocks with q8_1; the other products and `rmsnorm_quantize` and its like compute
-on the CPU only and raise `BackendUnavailable` for arrays on a GPU.
+that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU, and so do
+`rmsnorm_quantize` and its like and the products of ggml's blocks with q8_1; the other products
+compute on the CPU only and raise `BackendUnavailable` for arrays on a GPU.
 """
 
 from cuquant.functional.blockwise import dequantize_fp4, dequantize_nf4, quantize_fp4, quantize_nf4
@@ -82,7 +82,9 @@ from cuquant.functional.products import (
 )
 from cuquant.functional.rows import (
     add_rmsnorm_quantize,
+    gelu_mul_quantize,
     hadamard_quantize,
+    layernorm_quantize,
     rmsnorm_quantize,
     silu_mul_quantize,
 )
@@ -115,6 +117,7 @@ __all__ = [
     "dequantize_tensor",
     "dynamic_quantize",
     "fp16_gemm",
+    "gelu_mul_quantize",
     "gemm_ggml_mxfp4_q8_1",
     "gemm_ggml_nvfp4_q8_1",
     "gemm_iq4_nl_q8_1",
@@ -135,6 +138,7 @@ __all__ = [
     "int4_matmul",
     "int8_gemm",
     "int8_matmul",
+    "layernorm_quantize",
     "matmul_bias_relu",
     "pack_int4",
     "quantize_fp4",

@@ -1,10 +1,10 @@
 """What a layer does to a row before it is quantized, and the quantization, in one call.
 
-A kernel reads the row once; nothing is rounded to x's dtype between the two steps.
+The values are float32 and rounded to x's dtype, and these are quantized: the result has the bytes
+that the layer and `cuquant.quantize` after it would give. On a GPU one kernel reads each row once.
 """
 
-import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from cuquant.formats.names import FormatName
 from cuquant.functional.checks import floats, integer, like, number
 from cuquant.ops.outputs import writable_out
 from cuquant.ops.quantize.door import quantize
-from cuquant.reference import silu
+from cuquant.ops.rows import door
+from cuquant.ops.rows.source import GELU, LAYER, RMS, SILU, Rows, Source
+from cuquant.reference import rows as reference
 
 F32 = np.float32
-CHUNK = 1 << 16  # elements whose squares are held in float64 at a time
-SQUARES = 2.0**-126, float(np.finfo(F32).max)  # mean squares that float32 holds as well as any
-UNIT = 2.0**100
 
 
 def rmsnorm_quantize(
@@ -37,7 +36,7 @@ def rmsnorm_quantize(
     Parameters
     ----------
     x
-        NumPy or torch array [..., K] of float32, float16 or bfloat16.
+        NumPy, CuPy or torch array [..., K] of float32, float16 or bfloat16.
     weight
         [K], of these dtypes.
     eps
@@ -61,10 +60,13 @@ def rmsnorm_quantize(
 
     Notes
     -----
-    RMSNorm: Zhang and Sennrich, arXiv 1910.07467. The squares are added in float64 in index
-    order and their mean is rounded once to float32; then (x * (1 / sqrt(mean + eps))) * weight
-    in float32. A row whose mean + eps is not a normal float32 is multiplied by 2^100 or 2^-100
-    before, so that values of 1e20 and more, whose squares overflow, are normalized as all others.
+    RMSNorm: Zhang and Sennrich, arXiv 1910.07467. (x * (1 / sqrt(mean + eps))) * weight is float32,
+    rounded to x's dtype. The squares are added in one order everywhere: eight neighbours in index
+    order and the two halves of 16 then, in float32; the sum of the elements from 16 m on belongs
+    to partial sum m % 256, which adds in index order in float64, and the partial sums are added
+    by a tree, p and p + 128 first, p and p + 1 last. The mean is rounded once to float32. A row
+    whose mean + eps is below 2^-80 or above 2^126 is multiplied by 2^100 or 2^-100 before, so that
+    values of 1e20, whose squares overflow, are normalized as all others.
 
     Examples
     --------
@@ -76,9 +78,14 @@ def rmsnorm_quantize(
     >>> q.dequantize().round(2)
     array([[ 1.2, -1.6,  0. ,  0. ]], dtype=float32)
     """
-    host = _rows(x, "x")
-    values = _rmsnorm(host.astype(F32), _weight(weight, host), _eps(eps))
-    return _quantize(values, x, format, options)
+    rows = _rows(x, "x")
+    scale, small = _along(weight, "weight", rows), _eps(eps)
+    source = Source(norm=RMS, weight=True, wide=_is_wide(rows, scale))
+
+    def values() -> np.ndarray:
+        return reference.rmsnorm(rows, scale.astype(F32), small)[0]
+
+    return _quantized(Rows(source, rows, weight=scale, eps=small), values, x, format, options)
 
 
 def add_rmsnorm_quantize(
@@ -96,7 +103,8 @@ def add_rmsnorm_quantize(
     Parameters
     ----------
     x, residual
-        NumPy or torch arrays [..., K] of float32, float16 or bfloat16, of one shape.
+        NumPy, CuPy or torch arrays [..., K] of float32, float16 or bfloat16, of one shape and
+        dtype.
     weight
         [K], of these dtypes.
     eps
@@ -136,18 +144,86 @@ def add_rmsnorm_quantize(
     >>> residual, q.packed
     (array([[ 3., -4.]], dtype=float16), array([[  95, -127]], dtype=int8))
     """
-    host, carried = _rows(x, "x"), _same_shape(residual, "residual", x)
-    scale, small = _weight(weight, host), _eps(eps)
+    rows, carried = _rows(x, "x"), _same_shape(residual, "residual", x)
+    scale, small = _along(weight, "weight", rows), _eps(eps)
+    if interop.is_on_gpu(rows):
+        source = Source(adds=True, norm=RMS, weight=True, wide=_is_wide(rows, scale))
+        given = Rows(source, rows, carried, scale, eps=small)
+        return door.quantized(given, format, options, residual_out)
     target = None
     if residual_out is not None:
         kind = interop.kind(x) or "numpy"
-        target = writable_out(residual_out, host.shape, kind, host.dtype, [])
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        total = (host.astype(F32) + carried.astype(F32)).astype(host.dtype)
-    result = _quantize(_rmsnorm(total.astype(F32), scale, small), x, format, options)
+        target = writable_out(residual_out, rows.shape, kind, rows.dtype, [])
+    values, total = reference.rmsnorm(rows, scale.astype(F32), small, carried)
+    result = quantize(like(values, x), format, **options)
     if target is not None:
         target[...] = total
     return result
+
+
+def layernorm_quantize(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    format: FormatName | str | Format = "int8",
+    **options: Any,
+) -> QuantArray:
+    """Quantize (x - mean) / sqrt(variance + eps) * weight + bias, both along the last axis.
+
+    Parameters
+    ----------
+    x
+        NumPy, CuPy or torch array [..., K] of float32, float16 or bfloat16.
+    weight
+        [K], of these dtypes.
+    bias
+        [K], of these dtypes, or None for none.
+    eps
+        Added to the variance, which is that of a population; not negative.
+    format
+        Name or Format to quantize to.
+    options
+        Those of `cuquant.quantize`: block_size, scale, nonfinite, out, ...
+
+    Returns
+    -------
+    QuantArray
+        Of x's shape, kind and dtype.
+
+    Raises
+    ------
+    TypeError
+        For arrays of other dtypes.
+    ValueError
+        For shapes that do not fit, and what `cuquant.quantize` raises.
+
+    Notes
+    -----
+    LayerNorm: Ba, Kiros and Hinton, arXiv 1607.06450. Sums and units are those of
+    `rmsnorm_quantize`: the mean is rounded to float32, and the variance is the mean of
+    (x - mean)^2.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> x = np.array([[5.0, 1.0, 3.0, 3.0]], np.float32)
+    >>> cq.functional.layernorm_quantize(x, np.ones(4, np.float32)).packed
+    array([[ 127, -127,    0,    0]], dtype=int8)
+    """
+    rows = _rows(x, "x")
+    scale, small = _along(weight, "weight", rows), _eps(eps)
+    shift = None if bias is None else _along(bias, "bias", rows)
+    wide = _is_wide(rows, scale) or (shift is not None and _is_wide(rows, shift))
+    source = Source(norm=LAYER, weight=True, bias=shift is not None, wide=wide)
+
+    def values() -> np.ndarray:
+        added = None if shift is None else shift.astype(F32)
+        return reference.layernorm(rows, scale.astype(F32), added, small)
+
+    given = Rows(source, rows, weight=scale, bias=shift, eps=small)
+    return _quantized(given, values, x, format, options)
 
 
 def silu_mul_quantize(
@@ -158,7 +234,8 @@ def silu_mul_quantize(
     Parameters
     ----------
     gate, up
-        NumPy or torch arrays of float32, float16 or bfloat16, of one shape.
+        NumPy, CuPy or torch arrays of float32, float16 or bfloat16, of one shape and
+        dtype.
     format
         Name or Format to quantize to.
     options
@@ -178,7 +255,8 @@ def silu_mul_quantize(
 
     Notes
     -----
-    silu(g) = g / (1 + exp(-g)), in float32. SwiGLU: Shazeer, arXiv 2002.05202.
+    silu(g) = g / (1 + exp(-g)) is float32, within 3 ulp, and -0 below -87; its product with `up` is
+    rounded to gate's dtype. SwiGLU: Shazeer, arXiv 2002.05202.
 
     Examples
     --------
@@ -187,14 +265,59 @@ def silu_mul_quantize(
     >>> cq.functional.silu_mul_quantize(gate, up).dequantize()
     array([[ 0., 10.]], dtype=float32)
     """
-    left, right = _rows(gate, "gate"), _same_shape(up, "up", gate, "gate")
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = silu(left.astype(F32)) * right.astype(F32)
-    return _quantize(values, gate, format, options)
+    return _gated(Source(gate=SILU), reference.silu_mul, gate, up, format, options)
+
+
+def gelu_mul_quantize(
+    gate: Any, up: Any, *, format: FormatName | str | Format = "int8", **options: Any
+) -> QuantArray:
+    """Quantize gelu(gate) * up, the middle of a gated MLP.
+
+    Parameters
+    ----------
+    gate, up
+        NumPy, CuPy or torch arrays of float32, float16 or bfloat16, of one shape and
+        dtype.
+    format
+        Name or Format to quantize to.
+    options
+        Those of `cuquant.quantize`: block_size, axis, scale, nonfinite, out, ...
+
+    Returns
+    -------
+    QuantArray
+        Of gate's shape, kind and dtype.
+
+    Raises
+    ------
+    TypeError
+        For arrays of other dtypes.
+    ValueError
+        For shapes that do not fit, and what `cuquant.quantize` raises.
+
+    Notes
+    -----
+    gelu(g) = g / 2 * (1 + erf(g / sqrt 2)), the exact one of Hendrycks and Gimpel, arXiv
+    1606.08415, is float32 with an error below 5 * 2^-24 * |g|; its product with `up` is rounded to
+    gate's dtype. GeGLU: Shazeer, arXiv 2002.05202.
+
+    Examples
+    --------
+    >>> import numpy as np, cuquant as cq
+    >>> gate, up = np.array([[0.0, 20.0]], np.float32), np.array([[5.0, 0.5]], np.float32)
+    >>> cq.functional.gelu_mul_quantize(gate, up).dequantize()
+    array([[ 0., 10.]], dtype=float32)
+    """
+    return _gated(Source(gate=GELU), reference.gelu_mul, gate, up, format, options)
 
 
 def hadamard_quantize(
-    x: Any, *, group: int | None = None, format: FormatName | str | Format = "int8", **options: Any
+    x: Any,
+    *,
+    group: int | None = None,
+    signs: Any = None,
+    format: FormatName | str | Format = "int8",
+    **options: Any,
 ) -> QuantArray:
     """Quantize the orthonormal Walsh-Hadamard transform along the last axis.
 
@@ -205,7 +328,11 @@ def hadamard_quantize(
     x
         NumPy or torch array [..., K] of float32, float16 or bfloat16.
     group
-        Elements that are transformed together: a power of two that divides K. None: K.
+        Elements that are transformed together: a power of two that divides K. None: K. On a GPU
+        one kernel does 16 to 1024; others take two.
+    signs
+        [K] of 1 and -1, which x is multiplied with before: a randomized transform. None: all 1.
+        Values on a GPU are not checked, which would wait for them.
     format
         Name or Format to quantize to.
     options
@@ -221,13 +348,14 @@ def hadamard_quantize(
     TypeError
         For an array of another dtype.
     ValueError
-        For another group, and what `cuquant.quantize` raises.
+        For another group, other signs, and what `cuquant.quantize` raises.
 
     Notes
     -----
     y = H x / sqrt(group) with Sylvester's H, as in QuaRot, arXiv 2404.00456. Sums and
     differences are float32, of neighbours at distance 1, then 2, 4, ...; 1 / sqrt(group) is
-    multiplied last.
+    multiplied last, and the result is rounded to x's dtype. A group whose sums are beyond float32
+    is divided by its size before and multiplied after.
 
     Examples
     --------
@@ -236,90 +364,93 @@ def hadamard_quantize(
     >>> cq.functional.hadamard_quantize(x).dequantize()
     array([[2., 2., 2., 2.]], dtype=float32)
     """
-    host = _rows(x, "x")
-    size = _group(group, host.shape[-1])
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        rows = host.astype(F32).reshape(-1, size)
-        # Where sums may be beyond float32 a row is taken in other units, of a power of two.
-        largest = np.abs(rows).max(axis=-1, keepdims=True, initial=0)
-        unit = np.where(largest > np.finfo(F32).max / size, F32(1 / size), F32(1))
-        values = _walsh_hadamard(rows * unit) * F32(1 / math.sqrt(size)) / unit
-    return _quantize(values.reshape(host.shape), x, format, options)
+    rows = _rows(x, "x")
+    size = _group(group, rows.shape[-1])
+    turns = None if signs is None else _signs(signs, rows)
+    source = Source(group=size, weight=turns is not None)
+
+    def values() -> np.ndarray:
+        return reference.hadamard(rows, size, None if turns is None else turns.astype(F32))
+
+    return _quantized(Rows(source, rows, weight=turns), values, x, format, options)
 
 
-def _rmsnorm(rows: np.ndarray, weight: np.ndarray, eps: np.float32) -> np.ndarray:
-    """float32 of float32 rows [..., K]."""
-    with np.errstate(all="ignore"):
-        mean = _mean_square(rows)
-        square = mean.astype(F32) + eps
-        # Where squares leave float32's normal numbers the row is taken in other units.
-        unit = np.where(square > SQUARES[1], 1 / UNIT, np.where(square < SQUARES[0], UNIT, 1.0))
-        square = (mean * unit**2).astype(F32) + (eps * unit**2).astype(F32)
-        inverse = F32(1) / np.sqrt(square)
-        return (rows * unit.astype(F32) * inverse) * weight
+# ---- what they share ----------------------------------------------------------------------------
 
 
-def _mean_square(rows: np.ndarray) -> np.ndarray:
-    """float64 [..., 1]: the mean of the squares, which are added in index order."""
-    columns = rows.shape[-1]
-    matrix = rows.reshape(-1, columns) if rows.size else rows.reshape(0, columns)
-    mean = np.zeros((math.prod(rows.shape[:-1]), 1))
-    step = max(CHUNK // max(columns, 1), 1)
-    for start in range(0, len(matrix), step):
-        squares = np.square(matrix[start : start + step], dtype=np.float64)
-        total = np.cumsum(squares, axis=-1)[:, -1:]
-        mean[start : start + step] = total / columns
-    return mean.reshape(*rows.shape[:-1], 1)
+def _gated(
+    source: Source,
+    reckon: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    gate: Any,
+    up: Any,
+    format: Any,
+    options: dict[str, Any],
+) -> QuantArray:
+    left, right = _rows(gate, "gate"), _same_shape(up, "up", gate, "gate")
+    given = Rows(source, left, right)
+    return _quantized(given, lambda: reckon(left, right), gate, format, options)
 
 
-def _walsh_hadamard(rows: np.ndarray) -> np.ndarray:
-    """H x of float32 [n, group], not scaled."""
-    count, size = rows.shape
-    distance = 1
-    while distance < size:
-        pairs = rows.reshape(count, size // (2 * distance), 2, distance)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        rows = np.stack([first + second, first - second], axis=2).reshape(count, size)
-        distance *= 2
-    return rows
+def _quantized(
+    rows: Rows,
+    values: Callable[[], np.ndarray],
+    x: Any,
+    format: Any,
+    options: dict[str, Any],
+) -> QuantArray:
+    """The QuantArray of what `rows` stands for: of `values()` on the CPU."""
+    if interop.is_on_gpu(rows.x):
+        return door.quantized(rows, format, options)
+    return quantize(like(values(), x), format, **options)
 
 
-def _quantize(values: np.ndarray, x: Any, format: Any, options: dict[str, Any]) -> QuantArray:
-    """The QuantArray of float32 `values`, which stands for an array like x."""
-    dtype = interop.dtype_of(x)
-    out = options.get("out")
-    if not isinstance(out, QuantArray):
-        return replace(quantize(like(values, x), format, **options), dtype=dtype)
-    if out.dtype != dtype:
-        raise ValueError(f"out has dtype {out.dtype}; this call gives {dtype}")
-    wide = replace(out, dtype=np.dtype(F32))  # the same arrays, as the float32 values fit them
-    quantize(like(values, x), format, **{**options, "out": wide})
-    return out
-
-
-def _rows(x: Any, name: str) -> np.ndarray:
-    host = floats(x, name)
-    if host.ndim == 0:
+def _rows(x: Any, name: str) -> Any:
+    found = floats(x, name, x)
+    if found.ndim == 0:
         raise ValueError(f"{name} is 0-d; it needs at least one axis ({name}.reshape(1))")
-    return host
+    return found
 
 
-def _same_shape(x: Any, name: str, other: Any, other_name: str = "x") -> np.ndarray:
-    host = floats(x, name)
-    if host.shape != tuple(other.shape):
+def _same_shape(x: Any, name: str, other: Any, other_name: str = "x") -> Any:
+    found = floats(x, name, other)
+    if tuple(found.shape) != tuple(other.shape):
         raise ValueError(
-            f"{name} has shape {host.shape} and {other_name} {tuple(other.shape)}; "
+            f"{name} has shape {tuple(found.shape)} and {other_name} {tuple(other.shape)}; "
             "they must be equal"
         )
-    return host
+    dtype, other_dtype = interop.dtype_of(found), interop.dtype_of(other)
+    if dtype != other_dtype:
+        raise TypeError(
+            f"{name} is {dtype} and {other_name} {other_dtype}; convert one of them to the other's"
+        )
+    return found
 
 
-def _weight(weight: Any, x: np.ndarray) -> np.ndarray:
-    """float32 [K]."""
-    host = floats(weight, "weight")
-    if host.shape != x.shape[-1:]:
-        raise ValueError(f"weight has shape {host.shape}; x has {x.shape[-1]} columns")
-    return host.astype(F32)
+def _along(vector: Any, name: str, x: Any) -> Any:
+    """A vector [K] where x is."""
+    found = floats(vector, name, x)
+    if tuple(found.shape) != tuple(x.shape[-1:]):
+        raise ValueError(f"{name} has shape {tuple(found.shape)}; x has {x.shape[-1]} columns")
+    return found
+
+
+def _is_wide(x: Any, vector: Any) -> bool:
+    return interop.dtype_of(vector) != interop.dtype_of(x)
+
+
+def _signs(signs: Any, x: Any) -> Any:
+    """[K] of x's dtype, where x is."""
+    given = signs if interop.kind(signs) else np.asarray(signs)
+    if interop.dtype_of(given).kind not in "fi" and interop.dtype_of(given).name != "bfloat16":
+        raise TypeError(f"signs must be a numeric array, got {interop.dtype_of(given)}")
+    if tuple(given.shape) != tuple(x.shape[-1:]):
+        raise ValueError(f"signs has shape {tuple(given.shape)}; x has {x.shape[-1]} columns")
+    if not interop.is_on_gpu(given):
+        host = interop.to_numpy(given, "signs").astype(F32)
+        if (np.abs(host) != 1).any():
+            raise ValueError("signs must be 1 and -1")
+        return interop.beside(host.astype(interop.dtype_of(x)), x, "signs")
+    return interop.astype(interop.beside(given, x, "signs"), interop.dtype_of(x))
 
 
 def _eps(eps: Any) -> np.float32:

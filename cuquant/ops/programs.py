@@ -36,6 +36,7 @@ from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
 from cuquant.ops.quantize.call import Known, Task
 from cuquant.ops.quantize.quantizer import quantizer
+from cuquant.ops.rows.planned import plan_rows
 
 ADDRESS = 1 << 20  # of everything
 MULTIPROCESSORS = 132
@@ -374,6 +375,13 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
     return list(plan.programs)
 
 
+def row_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
+    """The programs of the usual fused row quantizers."""
+    plan = Plan(arch)
+    plan_rows(plan, _Nothing, ADDRESS, fmt, dtypes)
+    return list(plan.programs)
+
+
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.
 PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "quantize": quantize_programs,
@@ -382,4 +390,5 @@ PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "matmul_codes": coded_programs,
     "prepack": prepack_programs,
     "gemm_q8_1": q8_1.programs,
+    "rows": row_programs,
 }

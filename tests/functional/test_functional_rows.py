@@ -1,4 +1,4 @@
-"""Fused row quantization: RMSNorm, SiLU, Hadamard."""
+"""Fused row quantization on the CPU: the bytes of the layer and `quantize` after it."""
 
 import numpy as np
 import pytest
@@ -7,18 +7,7 @@ from oracle import bits_equal
 
 import cuquant as cq
 import cuquant.functional as F
-
-
-def rmsnorm(x, weight, eps):
-    """One row after the other, one square after the other."""
-    rows = []
-    for row in x.astype(F32).reshape(-1, x.shape[-1]):
-        total = 0.0
-        for value in row:
-            total += float(value) ** 2
-        inverse = F32(1) / np.sqrt(F32(total / len(row)) + F32(eps))
-        rows.append((row * inverse) * weight.astype(F32))
-    return np.stack(rows).reshape(x.shape)
+from cuquant.reference import rows
 
 
 def arrays_equal(found, wanted):
@@ -27,29 +16,63 @@ def arrays_equal(found, wanted):
     return parts.keys() == others.keys() and all(bits_equal(parts[k], others[k]) for k in parts)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "nf4", "mxfp8"])
+FORMATS = {
+    "int8": {}, "int8 tensor": {"block_size": "tensor"}, "fp8_e4m3": {"block_size": "row"},
+    "fp8_e5m2": {"block_size": 32}, "mxfp8": {}, "mxfp4": {}, "nvfp4": {}, "int4": {}, "nf4": {},
+    "q8_0": {}, "k3": {"block_size": 16},
+}  # fmt: skip
+
+
+def operations(x, other, weight, bias, signs):
+    """Each operation fused, and its values as the reference has them."""
+    wide, shift = weight.astype(F32), bias.astype(F32)
+    eps = F32(1e-5)
+    return {
+        "rmsnorm": (
+            lambda **how: F.rmsnorm_quantize(x, weight, eps=1e-5, **how),
+            rows.rmsnorm(x, wide, eps)[0],
+        ),
+        "add_rmsnorm": (
+            lambda **how: F.add_rmsnorm_quantize(x, other, weight, eps=1e-5, **how),
+            rows.rmsnorm(rows.added(x, other), wide, eps)[0],
+        ),
+        "layernorm": (
+            lambda **how: F.layernorm_quantize(x, weight, bias, **how),
+            rows.layernorm(x, wide, shift, eps),
+        ),
+        "layernorm without bias": (
+            lambda **how: F.layernorm_quantize(x, weight, **how),
+            rows.layernorm(x, wide, None, eps),
+        ),
+        "silu_mul": (lambda **how: F.silu_mul_quantize(x, other, **how), rows.silu_mul(x, other)),
+        "gelu_mul": (lambda **how: F.gelu_mul_quantize(x, other, **how), rows.gelu_mul(x, other)),
+        "hadamard": (
+            lambda **how: F.hadamard_quantize(x, group=32, signs=signs, **how),
+            rows.hadamard(x, 32, signs),
+        ),
+    }
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rmsnorm_quantize_by_its_formula(dtype, format):
-    x, weight = (normal(2, 5, 96) * F32(3)).astype(dtype), normal(96, seed=1, dtype=dtype)
-    found = F.rmsnorm_quantize(x, weight, eps=1e-5, format=format)
-    assert found.dtype == dtype and found.dequantize().dtype == dtype
-    y = rmsnorm(x, weight, 1e-5)
-    assert arrays_equal(found, cq.quantize(y, format))
+def test_fused_is_unfused(dtype, format):
+    shape = (2, 5, 96)
+    signs = np.where(normal(96, seed=4) > 0, F32(1), F32(-1))
+    arrays = ((normal(*shape, seed=i) * F32(3)).astype(dtype) for i in range(2))
+    vectors = (normal(96, seed=i, dtype=dtype) for i in (2, 3))
+    how = {"format": format.split()[0], **FORMATS[format]}
+    for name, (fused, values) in operations(*arrays, *vectors, signs).items():
+        found = fused(**how)
+        assert values.dtype == found.dtype == dtype and found.shape == shape, name
+        assert arrays_equal(found, cq.quantize(values, **how)), name
 
 
-def test_rmsnorm_is_not_rounded_before_it_is_quantized():
-    x, weight = normal(8, 256, dtype=np.float16), normal(256, seed=1, dtype=np.float16)
-    found = F.rmsnorm_quantize(x, weight)
-    y = rmsnorm(x, weight, 1e-6)
-    assert arrays_equal(found, cq.quantize(y, "int8"))
-    assert not arrays_equal(found, cq.quantize(y.astype(np.float16), "int8"))
-
-
-def test_mean_of_squares_is_summed_in_order_across_pieces():
-    """200 rows of 1000 are several pieces; a pairwise float32 sum would end elsewhere."""
-    x = normal(200, 1000)
-    ones = np.ones(1000, F32)
-    assert arrays_equal(F.rmsnorm_quantize(x, ones), cq.quantize(rmsnorm(x, ones, 1e-6), "int8"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_other_dtypes_of_weights(dtype):
+    x, weight, bias = normal(3, 64, dtype=dtype), normal(64, seed=1), normal(64, seed=2)
+    found = F.layernorm_quantize(x, weight.astype(np.float16), bias)
+    half = weight.astype(np.float16).astype(F32)
+    assert arrays_equal(found, cq.quantize(rows.layernorm(x, half, bias, F32(1e-5)), "int8"))
 
 
 @pytest.mark.parametrize("exponent", [-148, -100, -64, 62, 64, 100, 124])
@@ -65,7 +88,7 @@ def test_squares_beyond_float32_do_not_erase_a_row(exponent):
 
 def test_rmsnorm_options_are_those_of_quantize():
     x, weight = normal(4, 64, dtype=np.float16), np.ones(64, np.float16)
-    y = rmsnorm(x, weight, 1e-6)
+    y = rows.rmsnorm(x, weight.astype(F32), F32(1e-6))[0]
     found = F.rmsnorm_quantize(x, weight, format="int4", block_size=16)
     assert arrays_equal(found, cq.quantize(y, "int4", block_size=16))
     static = F.rmsnorm_quantize(x, weight, block_size="tensor", scale=0.05)
@@ -109,10 +132,11 @@ def test_silu_mul_quantize(dtype):
     assert found.dtype == dtype and found.shape == gate.shape
     g, u = gate.astype(np.float64), up.astype(np.float64)
     true = g / (1 + np.exp(-g)) * u
-    # Half a float16 step, and a few float32 roundings (exp, sum, quotient, product).
-    step = np.maximum(np.spacing(np.abs(true).astype(np.float16)).astype(np.float64), 2.0**-24)
+    # Half a step of float16 and of the dtype, and a few float32 roundings.
+    step = np.spacing(np.abs(true).astype(dtype)).astype(np.float64)
+    step += np.maximum(np.spacing(np.abs(true).astype(np.float16)).astype(np.float64), 2.0**-24)
     values = found.dequantize(dtype="float32")
-    assert (np.abs(values - true) <= step / 2 + 6 * 2.0**-24 * np.abs(true)).all()
+    assert (np.abs(values - true) <= step * (0.5 + 2.0**-8) + 4 * 2.0**-24 * np.abs(true)).all()
     far = F.silu_mul_quantize(np.array([[-200, 200]], F32), np.ones((1, 2), F32), format="fp16")
     assert far.dequantize().tolist() == [[0, 200]]
 
@@ -130,7 +154,7 @@ def test_hadamard_quantize_multiplies_by_sylvesters_matrix(dtype, group):
     x = integers(-8, 8, (3, 2, 128), np.int64).astype(dtype)  # sums are exact
     size = group or 128
     exact = (x.astype(np.float64).reshape(-1, size) @ sylvester(size).T).reshape(x.shape)
-    y = exact.astype(F32) * F32(1 / np.sqrt(size))
+    y = (exact.astype(F32) * F32(1 / np.sqrt(size))).astype(dtype)
     found = F.hadamard_quantize(x, group=group, block_size=32)
     assert found.dtype == dtype and arrays_equal(found, cq.quantize(y, "int8", block_size=32))
 
@@ -163,7 +187,26 @@ def test_rows_of_nothing(shape):
     for found in (
         F.rmsnorm_quantize(x, weight),
         F.add_rmsnorm_quantize(x, x, weight, residual_out=x.copy()),
+        F.layernorm_quantize(x, weight, weight),
         F.silu_mul_quantize(x, x),
-        F.hadamard_quantize(x),
+        F.gelu_mul_quantize(x, x),
+        F.hadamard_quantize(x, signs=np.ones(shape[-1:], F32)),
     ):
         assert found.shape == shape and found.dequantize().shape == shape
+
+
+def test_operands_that_do_not_fit():
+    x, weight = normal(2, 64), np.ones(64, F32)
+    for call, error, message in (
+        (lambda: F.layernorm_quantize(x, weight[:3]), ValueError, r"weight has shape \(3,\)"),
+        (lambda: F.layernorm_quantize(x, weight, x), ValueError, r"bias has shape \(2, 64\)"),
+        (lambda: F.gelu_mul_quantize(x, x[:1]), ValueError, r"up has shape \(1, 64\) and gate"),
+        (lambda: F.silu_mul_quantize(x, x.astype(np.float16)), TypeError, "up is float16 and gate"),
+        (lambda: F.add_rmsnorm_quantize(x, weight, weight), ValueError, "residual has shape"),
+        (lambda: F.hadamard_quantize(x, signs=weight * 2), ValueError, "must be 1 and -1"),
+        (lambda: F.hadamard_quantize(x, signs=weight[1:]), ValueError, "signs has shape"),
+        (lambda: F.hadamard_quantize(x, group=24), ValueError, "power of two"),
+        (lambda: F.rmsnorm_quantize(x, weight, eps=-1), ValueError, "not negative"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

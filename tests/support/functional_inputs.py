@@ -93,7 +93,9 @@ CALLS = {
     "add_rmsnorm_quantize": lambda to: F.add_rmsnorm_quantize(
         to(X), to(X), to(X[0]), residual_out=to(np.empty_like(X))
     ),
+    "layernorm_quantize": lambda to: F.layernorm_quantize(to(X), to(X[0]), to(X[1])),
     "silu_mul_quantize": lambda to: F.silu_mul_quantize(to(X), to(X)),
+    "gelu_mul_quantize": lambda to: F.gelu_mul_quantize(to(X), to(X), format="mxfp8"),
     "hadamard_quantize": lambda to: F.hadamard_quantize(to(X.astype(np.float16)), format="nf4"),
 }  # fmt: skip
 

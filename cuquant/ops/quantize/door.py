@@ -116,7 +116,7 @@ def quantize(
     >>> round(cq.error(w, q).sqnr_db)
     21
     """
-    fmt = get_format(format, **_options(block_size, levels, double_quant))
+    fmt = get_format(format, **format_options(block_size, levels, double_quant))
     if nonfinite not in reference.NONFINITE:
         raise ValueError(
             f"nonfinite must be one of {reference.NONFINITE}, got {clipped(nonfinite)}"
@@ -138,7 +138,7 @@ def quantize(
         with backend_of(given, stream):
             given = source = interop.as_float(given)
     dtype = interop.dtype_of(source)
-    axis = _axis(source, axis)
+    axis = checked_axis(source, axis)
     order = geometry.axis_last(source.ndim, axis)
     shape = tuple(source.shape)
     stored = tuple(shape[i] for i in order)
@@ -146,7 +146,7 @@ def quantize(
     axes = tuple(order.index(i) for i in range(len(order)))
     result = partial(QuantArray, fmt, shape, dtype, axes=axes)
     if out is not None:
-        _check_out(out, fmt, shape, dtype, axes, given)
+        check_out(out, fmt, shape, dtype, axes, given)
     if not fmt.is_plain:
         others = {
             "scale": scale,
@@ -195,13 +195,15 @@ def _saturation(fmt: Format) -> str:
     return f"{what} of {fmt} are beyond {fmt.scale.dtype}: values saturate; {wider}"
 
 
-def _options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
+def format_options(block_size: Any, levels: Any, double_quant: Any) -> dict[str, Any]:
+    """The options of `get_format` that `quantize` was given."""
     dq = None if double_quant is False else double_quant  # a tensor is neither true nor false
     options = {"block_size": block_size, "levels": levels, "double_quant": dq}
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _axis(x: Any, axis: object) -> int:
+def checked_axis(x: Any, axis: object) -> int:
+    """`axis` counted from the first one."""
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"axis must be an int, got {clipped(axis)}")
     if x.ndim == 0:
@@ -221,7 +223,7 @@ def _seed(seed: object) -> int:
     return int(seed)
 
 
-def _check_out(
+def check_out(
     out: QuantArray,
     fmt: Format,
     shape: tuple[int, ...],
@@ -229,6 +231,7 @@ def _check_out(
     axes: tuple[int, ...],
     x: Any,
 ) -> None:
+    """ValueError unless `out` is what this call makes, and lies beside x."""
     if not isinstance(out, QuantArray):
         raise TypeError(f"out must be a QuantArray, got {type(out).__name__}")
     wanted = (fmt, shape, dtype, axes, interop.kind(x), interop.device(x))

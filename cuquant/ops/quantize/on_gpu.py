@@ -1,6 +1,7 @@
 """`quantize` for arrays on a GPU: allocate, refuse what must be refused, run the kernels."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,10 @@ U32, F32 = np.dtype(np.uint32), np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class EncodeOnGpu:
-    """One call of `quantize`, its arguments checked."""
+    """One call of `quantize`, its arguments checked.
+
+    `make` writes the components, where they are made from more than x.
+    """
 
     fmt: Format
     axis: int
@@ -32,6 +36,7 @@ class EncodeOnGpu:
     seed: int
     nonfinite: str
     out: QuantArray | None
+    make: Callable[[GpuBackend, Any, Task], None] | None = None
 
     def __call__(
         self,
@@ -99,7 +104,8 @@ class EncodeOnGpu:
         clamp |= self.fmt.has_integer_codes and known.scale is not None
         overflow = 0 if counter is None else backend.pointer(counter)
         task = Task(view, self.axis, known, parts, clamp, self.stochastic, self.seed, overflow)
-        quantizer(self.fmt)(backend, x, task)
+        make = self.make or quantizer(self.fmt)
+        make(backend, x, task)
         if counter is not None:
             refuse_count(self.fmt, self._overflows(backend, x, counter, parts))
             refuse_vanished(self.fmt, vanished(backend, self.fmt, x, view, self.axis, parts))

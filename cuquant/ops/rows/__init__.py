@@ -1,0 +1,1 @@
+"""What a layer does to rows, and their quantization, in one kernel."""

@@ -1,0 +1,237 @@
+// What a layer does to a row before it is quantized: the steps of cuquant/reference/rows.py. A Source says which:
+// adds: whether a residual is added first; norm: 1 RMS, 2 layer; gate: 1 SiLU, 2 GELU of x times another array;
+// group: of a Walsh-Hadamard transform; weight, bias: vectors along the row (a transform's are signs); wide: whether
+// these are float32 and not of the row's type.
+#pragma once
+#include "device/elementary.cuh"
+#include "format/chunk.cuh"
+
+namespace cuquant {
+
+// Neighbouring elements that one thread holds, and adds up in float32.
+constexpr int kUnit = 16;
+
+struct Operands {
+    const void* x;
+    const void* other;   // residual, or what a gate is multiplied with
+    const void* weight;  // [K]
+    const void* bias;    // [K]
+    void* sum;           // where x + residual goes, or null
+    float eps, eps_small, eps_large;  // the others are those of rows in other units
+    float scale;         // of a transform: 1 / sqrt(group)
+    double share;        // 1 / K
+};
+
+// A unit as it lies in memory.
+template <typename T>
+struct Unit {
+    Raw<T> half[2];
+    __device__ void zero() { half[0].zero(), half[1].zero(); }
+    __device__ void load(const T* from) { half[0].load(from), half[1].load(from + kChunk); }
+    __device__ void values(float* v) const { half[0].values(v), half[1].values(v + kChunk); }
+    __device__ void round(const float* v) {
+        constexpr int kEach = 16 / sizeof(T);  // elements of 16 bytes
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int i = 0; i < Raw<T>::count; ++i) half[h].part[i] = words(v + h * kChunk + i * kEach);
+        }
+    }
+    __device__ static uint4 words(const float* v) {
+        if constexpr (sizeof(T) == 4) return words_of(v);
+        else return make_uint4(pair_of<T>(v[0], v[1]), pair_of<T>(v[2], v[3]), pair_of<T>(v[4], v[5]), pair_of<T>(v[6], v[7]));
+    }
+    __device__ void store(T* to) const {
+#pragma unroll
+        for (int i = 0; i < 2 * Raw<T>::count; ++i)
+            store16(reinterpret_cast<uint4*>(to) + i, half[i / Raw<T>::count].part[i % Raw<T>::count]);
+    }
+};
+
+// The elements of a vector along the row that belong to a unit.
+template <class Source, typename T>
+__device__ void along_row(const void* from, i64 unit, float* v) {
+    using Own = Choice<Source::wide != 0, float, T>;
+    Unit<Own> raw;
+    raw.load(static_cast<const Own*>(from) + unit * kUnit);
+    raw.values(v);
+}
+
+// Eight neighbours in index order, then the two halves.
+__device__ inline float unit_sum(const float* v) {
+    float low = v[0], high = v[kChunk];
+#pragma unroll
+    for (int i = 1; i < kChunk; ++i) {
+        low = __fadd_rn(low, v[i]);
+        high = __fadd_rn(high, v[kChunk + i]);
+    }
+    return __fadd_rn(low, high);
+}
+
+// The partial sums of kLanes threads, added by a tree, for all of them. Each Terms is used once in a kernel.
+template <int kLanes, class Terms>
+__device__ double row_total(double sum) {
+    if constexpr (kLanes > 32) {
+        constexpr int kWarps = kLanes / 32;
+        __shared__ double all[kLanes];
+        all[threadIdx.x] = sum;
+        __syncthreads();
+        double of[kWarps];
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) of[warp] = all[warp * 32 + threadIdx.x % 32];
+#pragma unroll
+        for (int half = kWarps / 2; half; half /= 2) {
+#pragma unroll
+            for (int i = 0; i < half; ++i) of[i] += of[i + half];
+        }
+        sum = of[0];
+    }
+#pragma unroll
+    for (int distance = (kLanes < 32 ? kLanes : 32) / 2; distance; distance /= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    return sum;
+}
+
+// ---- norms --------------------------------------------------------------------------------------
+
+// Mean squares that float32 sums hold well; rows with others are multiplied by a power of two.
+constexpr float kLeast = 0x1p-80f, kMost = 0x1p126f, kSmall = 0x1p-100f, kLarge = 0x1p100f;
+
+struct Norm {
+    float unit, mean, square;  // square: the mean square + eps
+    __device__ bool within() const { return square >= kLeast && square <= kMost; }
+    __device__ float inverse() const { return __frcp_rn(__fsqrt_rn(square)); }
+};
+
+// x of a row in its unit, less the mean of a layer norm.
+template <class Source, bool kScaled>
+__device__ float centered(float x, const Norm& norm) {
+    if constexpr (kScaled) x = __fmul_rn(x, norm.unit);
+    if constexpr (Source::norm == 2) x = __fadd_rn(x, -norm.mean);
+    return x;
+}
+
+// The Norm of a row. `sum(f)` adds up f over the row: f turns the values of a unit into what is added.
+template <class Source, bool kScaled, class Sum>
+__device__ Norm norm_in(float unit, float eps, double share, Sum sum) {
+    Norm norm{unit, 0.0f, 0.0f};
+    if constexpr (Source::norm == 2) {
+        const double total = sum([&](float* v) {
+            if constexpr (kScaled)
+                for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], unit);
+        });
+        norm.mean = static_cast<float>(total * share);
+    }
+    const double total = sum([&](float* v) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            const float x = centered<Source, kScaled>(v[i], norm);
+            v[i] = __fmul_rn(x, x);
+        }
+    });
+    norm.square = __fadd_rn(static_cast<float>(total * share), eps);
+    return norm;
+}
+
+// `uniform(b)`: b of any row whose threads must stay together.
+template <class Source, class Sum, class Uniform>
+__device__ Norm norm_of(const Operands& operands, Sum sum, Uniform uniform) {
+    Norm norm = norm_in<Source, false>(1.0f, operands.eps, operands.share, sum);
+    if (uniform(!norm.within())) {  // seldom
+        const bool down = norm.square > 1.0f;
+        const Norm other = norm_in<Source, true>(
+            down ? kSmall : kLarge, down ? operands.eps_small : operands.eps_large, operands.share, sum);
+        if (!norm.within()) norm = other;
+    }
+    return norm;
+}
+
+// ---- gates --------------------------------------------------------------------------------------
+
+template <class Source>
+__device__ float gated(float gate, float up) {
+    return __fmul_rn(Source::gate == 1 ? silu_of(gate) : gelu_of(gate), up);
+}
+
+// ---- Walsh-Hadamard -----------------------------------------------------------------------------
+
+// The sums and differences of a group whose units are held by neighbouring threads. `exchange`, [kUnit * threads],
+// is for those of 64 threads, a warp's and its neighbour's.
+template <int kGroup>
+__device__ void transform(float* v, float* exchange) {
+#pragma unroll
+    for (int distance = 1; distance < (kGroup < kUnit ? kGroup : kUnit); distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            if (i & distance) continue;
+            const float a = v[i], b = v[i + distance];
+            v[i] = __fadd_rn(a, b);
+            v[i + distance] = __fadd_rn(a, -b);
+        }
+    }
+    // The upper one of a pair takes its own off the other's; the product is exact.
+#pragma unroll
+    for (int lanes = 1; lanes < kGroup / kUnit && lanes < 32; lanes *= 2) {
+        const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
+    }
+    if constexpr (kGroup / kUnit > 32) {
+        const float sign = threadIdx.x & 32 ? -1.0f : 1.0f;
+        __syncthreads();  // the exchange before has been read
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) exchange[i * blockDim.x + threadIdx.x] = v[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i)
+            v[i] = __fmaf_rn(v[i], sign, exchange[i * blockDim.x + (threadIdx.x ^ 32)]);
+    }
+}
+
+// Whether a thread of the same group says so, where any thread does.
+template <int kGroup>
+__device__ bool group_any(bool own, float* exchange) {
+    u32 any = own;
+    for (int lanes = 1; lanes < kGroup / kUnit && lanes < 32; lanes *= 2) any |= __shfl_xor_sync(~0u, any, lanes);
+    if constexpr (kGroup / kUnit > 32) {
+        __syncthreads();
+        exchange[threadIdx.x] = static_cast<float>(any);
+        __syncthreads();
+        any |= exchange[threadIdx.x ^ 32] != 0.0f;
+    }
+    return any;
+}
+
+// The orthonormal transform of a unit's group. `given(v)` gives the values before it.
+template <class Source, typename T, class Values>
+__device__ void hadamard(float* v, float scale, float* exchange, Values given) {
+    constexpr int kGroup = Source::group;
+    given(v);
+    transform<kGroup>(v, exchange);
+    bool lost = false;
+    if constexpr (!is_same<T, Half>) {  // whose sums are far below float32's largest number
+        float probe = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) probe = __fmaf_rn(v[i], 0.0f, probe);
+        lost = probe != probe;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], scale);
+        return;
+    }
+    const bool any = kGroup / kUnit > 32 ? __syncthreads_or(lost) != 0 : __any_sync(~0u, lost) != 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], scale);
+    if (!any) return;  // nearly always; else in units of 1 / group
+    const bool other = group_any<kGroup>(lost, exchange);
+    float small[kUnit];
+    given(small);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) small[i] = __fmul_rn(small[i], 1.0f / kGroup);
+    transform<kGroup>(small, exchange);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i)
+        if (other) v[i] = __fmul_rn(__fmul_rn(small[i], scale), static_cast<float>(kGroup));
+}
+
+}  // namespace cuquant
