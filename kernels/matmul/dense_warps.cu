@@ -7,6 +7,7 @@
 #include "matmul/coded.cuh"
 #include "matmul/coded_results.cuh"
 #include "matmul/grouped.cuh"
+#include "matmul/patches.cuh"
 
 namespace cuquant {
 
@@ -20,11 +21,20 @@ template <int kCode, int kHalf> __device__ u32 halves_of_codes(u32 word) {
 struct Zeros {
     int x, weights;          // zero points
     int x_sum, weights_sum;  // of codes
-    __device__ int correct(int sum, int count) const { return sum - x * weights_sum - weights * x_sum + count * x * weights; }
+    // Modulo 2^32, as the sum is.
+    __device__ int correct(int sum, int count) const {
+        const u32 own = static_cast<u32>(x), other = static_cast<u32>(weights);
+        const u32 shifts = own * static_cast<u32>(weights_sum) + other * static_cast<u32>(x_sum);
+        return static_cast<int>(static_cast<u32>(sum) - shifts + static_cast<u32>(count) * own * other);
+    }
 };
 
 // One side's zero point and sum of codes, of a row (of all matrices) and its place among scales.
-__device__ inline int zero_of(const Coded& side, i64 place) { return side.zero_point ? side.zero_point[place] : 0; }
+template <int kCode> __device__ int zero_of(const Coded& side, i64 place) {
+    if (!side.zero_point) return 0;
+    const u8 point = side.zero_point[place];
+    return kCode == kInt ? static_cast<signed char>(point) : point;
+}
 __device__ inline int sum_of(const Coded& side, i64 row, i64 segments, i64 segment) {
     return side.sums ? side.sums[row * segments + segment] : 0;
 }
@@ -111,9 +121,10 @@ struct WarpPlace {
           depth(warp / (Tile::row_warps * Tile::token_warps)) {}
 };
 
-template <class Codes, class Tile>
+// X: Coded, or Patches.
+template <class Codes, class Tile, class X>
 __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
-    const __grid_constant__ Coded x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
+    const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;
     using Sum = typename Own::Sum;
@@ -137,12 +148,10 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
 #pragma unroll 4
         for (int i = threadIdx.x; i < (Tile::rows + Tile::tokens) * kVectors; i += kThreads) {
             const int r = i / kVectors, column = i % kVectors * 16;
-            const i64 k = from + column, left = K - k;
-            const bool is_x = r >= Tile::rows;
-            const Coded& side = is_x ? x : weights;
-            const i64 row = is_x ? x_matrix * x.rows + token_row(r - Tile::rows) : tile.group * weights.rows + weights_row(r);
-            const u8* const source = side.codes + row * side.stride;
-            copy_ahead(to + r * Own::pitch + column, left > 0 ? source + k : source, static_cast<int>(min(max(left, 0ll), 16ll)));
+            const i64 k = from + column;
+            const Run run = r >= Tile::rows ? x.run(x_matrix * x.rows + token_row(r - Tile::rows), k, K)
+                                            : weights.run(tile.group * weights.rows + weights_row(r), k, K);
+            copy_ahead(to + r * Own::pitch + column, run.from, run.count);
         }
     };
 
@@ -181,7 +190,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
                             Sum sum = products.sums[r][n][2 * h + j];
                             if constexpr (!Own::floats) {
                                 if (zeros) {
-                                    const Zeros own{zero_of(x, tokens[j].place + x_block), zero_of(weights, row.place + weights_block),
+                                    const Zeros own{zero_of<Codes::x>(x, tokens[j].place + x_block), zero_of<Codes::weights>(weights, row.place + weights_block),
                                                     sum_of(x, tokens[j].row, segments, own_segment),
                                                     sum_of(weights, row.row, segments, own_segment)};
                                     sum = own.correct(sum, count);
@@ -255,27 +264,30 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
         }
 #pragma unroll 1
         for (int i = threadIdx.x; i < Own::staged_tokens * Tile::rows; i += kThreads) {
-            const int token = i / Tile::rows + begin, own = i % Tile::rows;
+            // Neighbouring threads store neighbours.
+            const int token = (X::is_transposed ? i % Own::staged_tokens : i / Tile::rows) + begin;
+            const int own = X::is_transposed ? i / Own::staged_tokens : i % Tile::rows;
             const i64 n = first_row + own, m = tile.first + token;
             if (token >= tile.count || n >= N) continue;
             const int at = (token - begin) * Own::line + own;
+            const i64 target = x.out_row(m, results.epilogue.out_stride) + n * results.epilogue.out_column;
             if constexpr (Tile::segmented) {
-                finish(results, inverse, staged_totals[at], m, n);
+                finish(results, inverse, staged_totals[at], m, n, target);
             } else {
                 const Standing left{x, x_matrix, x_row + token}, right{weights, tile.group, n};
                 Sum sum = staged[at];
                 if constexpr (!Own::floats) {
                     if (zeros) {
-                        const Zeros own{zero_of(x, left.place), zero_of(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
+                        const Zeros own{zero_of<Codes::x>(x, left.place), zero_of<Codes::weights>(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
                         sum = own.correct(sum, static_cast<int>(K));
                     }
                     if (results.is_raw()) {
-                        static_cast<int*>(results.epilogue.out)[m * results.epilogue.out_stride + n * results.epilogue.out_column] = sum;
+                        static_cast<int*>(results.epilogue.out)[target] = sum;
                         continue;
                     }
                 }
                 const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), x.scaling.at(left.place)), weights.scaling.at(right.place));
-                finish(results, inverse, scaled, m, n);
+                finish(results, inverse, scaled, m, n, target);
             }
         }
         __syncthreads();  // all have read what is overwritten

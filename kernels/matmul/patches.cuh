@@ -1,0 +1,43 @@
+// The patches of images under a filter as rows of x, which nobody writes: a convolution is a product of codes.
+#pragma once
+#include "matmul/coded.cuh"
+
+namespace cuquant {
+
+// n / divisor by a multiplication, for 32 bits: Granlund and Montgomery, PLDI 1994, figure 4.1.
+struct Divisor {
+    u32 divisor, factor, shift;  // factor = 2^32 (2^shift - divisor) / divisor + 1
+    __device__ u32 quotient(u32 n) const {
+        return static_cast<u32>(((static_cast<u64>(n) * factor >> 32) + n) >> shift);
+    }
+};
+
+// Images [images, height, width, pixel bytes] are the codes, and `stride` counts a pixel's bytes. A row is a place of the
+// output, column k is tap k / stride of the filter and channel k % stride; outside the image there is 0.
+struct Patches : Coded {
+    int height, width;
+    int step_down, step_across, above, before;  // from patch to patch; rows and columns of the first one that lie outside
+    Divisor places, across;                     // of an output image; in one of its rows
+    Divisor pixel, taps;                        // bytes of a pixel; taps in a row of the filter
+
+    static constexpr bool is_transposed = true;  // neighbouring rows of x are neighbours in the output, not columns
+
+    __device__ Run run(i64 row, i64 k, i64 depth) const {
+        if (k >= depth) return {codes, 0};
+        const u32 own = static_cast<u32>(row), image = places.quotient(own), place = own - image * places.divisor;
+        const u32 down = across.quotient(place), right = place - down * across.divisor;
+        const u32 column = static_cast<u32>(k), tap = pixel.quotient(column), channel = column - tap * pixel.divisor;
+        const u32 tap_down = taps.quotient(tap), tap_right = tap - tap_down * taps.divisor;
+        const int y = static_cast<int>(down) * step_down - above + static_cast<int>(tap_down);
+        const int x = static_cast<int>(right) * step_across - before + static_cast<int>(tap_right);
+        if (y < 0 || y >= height || x < 0 || x >= width) return {codes, 0};
+        return {codes + ((static_cast<i64>(image) * height + y) * width + x) * stride + channel, 16};
+    }
+    // The output is [images, N, places]: `image_step` elements from image to image.
+    __device__ i64 out_row(i64 row, i64 image_step) const {
+        const u32 own = static_cast<u32>(row), image = places.quotient(own);
+        return image * image_step + (own - image * places.divisor);
+    }
+};
+
+}  // namespace cuquant
