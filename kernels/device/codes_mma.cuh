@@ -39,6 +39,16 @@ __device__ inline void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
 
 #endif  // CUQUANT_EMULATOR
 
+// As mma<Half>, of GPUs before sm_80 too.
+__device__ inline void mma_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if defined(CUQUANT_EMULATOR) || __CUDA_ARCH__ >= 800
+    mma<Half>(d, a, b0, b1);
+#else
+    mma_8<Half>(d, a[0], a[1], b0);
+    mma_8<Half>(d, a[2], a[3], b1);
+#endif
+}
+
 // Two e5m2 of a word's lower or upper half, as float16: its upper byte.
 template <int kHalf> __device__ inline u32 halves_of_e5m2(u32 word) { return __byte_perm(word, 0, kHalf ? 0x3424 : 0x1404); }
 

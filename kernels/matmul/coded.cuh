@@ -38,9 +38,6 @@ struct Scaling {
     }
 };
 
-// 16 bytes of a row from an aligned one on, of which `count` are read; the rest is 0.
-struct Run { const u8* from; int count; };
-
 struct Coded {
     const u8* codes;       // [matrices * rows, stride], which starts on 16 bytes; what lies behind a row's end is not 0
     i64 stride;            // bytes from row to row, a multiple of 16
@@ -51,12 +48,12 @@ struct Coded {
 
     static constexpr bool is_transposed = false;  // whether the output's rows run as x's columns do
 
-    // From column k on, a multiple of 16, of a row of all matrices.
-    __device__ Run run(i64 row, i64 k, i64 depth) const {
-        const i64 left = depth - k;
-        const u8* const from = codes + row * stride;
-        return {left > 0 ? from + k : from, static_cast<int>(min(max(left, 0ll), 16ll))};
-    }
+    // Kernels keep where rows begin themselves.
+    struct Start {};
+    struct Tap {};
+    __device__ Start start(i64) const { return {}; }
+    __device__ Tap tap(i64) const { return {}; }
+    __device__ const u8* source(const Start&, const Tap&) const { return nullptr; }
     // Where row `row` of the output begins, in elements.
     __device__ i64 out_row(i64 row, i64 out_stride) const { return row * out_stride; }
 };

@@ -107,7 +107,7 @@ struct CodedTile {
     __device__ static void add_halves(float (&d)[4], u32 upper, u32 lower, u32 token) {
         const u32 a[4] = {halves_of_codes<Codes::weights, 0>(upper), halves_of_codes<Codes::weights, 0>(lower),
                           halves_of_codes<Codes::weights, 1>(upper), halves_of_codes<Codes::weights, 1>(lower)};
-        mma<Half>(d, a, halves_of_codes<Codes::x, 0>(token), halves_of_codes<Codes::x, 1>(token));
+        mma_halves(d, a, halves_of_codes<Codes::x, 0>(token), halves_of_codes<Codes::x, 1>(token));
     }
 };
 
@@ -123,7 +123,7 @@ struct WarpPlace {
 
 // X: Coded, or Patches.
 template <class Codes, class Tile, class X>
-__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
+__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : 2) dense_warps(
     const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;
@@ -143,15 +143,41 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
     const auto weights_row = [&](int r) { return min(first_row + r, N - 1); };
     const auto token_row = [&](int r) { return x_row + min(static_cast<i64>(r), tile.count - 1); };
 
+    // A thread copies 16 bytes at the same column of several rows: where they begin, and where they go.
+    constexpr int kRowsAtOnce = kThreads / kVectors, kCopies = (Tile::rows + Tile::tokens + kRowsAtOnce - 1) / kRowsAtOnce;
+    const int first_copied = threadIdx.x / kVectors, column = threadIdx.x % kVectors * 16;
+    const u8* sources[kCopies];
+#pragma unroll
+    for (int c = 0; c < kCopies; ++c) {
+        const int r = min(first_copied + c * kRowsAtOnce, Tile::rows + Tile::tokens - 1);
+        const bool is_x = r >= Tile::rows;
+        const Coded& side = is_x ? x : weights;
+        const i64 row = is_x ? x_matrix * x.rows + token_row(r - Tile::rows) : tile.group * weights.rows + weights_row(r);
+        sources[c] = side.codes + row * side.stride + column;
+    }
+    constexpr int kOfWeights = Tile::rows / kRowsAtOnce;
+    static_assert(Tile::rows % kRowsAtOnce == 0, "all threads copy rows of one side at once");
+    typename X::Start starts[kCopies - kOfWeights];  // in place of x's sources, where it has no rows in memory
+    if constexpr (X::is_transposed) {
+#pragma unroll
+        for (int c = kOfWeights; c < kCopies; ++c) starts[c - kOfWeights] = x.start(token_row(min(first_copied + c * kRowsAtOnce - Tile::rows, Tile::tokens - 1)));
+    }
+    // The columns from `from` on, which come one span after the other.
     const auto copy = [&](int stage, i64 from) {
-        u8* const to = shared + stage * Own::stage_bytes;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < (Tile::rows + Tile::tokens) * kVectors; i += kThreads) {
-            const int r = i / kVectors, column = i % kVectors * 16;
-            const i64 k = from + column;
-            const Run run = r >= Tile::rows ? x.run(x_matrix * x.rows + token_row(r - Tile::rows), k, K)
-                                            : weights.run(tile.group * weights.rows + weights_row(r), k, K);
-            copy_ahead(to + r * Own::pitch + column, run.from, run.count);
+        const i64 left = K - from - column;
+        const int count = static_cast<int>(min(max(left, 0ll), 16ll));
+        u8* to = shared + stage * Own::stage_bytes + first_copied * Own::pitch + column;
+        const auto tap = x.tap(count > 0 ? from + column : 0);
+#pragma unroll
+        for (int c = 0; c < kCopies; ++c) {
+            const bool has = (c + 1) * kRowsAtOnce <= Tile::rows + Tile::tokens || first_copied + c * kRowsAtOnce < Tile::rows + Tile::tokens;
+            if (X::is_transposed && c >= kOfWeights) {
+                const u8* const source = count > 0 ? x.source(starts[c - kOfWeights], tap) : nullptr;
+                if (has) copy_ahead(to, source ? source : x.codes, source ? 16 : 0);
+            } else if (has) {
+                copy_ahead(to, count > 0 ? sources[c] + from : sources[c], count);
+            }
+            to += kRowsAtOnce * Own::pitch;
         }
     };
 
@@ -172,34 +198,34 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads) dense_warps(
             const int count = static_cast<int>(min(segment, K - k));
             // By the warp that has the segment's first columns.
             const bool zeros = k / Tile::step % Tile::depth_warps == place.depth && (x.zero_point || weights.zero_point);
+            const auto row_of = [&](int r, int h) { return Standing(weights, tile.group, weights_row(place.row + r * 16 + h * 8 + lane / 4)); };
+            float scales[Own::row_tiles][2];
 #pragma unroll
-            for (int n = 0; n < Own::token_tiles; ++n) {
-                float x_scale[2];
-                Standing tokens[2] = {{x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2)},
-                                      {x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2 + 1)}};
+            for (int r = 0; r < Own::row_tiles; ++r)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) x_scale[j] = x.scaling.at(tokens[j].place + x_block);
+                for (int h = 0; h < 2; ++h) scales[r][h] = weights.scaling.at(row_of(r, h).place + weights_block);
 #pragma unroll
-                for (int r = 0; r < Own::row_tiles; ++r)
+            for (int n = 0; n < Own::token_tiles; ++n)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const Standing row{weights, tile.group, weights_row(place.row + r * 16 + h * 8 + lane / 4)};
-                        const float scale = weights.scaling.at(row.place + weights_block);
+                for (int j = 0; j < 2; ++j) {
+                    const Standing token(x, x_matrix, token_row(place.token + n * 8 + lane % 4 * 2 + j));
+                    const float x_scale = x.scaling.at(token.place + x_block);
 #pragma unroll
-                        for (int j = 0; j < 2; ++j) {
+                    for (int r = 0; r < Own::row_tiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
                             Sum sum = products.sums[r][n][2 * h + j];
                             if constexpr (!Own::floats) {
                                 if (zeros) {
-                                    const Zeros own{zero_of<Codes::x>(x, tokens[j].place + x_block), zero_of<Codes::weights>(weights, row.place + weights_block),
-                                                    sum_of(x, tokens[j].row, segments, own_segment),
-                                                    sum_of(weights, row.row, segments, own_segment)};
-                                    sum = own.correct(sum, count);
+                                    const Standing row = row_of(r, h);
+                                    const Zeros both{zero_of<Codes::x>(x, token.place + x_block), zero_of<Codes::weights>(weights, row.place + weights_block),
+                                                     sum_of(x, token.row, segments, own_segment), sum_of(weights, row.row, segments, own_segment)};
+                                    sum = both.correct(sum, count);
                                 }
                             }
-                            totals[r][n][2 * h + j] = __fmaf_rn(static_cast<float>(sum), __fmul_rn(x_scale[j], scale), totals[r][n][2 * h + j]);
+                            totals[r][n][2 * h + j] = __fmaf_rn(static_cast<float>(sum), __fmul_rn(x_scale, scales[r][h]), totals[r][n][2 * h + j]);
                         }
-                    }
-            }
+                }
             products.clear();
         }
     };

@@ -22,16 +22,25 @@ struct Patches : Coded {
 
     static constexpr bool is_transposed = true;  // neighbouring rows of x are neighbours in the output, not columns
 
-    __device__ Run run(i64 row, i64 k, i64 depth) const {
-        if (k >= depth) return {codes, 0};
+    // The corner of a patch, which may lie outside; and a place in a filter.
+    struct Start { const u8* image; int y, x; };
+    struct Tap { int y, x, channel; };
+
+    __device__ Start start(i64 row) const {
         const u32 own = static_cast<u32>(row), image = places.quotient(own), place = own - image * places.divisor;
         const u32 down = across.quotient(place), right = place - down * across.divisor;
-        const u32 column = static_cast<u32>(k), tap = pixel.quotient(column), channel = column - tap * pixel.divisor;
-        const u32 tap_down = taps.quotient(tap), tap_right = tap - tap_down * taps.divisor;
-        const int y = static_cast<int>(down) * step_down - above + static_cast<int>(tap_down);
-        const int x = static_cast<int>(right) * step_across - before + static_cast<int>(tap_right);
-        if (y < 0 || y >= height || x < 0 || x >= width) return {codes, 0};
-        return {codes + ((static_cast<i64>(image) * height + y) * width + x) * stride + channel, 16};
+        const u8* const from = codes + static_cast<i64>(image) * height * width * stride;
+        return {from, static_cast<int>(down) * step_down - above, static_cast<int>(right) * step_across - before};
+    }
+    __device__ Tap tap(i64 k) const {
+        const u32 column = static_cast<u32>(k), tap = pixel.quotient(column), down = taps.quotient(tap);
+        return {static_cast<int>(down), static_cast<int>(tap - down * taps.divisor), static_cast<int>(column - tap * pixel.divisor)};
+    }
+    // 16 bytes of a pixel; null outside the image.
+    __device__ const u8* source(const Start& start, const Tap& tap) const {
+        const int row = start.y + tap.y, column = start.x + tap.x;
+        if (row < 0 || row >= height || column < 0 || column >= width) return nullptr;
+        return start.image + (static_cast<i64>(row) * width + column) * stride + tap.channel;
     }
     // The output is [images, N, places]: `image_step` elements from image to image.
     __device__ i64 out_row(i64 row, i64 image_step) const {

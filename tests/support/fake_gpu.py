@@ -36,9 +36,9 @@ KINDS = [
 OPERATORS = "add sub mul truediv and_ or_ xor lshift rshift eq ne lt le gt ge"
 SWAPPED = "add sub mul truediv and_ or_ xor"
 UNARY = "neg abs invert"
-METHODS = "reshape transpose view astype argsort copy sum min max any all"
+METHODS = "reshape transpose view astype argsort copy fill sum min max any all"
 FUNCTIONS = (
-    "abs ascontiguousarray broadcast_to clip concatenate empty_like isfinite isinf moveaxis"
+    "abs ascontiguousarray broadcast_to clip concatenate empty_like full isfinite isinf moveaxis"
     " multiply ones_like prod reciprocal rint signbit stack take where"
 )
 PLAIN = "shape dtype ndim size nbytes itemsize strides flags"

@@ -21,6 +21,7 @@ from cuquant.reference import ACTIVATIONS
 from cuquant.reference.memory import empty
 
 F32 = np.float32
+INVARIANT_ROWS = 64  # that BLAS multiplies at a time where rows must not depend on how many come
 
 
 @dataclass(frozen=True)
@@ -314,9 +315,19 @@ def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:
     return plain[0] if plain else np.dtype(F32)
 
 
-def flat_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """np.matmul; leading axes of `a` become rows, or NumPy calls BLAS once for each of them."""
-    if b.ndim != 2 or a.ndim < 3:
+def flat_matmul(a: np.ndarray, b: np.ndarray, batch_invariant: bool = False) -> np.ndarray:
+    """np.matmul; leading axes of `a` become rows, or NumPy calls BLAS once for each of them.
+
+    `batch_invariant`: always of as many rows, for BLAS has other orders of sums for others.
+    """
+    if b.ndim != 2 or (a.ndim < 3 and not batch_invariant):
         return np.matmul(a, b)
     rows = math.prod(a.shape[:-1])
-    return np.matmul(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+    flat = a.reshape(rows, a.shape[-1])
+    if batch_invariant:
+        padded = np.pad(flat, ((0, -rows % INVARIANT_ROWS), (0, 0)))
+        parts = padded.reshape(-1, INVARIANT_ROWS, a.shape[-1])
+        made = np.concatenate([part @ b for part in parts] or [padded @ b])[:rows]
+    else:
+        made = np.matmul(flat, b)
+    return made.reshape(*a.shape[:-1], b.shape[-1])

@@ -15,7 +15,7 @@ from cuquant.ops.matmul import dense_warps
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides, tall_of
 from cuquant.ops.matmul.epilogue import Epilogue
-from cuquant.ops.matmul.experts import Rows
+from cuquant.ops.matmul.experts import Rows, as_int64, offsets_of
 from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
 
 F32 = np.dtype(np.float32)
@@ -116,30 +116,19 @@ def multiply_experts(
     finish: Finish,
 ) -> None:
     """Write the product of each row and its expert's weight to `out`; `integers` are of `rows`."""
-    numbers = interop.astype(integers, np.dtype(np.int64))
+    numbers = as_int64(backend, integers)
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
     if rows.name != "experts":
         interop.fill(out, 0)
-        offsets, counts = (
-            backend.pointer(backend.contiguous(numbers, -1)) if rows.name == name else 0
-            for name in ("offsets", "counts")
-        )
-        run(
-            backend,
-            pair,
-            (x, weights),
-            Groups(pair.groups, pair.rows, offsets, counts),
-            out,
-            finish,
-        )
+        own = backend.pointer(numbers)
+        offsets, counts = (own, 0) if rows.name == "offsets" else (0, own)
+        groups = Groups(pair.groups, pair.rows, offsets, counts)
+        run(backend, pair, (x, weights), groups, out, finish)
         return
     # Rows sorted by expert, and back; those whose expert does not exist are NaN.
-    xp = interop.namespace(numbers)
-    order = xp.argsort(numbers)
-    ends = xp.arange(
-        pair.groups + 1, **({} if xp.__name__ != "torch" else {"device": numbers.device})
-    )
-    offsets = xp.searchsorted(numbers[order], ends)
+    order = numbers.argsort()
+    ids = numbers[order]
+    offsets = offsets_of(backend, ids, rows.count, pair.groups)
     parts = {
         name: part[order] if name in ("packed", "scale", "zero_point") and part.ndim else part
         for name, part in x.parts.items()
@@ -192,6 +181,8 @@ def run(
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
     with sides(backend, x, w, pair.kinds, segment) as (first, second):
-        dense_warps.multiply(backend, first, second, shape, groups, segment, results)
+        invariant = finish.batch_invariant
+        arguments = first, second, shape, groups, segment, results
+        dense_warps.multiply(backend, *arguments, batch_invariant=invariant)
     if target is not out:
         backend.copy_into(out, target)

@@ -55,6 +55,9 @@ TILES = (
 )
 
 
+INVARIANT = TILES[3]  # of rows that must not depend on how many come with them
+
+
 def tile_of(rows: int) -> Tile:
     """The tile for so many rows of x in a group."""
     return next((tile for tile in TILES if rows <= tile.tokens), TILES[-1])
@@ -80,14 +83,14 @@ def multiply(
     segment: int,
     results: bytes,
     *,
-    tile: Tile | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """x @ weights.T of every group; `shape` is M, N and K, and M the rows of a group's x.
 
     `segment` columns share scales on both sides; `results` is a CodedResults.
     """
     _, columns, depth = shape
-    tile = tile or tile_of(groups.typical)
+    tile = INVARIANT if batch_invariant else tile_of(groups.typical)
     segmented = segment < depth
     step = SHORT if segmented and segment % STEP else STEP
     program = program_of((x.kind, weights.kind), tile, step, segmented, x.struct)

@@ -117,7 +117,7 @@ def matmul(
         left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
         return on_gpu.matmul(left, right, finish, stream, call if plans else None)
-    return finish(lambda: flat_matmul(left.values(), right.values()))
+    return finish(lambda: flat_matmul(left.values(), right.values(), finish.batch_invariant))
 
 
 @interop.untraced
@@ -191,7 +191,7 @@ def linear(
         left, right, call = decoded(left, stream), decoded(right, stream), None
     if finish.place.is_gpu:
         return on_gpu.linear(left, (right,), finish, stream, call if plans else None)
-    return finish(lambda: flat_matmul(left.values(), right.values().T))
+    return finish(lambda: flat_matmul(left.values(), right.values().T, finish.batch_invariant))
 
 
 @interop.untraced

@@ -7,9 +7,15 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
+from cuquant.gpu.arrays import GpuBackend
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.view import View
+from cuquant.ops.cpp import WORDS
 from cuquant.ops.matmul.check import Operand, place_of
 
 INT64 = np.dtype(np.int64)
+THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -41,22 +47,51 @@ class Rows:
     def on_host(self) -> bool:
         return isinstance(self.integers, np.ndarray)
 
-    def experts(self, xp: Any, integers: Any = None) -> Any:
-        """The expert of each row [count], -1 where it has none.
-
-        `integers` are those on a device, and `xp` their library, where the rows' own are not there.
-        """
-        own = self.integers if integers is None else integers
+    def experts(self) -> np.ndarray:
+        """The expert of each row [count], -1 where it has none: of integers on the host."""
         if self.name == "experts":
-            return own
-        device = {} if xp is np or xp.__name__ == "cupy" else {"device": own.device}
+            return self.integers
         if self.name == "counts":
-            place = xp.arange(self.lead[1], **device)[None, :]
-            ids = xp.arange(self.known, **device)[:, None]
-            return xp.where(place < own[:, None], ids, -1).reshape(-1)
-        right = {"right": True} if device else {"side": "right"}
-        ids = xp.searchsorted(own, xp.arange(self.count, **device), **right) - 1
-        return xp.where(ids < self.known, ids, -1)
+            place, ids = np.arange(self.lead[1])[None, :], np.arange(self.known)[:, None]
+            return np.where(place < self.integers[:, None], ids, -1).reshape(-1)
+        ids = np.searchsorted(self.integers, np.arange(self.count), side="right") - 1
+        return np.where(ids < self.known, ids, -1)
+
+    def ids(self, backend: Backend, integers: Any) -> Any:
+        """The same as int64 on the device, of contiguous int64 there."""
+        ids = backend.empty((self.count,), INT64)
+        own = backend.pointer(integers)
+        offsets, counts = (own, 0) if self.name == "offsets" else (0, own)
+        height = self.lead[-1] if self.name == "counts" else 1
+        launch = _launch("expert_ids", self.count)
+        numbers = self.count, self.known, height, backend.pointer(ids)
+        backend.launch(launch, offsets, counts, *numbers)
+        return ids
+
+
+def as_int64(backend: GpuBackend, integers: Any) -> Any:
+    """Integers on the device as contiguous int64."""
+    return backend.contiguous(interop.astype(integers, INT64), -1)
+
+
+def offsets_of(backend: Backend, ids: Any, rows: int, known: int) -> Any:
+    """int64 [known + 1]: where the rows of each expert begin among `ids`, which ascend."""
+    offsets = backend.empty((known + 1,), INT64)
+    launch = _launch("expert_offsets", known + 1)
+    backend.launch(launch, backend.pointer(ids), rows, known, backend.pointer(offsets))
+    return offsets
+
+
+def clear_lost(backend: Backend, ids: Any, out: View) -> None:
+    """Write 0 to the rows [T, N] that have no expert."""
+    words = WORDS[out.dtype.itemsize]
+    program = Program("matmul/experts.cu", "clear_rows", (words,))
+    launch = Launch(program, (out.shape[0], 1, 1), THREADS)
+    backend.launch(launch, backend.pointer(ids), out.pointer, out.shape[1], *out.strides)
+
+
+def _launch(entry: str, items: int) -> Launch:
+    return Launch(Program("matmul/experts.cu", entry), (-(-items // THREADS), 1, 1), THREADS)
 
 
 def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:

@@ -97,7 +97,7 @@ def grouped_linear(
         return on_gpu.grouped_linear(left, right, rows, finish, stream)
 
     def product() -> np.ndarray:
-        values, chosen = left.values().reshape(-1, depth), rows.experts(np)
+        values, chosen = left.values().reshape(-1, depth), rows.experts()
         result = np.zeros((len(chosen), width), F32)
         stored = right.quantized.numpy()
         # Else an expert has no components of its own.

@@ -28,7 +28,7 @@ from cuquant.ops.matmul.coded_on_gpu import (
     pair_of_experts,
 )
 from cuquant.ops.matmul.epilogue import Epilogue
-from cuquant.ops.matmul.experts import Rows
+from cuquant.ops.matmul.experts import Rows, as_int64, clear_lost
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.operands import (
     counted_rows,
@@ -391,17 +391,19 @@ def grouped_linear(
         if pair is not None:
             multiply_experts(backend, pair, left, right, rows, integers, out, finish)
             return out
-        xp = interop.namespace(integers)
-        ids = rows.experts(xp, integers)
         x = floats_of(backend, left).reshape(rows.count, depth)
         if rows.name == "experts":
-            _routed(backend, x, right, ids, out)
+            _routed(backend, x, right, integers, out)
             return out
         # Kernels make NaN of rows whose expert does not exist.
-        sums = backend.empty((rows.count, finish.shape[-1]), finish.dtype)
-        _routed(backend, x, right, ids, sums)
-        kept = xp.where((ids >= 0)[:, None], sums, xp.zeros_like(sums[:1, :1]))
-        backend.copy_into(out, kept.reshape(finish.shape))
+        ids, whole = rows.ids(backend, as_int64(backend, integers)), out
+        if len(finish.shape) > 2 and not backend.view(out).is_contiguous:
+            whole = backend.empty(finish.shape, finish.dtype)
+        flat = whole.reshape(rows.count, right.shape[1])
+        _routed(backend, x, right, ids, flat)
+        clear_lost(backend, ids, backend.view(flat))
+        if whole is not out:
+            backend.copy_into(out, whole)
         return out
 
 

@@ -1,12 +1,12 @@
 """Products of two quantized arrays as codes, on the CPU under the emulator."""
 
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
+from coded_products import CASES, check, pair
 from emulator import Emulator, Recorder, compiler
-from products import Products, exact, finished, gamma, is_close, normal, values
+from products import Products, finished, gamma, normal, values
 
 import cuquant as cq
 from cuquant.ops.matmul import coded_on_gpu, dense_warps
@@ -15,38 +15,6 @@ from cuquant.ops.matmul.coded import codes_of
 
 F32 = np.float32
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
-
-# x's format, the weights' and M, N, K: every tile, ragged ends, scales of every kind on both sides.
-CASES = (
-    ("int8", "int8", (3, 20, 64)),
-    ("int8:tensor", "int8", (17, 70, 131)),
-    ("int8:32", "int8:128", (40, 33, 300)),
-    ("int8", "int4", (8, 35, 256)),
-    ("int4", "int4:32", (65, 130, 96)),
-    ("uint8:row", "uint8:row", (5, 7, 50)),
-    ("uint8:32", "int4", (70, 130, 256)),
-    ("int8", "uint8:64", (9, 40, 200)),
-    ("uint8:row", "int8:tensor", (130, 9, 70)),
-    ("int3", "uint5", (4, 12, 131)),
-    ("int1", "int1", (4, 9, 100)),
-    ("int8", "int1", (4, 9, 64)),
-    ("fp8_e4m3", "fp8_e5m2", (40, 33, 96)),
-    ("fp8_e5m2:tensor", "fp8_e4m3:tensor", (2, 5, 33)),
-    ("fp8_e4m3:128", "fp8_e4m3:128x128", (9, 150, 300)),
-    ("fp8_e4m3:1x128", "fp8_e4m3:1x128", (66, 20, 256)),
-    ("mxfp8", "mxfp8", (20, 40, 80)),
-    ("nvfp4", "mxfp8", (20, 40, 80)),
-    ("mxfp4", "nvfp4", (3, 40, 100)),
-    ("fp8_e4m3", "fp4_e2m1", (3, 40, 100)),
-    ("mxfp6", "mxfp6_e3m2", (3, 24, 64)),
-    ("fp8_e4m3", "int4", (4, 24, 256)),
-    ("uint4", "fp8_e4m3", (4, 9, 256)),
-)
-
-
-def pair(case: tuple[str, str, tuple[int, int, int]]) -> tuple[cq.QuantArray, cq.QuantArray]:
-    first, second, (m, n, k) = case
-    return cq.quantize(normal((m, k)), first), cq.quantize(normal((n, k), seed=5), second)
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +32,6 @@ def built() -> None:
 @pytest.fixture
 def run(built) -> Products:
     return Products(Emulator(arch=80))
-
-
-def check(y: np.ndarray, x: Any, w: Any, roundings: int = 4) -> None:
-    """Sums of codes are exact or float32 sums; scales, and their product, are rounded."""
-    wanted, size = exact(x, w)
-    assert y.shape == wanted.shape and y.dtype == F32
-    assert is_close(y, wanted, size, values(w).shape[-1] + roundings)
 
 
 @needs_compiler

@@ -8,7 +8,7 @@ import products
 import pytest
 from in_turn import in_turn
 from oracle import DTYPES, bits_equal
-from products import exact, is_close
+from products import exact, is_close, normal
 
 import cuquant as cq
 from cuquant.ops.matmul.door import Activation
@@ -251,3 +251,31 @@ def test_results_start_on_256_bytes(rows):
 
 def test_type_checkers_know_the_activations():
     assert get_args(Activation) == tuple(name for name in ACTIVATIONS if name)
+
+
+def test_rows_do_not_depend_on_how_many_there_are():
+    """batch_invariant on the CPU: the bits of a row are the same in 1 to 300 of them."""
+    x, w = normal((300, 96)), cq.quantize(normal((40, 96)), "int4")
+    whole = cq.linear(x, w, batch_invariant=True)
+    np.testing.assert_array_equal(whole, cq.matmul(x, w.T, batch_invariant=True))
+    for count in (1, 2, 63, 64, 65, 299):
+        y = cq.linear(x[:count], w, batch_invariant=True)
+        np.testing.assert_array_equal(y, whole[:count])
+        y = cq.linear(x[300 - count :], w, batch_invariant=True)
+        np.testing.assert_array_equal(y, whole[300 - count :])
+    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
+        cq.linear(x, w, batch_invariant="yes")
+
+
+def test_int8_results_need_their_scale():
+    x, w = normal((3, 64)), cq.quantize(normal((5, 64)), "int8")
+    y = cq.matmul(x, w.T, out_dtype="int8", out_scale=0.5)
+    wanted = np.clip(np.rint(cq.matmul(x, w.T) * np.float32(2)), -127, 127)
+    np.testing.assert_array_equal(y, wanted.astype(np.int8))
+    for options in (
+        {"out_dtype": "int8"},
+        {"out_scale": 0.5},
+        {"out_scale": 0, "out_dtype": "int8"},
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"int8|out_scale"):
+            cq.matmul(x, w.T, **options)
