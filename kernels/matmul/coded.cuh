@@ -46,7 +46,7 @@ struct Coded {
     const u8* zero_point;  // one for each scale, signed where codes are, or null: 0
     const int* sums;       // [matrices * rows, segments]: the codes' of each segment of K; or null
 
-    static constexpr bool is_transposed = false;  // whether the output's rows run as x's columns do
+    static constexpr bool is_patches = false;
 
     // Kernels keep where rows begin themselves.
     struct Start {};

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
     constexpr int kOfWeights = Tile::rows / kRowsAtOnce;
     static_assert(Tile::rows % kRowsAtOnce == 0, "all threads copy rows of one side at once");
     typename X::Start starts[kCopies - kOfWeights];  // in place of x's sources, where it has no rows in memory
-    if constexpr (X::is_transposed) {
+    if constexpr (X::is_patches) {
 #pragma unroll
         for (int c = kOfWeights; c < kCopies; ++c) starts[c - kOfWeights] = x.start(token_row(min(first_copied + c * kRowsAtOnce - Tile::rows, Tile::tokens - 1)));
     }
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
 #pragma unroll
         for (int c = 0; c < kCopies; ++c) {
             const bool has = (c + 1) * kRowsAtOnce <= Tile::rows + Tile::tokens || first_copied + c * kRowsAtOnce < Tile::rows + Tile::tokens;
-            if (X::is_transposed && c >= kOfWeights) {
+            if (X::is_patches && c >= kOfWeights) {
                 const u8* const source = count > 0 ? x.source(starts[c - kOfWeights], tap) : nullptr;
                 if (has) copy_ahead(to, source ? source : x.codes, source ? 16 : 0);
             } else if (has) {
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
 #pragma unroll 1
         for (int i = threadIdx.x; i < Own::staged_tokens * Tile::rows; i += kThreads) {
             // Neighbouring threads store neighbours.
-            const int token = (X::is_transposed ? i % Own::staged_tokens : i / Tile::rows) + begin;
-            const int own = X::is_transposed ? i / Own::staged_tokens : i % Tile::rows;
+            const int token = (X::is_patches ? i % Own::staged_tokens : i / Tile::rows) + begin;
+            const int own = X::is_patches ? i / Own::staged_tokens : i % Tile::rows;
             const i64 n = first_row + own, m = tile.first + token;
             if (token >= tile.count || n >= N) continue;
             const int at = (token - begin) * Own::line + own;

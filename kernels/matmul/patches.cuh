@@ -12,15 +12,15 @@ struct Divisor {
     }
 };
 
-// Images [images, height, width, pixel bytes] are the codes, and `stride` counts a pixel's bytes. A row is a place of the
-// output, column k is tap k / stride of the filter and channel k % stride; outside the image there is 0.
+// Pixels [images, height, width] are the rows of codes. A row of this is a place of the output, column k is tap
+// k / channels of the filter and channel k % channels; outside the image there is 0.
 struct Patches : Coded {
     int height, width;
     int step_down, step_across, above, before;  // from patch to patch; rows and columns of the first one that lie outside
     Divisor places, across;                     // of an output image; in one of its rows
-    Divisor pixel, taps;                        // bytes of a pixel; taps in a row of the filter
+    Divisor channels, taps;                     // of a pixel, a multiple of 16; taps in a row of the filter
 
-    static constexpr bool is_transposed = true;  // neighbouring rows of x are neighbours in the output, not columns
+    static constexpr bool is_patches = true;  // gathered; and neighbouring rows are neighbours in the output, not columns
 
     // The corner of a patch, which may lie outside; and a place in a filter.
     struct Start { const u8* image; int y, x; };
@@ -33,8 +33,8 @@ struct Patches : Coded {
         return {from, static_cast<int>(down) * step_down - above, static_cast<int>(right) * step_across - before};
     }
     __device__ Tap tap(i64 k) const {
-        const u32 column = static_cast<u32>(k), tap = pixel.quotient(column), down = taps.quotient(tap);
-        return {static_cast<int>(down), static_cast<int>(tap - down * taps.divisor), static_cast<int>(column - tap * pixel.divisor)};
+        const u32 column = static_cast<u32>(k), tap = channels.quotient(column), down = taps.quotient(tap);
+        return {static_cast<int>(down), static_cast<int>(tap - down * taps.divisor), static_cast<int>(column - tap * channels.divisor)};
     }
     // 16 bytes of a pixel; null outside the image.
     __device__ const u8* source(const Start& start, const Tap& tap) const {

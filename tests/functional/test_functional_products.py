@@ -155,9 +155,14 @@ def test_binary_matmul_multiplies_signs(dtype):
     assert bits_equal(found, (signs[0] @ signs[1].T).astype(np.int32))
 
 
-def test_sums_beyond_int32_wrap_only_where_int32_is_returned():
-    """K = 131072 columns of (-128)^2 add up to 2^31."""
-    a = np.full((1, 131072), -128, np.int8)
-    assert F.int8_matmul(a, a.T).tolist() == [[-(2**31)]]
-    y = F.matmul_bias_relu(a, a.T, np.ones(1, F32), scale_c=0.5)
-    assert y.tolist() == [[2.0**30]]  # the bias is below half a step of float32 there
+@pytest.mark.parametrize("dtype, value, depth", [(np.int8, -128, 131072), (np.uint8, 255, 33026)])
+def test_sums_wrap_from_the_documented_depth_on(dtype, value, depth):
+    """2^31 and more are negative in int32, wherever they go; one column less is exact."""
+    for k in (depth - 1, depth):
+        a = np.full((1, k), value, dtype)
+        exact = k * value**2
+        wanted = exact - 2**32 * (exact >= 2**31)
+        assert (exact == wanted) == (k < depth)
+        assert F.int8_matmul(a, a.T).tolist() == [[wanted]]
+        y = F.matmul_bias_relu(a, a.T, np.ones(1, F32), scale_c=0.5)
+        assert y.tolist() == [[max(0, F32(wanted) * F32(0.5) + F32(1))]]

@@ -50,19 +50,24 @@ class ByteRows:
         What a byte is made of: BYTES, NIBBLES or `signs_of`.
     depth
         K.
+    dense
+        Whether rows must follow each other without gaps but those up to ALIGNMENT.
     """
 
     view: View
     element: str
     depth: int
+    dense: bool = False
 
     @classmethod
-    def along(cls, view: View, axis: int, element: str, depth: int | None = None) -> "ByteRows":
+    def along(
+        cls, view: View, axis: int, element: str, depth: int | None = None, dense: bool = False
+    ) -> "ByteRows":
         """Rows along an axis; the others follow each other in their order."""
         axis %= len(view.shape)
         others = tuple(i for i in range(len(view.shape)) if i != axis)
         moved = view.moved((*others, axis))
-        return cls(moved, element, moved.shape[-1] if depth is None else depth)
+        return cls(moved, element, moved.shape[-1] if depth is None else depth, dense)
 
     @property
     def rows(self) -> int:
@@ -86,14 +91,18 @@ class ByteRows:
         dims = self._dims
         along = self.element == BYTES and self.view.strides[-1] == 1 and len(dims) == 1
         places = self.view.pointer, dims[0][1], self.depth
+        along &= not self.dense or dims[0][1] == self.depth
         return not self.depth or (along and all(n % ALIGNMENT == 0 for n in places))
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row, to the next place on ALIGNMENT: behind K there are zeros."""
+        return -(-self.depth // ALIGNMENT) * ALIGNMENT
 
     @property
     def stride(self) -> int:
         """Bytes from row to row: of the array where it is ready, else of what is made."""
-        if self.is_ready and self.depth:
-            return self._dims[0][1]
-        return -(-self.depth // ALIGNMENT) * ALIGNMENT
+        return self._dims[0][1] if self.is_ready and self.depth else self.width
 
     @property
     def nbytes(self) -> int:

@@ -29,8 +29,7 @@ class Window(NamedTuple):
     def out(self) -> tuple[int, int]:
         """The output's size; below 1 where the filter does not fit."""
         down, across = (
-            (size + 2 * pad - tap) // step + 1
-            for size, tap, step, pad in zip(*self, strict=True)
+            (size + 2 * pad - tap) // step + 1 for size, tap, step, pad in zip(*self, strict=True)
         )
         return down, across
 
@@ -42,13 +41,16 @@ class Patches:
     Attributes
     ----------
     side
-        Pixels as rows: `stride` bytes each.
+        Pixels as rows.
     window
         How the filter moves.
+    channels
+        Bytes of a pixel that are multiplied, a multiple of 16.
     """
 
     side: Coded
     window: Window
+    channels: int
 
     struct: ClassVar[str] = "Patches"
 
@@ -60,7 +62,7 @@ class Patches:
         """The struct's 168 bytes."""
         image, taps, stride, padding = self.window
         down, across = self.window.out
-        divisors = down * across, across, self.side.stride, taps[1]
+        divisors = down * across, across, max(self.channels, 1), taps[1]
         numbers = struct.pack("<6i", *image, *stride, *padding)
         return self.side.pack() + numbers + b"".join(map(_divisor, divisors))
 
