@@ -135,7 +135,7 @@ def _convolved(x: np.ndarray, w: np.ndarray, window: Window, scale: Any) -> np.n
     patches = patches[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
     images, high, wide = patches.shape[:3]
     size = math.prod(w.shape[1:])
-    rows = exact_product(patches.reshape(images * high * wide, size), w.reshape(-1, size).T)
+    rows = exact_product(patches.reshape(images * high * wide, size), w.reshape(len(w), size).T)
     sums = rows.reshape(images, high, wide, len(w)).transpose(0, 3, 1, 2).astype(np.int32)
     made = sums if scale is None else scaled(sums, Scales(a=scale.reshape(-1, 1, 1)))
     return np.ascontiguousarray(made)

@@ -7,7 +7,7 @@ those of int64 modulo 2^32. Floats go through the vendor's GEMM, or the plain ke
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,6 +143,8 @@ def multiply_integers(
         out = backend.empty(shape, interop.numpy_dtype(dtype))
         if not math.prod(shape):
             return out
+        if not a.depth:  # whatever stands for 0, nothing is added
+            a, b = replace(a, zero_point=None), replace(b, zero_point=None)
         *batch, rows, columns = shape
         own = scales or Scales()
         shared = all(math.prod(x.shape[:-2]) == 1 for x in (b.array, own.b) if x is not None)
@@ -299,7 +301,7 @@ def _vendor_sums(
     depth, kind = a.shape[-1], name_of(backend, a)
     taken = kind == name_of(backend, b) and interop.name_of(dtype) in (kind, "float32")
     taken &= kind != "bfloat16" or backend.arch >= 80
-    taken &= 0 < depth and max(rows, columns, depth) < MOST_STRIDE
+    taken &= depth > 0 and max(rows, columns, depth) < MOST_STRIDE
     if not (taken and math.prod(batch) <= MOST_GEMMS and backend.has_vendor):
         return None
     left, right = resolved(backend, a), resolved(backend, b)

@@ -95,12 +95,19 @@ CALLS = {
         to(A8.astype(np.float16)), to(B8.astype(np.float16)), out_dtype="bfloat16"
     ),
     "fp16_gemm of all": lambda to: F.fp16_gemm(
-        to(SMALL), to(SMALL.swapaxes(1, 2).astype(F32)), to(SMALL[0, :, :3]), to(F32([0.5])), 2, "float16"
+        to(SMALL),
+        to(SMALL.swapaxes(1, 2).astype(F32)),
+        to(SMALL[0, :, :3]),
+        to(np.array([0.5], F32)),
+        2,
+        "float16",
     ),
-    "bf16_gemm": lambda to: F.bf16_gemm(to(SMALL.astype(BF16)), to(SMALL[0].T.astype(BF16)), alpha=3),
+    "bf16_gemm": lambda to: F.bf16_gemm(
+        to(SMALL.astype(BF16)), to(SMALL[0].T.astype(BF16)), alpha=3
+    ),
     "int8_conv2d": lambda to: F.int8_conv2d(to(IMAGES), to(FILTERS), (2, 1), (0, 1)),
     "binary_conv2d": lambda to: F.binary_conv2d(
-        to(IMAGES.astype(np.float16)), to(FILTERS), padding=2, scale=to(F32([0.5, 2, 3, 4, 5]))
+        to(IMAGES.astype(np.float16)), to(FILTERS), padding=2, scale=to(np.array([0.5, 2, 3, 4, 5], F32))
     ),
     "rmsnorm_quantize": lambda to: F.rmsnorm_quantize(to(X.astype(BF16)), to(X[0].astype(BF16))),
     "add_rmsnorm_quantize": lambda to: F.add_rmsnorm_quantize(

@@ -124,7 +124,7 @@ class ByteRows:
             item = self.view.dtype.itemsize
             for i in range(size):
                 own = self.view._replace(pointer=self.view.pointer + i * step * item)
-                nbytes = self.rows // size * self.stride
+                nbytes = math.prod(n for n, _ in rest) * self.stride
                 replace(self, view=own)._make(backend, to + i * nbytes, rest)
             return
         count = math.prod(size for size, _ in matrices)
