@@ -40,7 +40,7 @@ def int8_conv2d(x: Any, w: Any, stride: Pair = 1, padding: Pair = 0, scale: Any 
     padding
         Rows and columns of zeros on each side of an image: an int or two.
     scale
-        None, one number, or one for each filter: [O].
+        None, one number, or one for each filter: [O] or [O, 1].
 
     Returns
     -------
@@ -71,8 +71,8 @@ def int8_conv2d(x: Any, w: Any, stride: Pair = 1, padding: Pair = 0, scale: Any 
     window, shape = _window(image, filters, stride, padding)
     factor = _per_filter(scale, shape, image)
     if interop.is_on_gpu(image):
-        sides = (Image(each, BYTES, interop.dtype_of(each)) for each in (image, filters))
-        return convolve(*sides, window, shape, factor)
+        pixels, rows = (Image(each, BYTES, interop.dtype_of(each)) for each in (image, filters))
+        return convolve(pixels, rows, window, shape, factor)
     return like(_convolved(image.astype(np.int16), filters.astype(np.int16), window, factor), x)
 
 
@@ -112,7 +112,7 @@ def binary_conv2d(x: Any, w: Any, stride: Pair = 1, padding: Pair = 0, scale: An
     >>> x = rng.standard_normal((1, 8, 5, 5), np.float32)
     >>> w = rng.standard_normal((4, 8, 3, 3), np.float32)
     >>> alpha = cq.quantize(w.reshape(4, -1), "int1").scale
-    >>> y = cq.functional.binary_conv2d(x, w, padding=1, scale=alpha.reshape(-1))
+    >>> y = cq.functional.binary_conv2d(x, w, padding=1, scale=alpha)
     >>> signs = cq.functional.binary_conv2d(x, w, padding=1)
     >>> signs.dtype, bool((y == signs * alpha.reshape(4, 1, 1).astype(np.float32)).all())
     (dtype('int32'), True)
@@ -121,10 +121,12 @@ def binary_conv2d(x: Any, w: Any, stride: Pair = 1, padding: Pair = 0, scale: An
     window, shape = _window(image, filters, stride, padding)
     factor = _per_filter(scale, shape, image)
     if interop.is_on_gpu(image):
-        sides = (Image(each, signs_of(interop.dtype_of(each)), INT8) for each in (image, filters))
-        return convolve(*sides, window, shape, factor)
-    signs = signs_of_host(image, "x"), signs_of_host(filters, "w")
-    return like(_convolved(*signs, window, factor), x)
+        pixels, rows = (
+            Image(each, signs_of(interop.dtype_of(each)), INT8) for each in (image, filters)
+        )
+        return convolve(pixels, rows, window, shape, factor)
+    ones, others = signs_of_host(image, "x"), signs_of_host(filters, "w")
+    return like(_convolved(ones, others, window, factor), x)
 
 
 def _convolved(x: np.ndarray, w: np.ndarray, window: Window, scale: Any) -> np.ndarray:
@@ -142,8 +144,8 @@ def _convolved(x: np.ndarray, w: np.ndarray, window: Window, scale: Any) -> np.n
 
 
 def _per_filter(scale: Any, shape: tuple[int, ...], near: Any) -> Any:
-    """One number, or [1, O]."""
-    return along(scale, "scale", shape[1], (1, shape[1]), near)
+    """One number, or [O, 1]."""
+    return along(scale, "scale", shape[1], (shape[1], 1), near)
 
 
 def _window(

@@ -19,6 +19,7 @@ from cuquant.functional.checks import (
 from cuquant.functional.integers import INT4, unpack_int4
 from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, signs_of
 from cuquant.ops.plain_products import (
+    UNSCALED,
     Ending,
     Integers,
     Scales,
@@ -173,11 +174,11 @@ def int4_matmul(
         raise FormatError(
             f"a has {left.shape[-1]} bytes in a row; {depth} integers have {INT4.words(depth)}"
         )
-    operands = (
+    first, second = (
         Integers(x, axis, NIBBLES, np.dtype(np.int8), depth)
         for x, axis in ((left, -1), (right, -2))
     )
-    return multiply_integers(*operands, shape, "float32" if scales else "int32", scales)
+    return multiply_integers(first, second, shape, "float32" if scales else "int32", scales)
 
 
 def matmul_bias_relu(
@@ -240,7 +241,7 @@ def matmul_bias_relu(
     added = _bias(bias, shape[-1], left)
     if interop.is_on_gpu(left):
         if not whole[0]:
-            ending = Ending(scales or Scales(), added, relu=True)
+            ending = Ending(scales or UNSCALED, added, relu=True)
             return multiply_floats(left, right, shape, dtype, ending)
         operands = _bytes_of(left, -1), _bytes_of(right, -2)
         return multiply_integers(*operands, shape, dtype, scales, added, "relu")
@@ -288,8 +289,8 @@ def binary_matmul(a: Any, b: Any) -> Any:
     left, right = (signed(x, name, near=a) for x, name in ((a, "a"), (b, "b")))
     shape = check_product(left, right)
     if interop.is_on_gpu(left):
-        operands = (signs_on_gpu(x, axis) for x, axis in ((left, -1), (right, -2)))
-        return multiply_integers(*operands, shape, "int32")
+        first, second = (_signs_on_gpu(x, axis) for x, axis in ((left, -1), (right, -2)))
+        return multiply_integers(first, second, shape, "int32")
     signs = signs_of_host(left, "a"), signs_of_host(right, "b")
     return like(exact_product(*signs).astype(np.int32), a)
 
@@ -409,7 +410,7 @@ def _bytes_of(x: Any, axis: int, zero_point: Any = None) -> Integers:
     return Integers(x, axis, BYTES, interop.dtype_of(x), x.shape[axis], zero_point)
 
 
-def signs_on_gpu(x: Any, axis: int) -> Integers:
+def _signs_on_gpu(x: Any, axis: int) -> Integers:
     """The signs of an array on a GPU as an operand, whose K is an axis."""
     return Integers(x, axis, signs_of(interop.dtype_of(x)), np.dtype(np.int8), x.shape[axis])
 

@@ -42,7 +42,7 @@ class Image:
 def convolve(
     x: Image, w: Image, window: Window, shape: tuple[int, int, int, int], scale: Any
 ) -> Any:
-    """A new array of `shape`, [B, O, oH, oW]: int32, or with a number or [1, O] float32."""
+    """A new array of `shape`, [B, O, oH, oW]: int32, or with a number or [O, 1] float32."""
     images, filters, *out_size = shape
     places, taps = math.prod(out_size), math.prod(window.taps)
     with backend_of(x.array) as backend:

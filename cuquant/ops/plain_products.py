@@ -45,6 +45,9 @@ class Scales(NamedTuple):
     c: Any = None
 
 
+UNSCALED = Scales()
+
+
 @dataclass(frozen=True)
 class Integers:
     """An operand whose elements become bytes.
@@ -146,7 +149,7 @@ def multiply_integers(
         if not a.depth:  # whatever stands for 0, nothing is added
             a, b = replace(a, zero_point=None), replace(b, zero_point=None)
         *batch, rows, columns = shape
-        own = scales or Scales()
+        own = scales or UNSCALED
         shared = all(math.prod(x.shape[:-2]) == 1 for x in (b.array, own.b) if x is not None)
         groups = Groups(1, math.prod(shape[:-1])) if shared else Groups(math.prod(batch), rows)
         sides = Sides(backend, (a, b), groups)
@@ -170,7 +173,7 @@ def multiply_integers(
         added = None if bias is None else sides.keep(backend.contiguous(bias.reshape(columns), -1))
         epilogue = Epilogue(
             out=out,
-            out_type=interop.name_of(out_dtype := interop.numpy_dtype(dtype)),
+            out_type=interop.name_of(interop.numpy_dtype(dtype)),
             out_stride=columns,
             bias=added,
             bias_type=name_of(backend, added),
@@ -217,7 +220,7 @@ class Ending:
         Whether what is negative becomes 0.
     """
 
-    scales: Scales = Scales()
+    scales: Scales = UNSCALED
     added: Any = None
     beta: Any = None
     relu: bool = False
@@ -283,9 +286,9 @@ def multiply_floats(a: Any, b: Any, shape: tuple[int, ...], dtype: np.dtype, end
             return backend.empty(shape, dtype)
         sums = _vendor_sums(backend, a, b, shape, dtype if plain else F32)
         if sums is None:
-            operands = [Operand.of(a, "a"), Operand.of(b, "b")]
-            finish = Finish.check(operands, shape, out_dtype=dtype if plain else F32)
-            sums = on_gpu.matmul(*operands, finish)
+            left, right = Operand.of(a, "a"), Operand.of(b, "b")
+            finish = Finish.check([left, right], shape, out_dtype=dtype if plain else F32)
+            sums = on_gpu.matmul(left, right, finish)
         if plain:
             return sums
         out = backend.empty(shape, dtype)

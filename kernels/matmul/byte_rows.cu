@@ -104,7 +104,9 @@ __device__ inline void turn(u32 a, u32 b, u32 c, u32 d, u32 (&rows)[4]) {
 __device__ inline uint4 rows_of_column(const u8* from, i64 rows) {
     if (rows >= 16) return load16(from);
     u32 words[4] = {};
-    for (int i = 0; i < rows; ++i) words[i / 4] |= static_cast<u32>(from[i]) << i % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        if (i < rows) words[i / 4] |= static_cast<u32>(from[i]) << i % 4 * 8;
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 

@@ -121,9 +121,16 @@ struct WarpPlace {
           depth(warp / (Tile::row_warps * Tile::token_warps)) {}
 };
 
+// Blocks of a multiprocessor: elsewhere shared memory has room for one, or registers would spill.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
+constexpr int kBlocks = 2;
+#else
+constexpr int kBlocks = 1;
+#endif
+
 // X: Coded, or Patches.
 template <class Codes, class Tile, class X>
-__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : 2) dense_warps(
+__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : kBlocks) dense_warps(
     const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;

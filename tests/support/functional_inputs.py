@@ -107,7 +107,7 @@ CALLS = {
     ),
     "int8_conv2d": lambda to: F.int8_conv2d(to(IMAGES), to(FILTERS), (2, 1), (0, 1)),
     "binary_conv2d": lambda to: F.binary_conv2d(
-        to(IMAGES.astype(np.float16)), to(FILTERS), padding=2, scale=to(np.array([0.5, 2, 3, 4, 5], F32))
+        to(IMAGES.astype(np.float16)), to(FILTERS), padding=2, scale=to(np.arange(5, dtype=F32))
     ),
     "rmsnorm_quantize": lambda to: F.rmsnorm_quantize(to(X.astype(BF16)), to(X[0].astype(BF16))),
     "add_rmsnorm_quantize": lambda to: F.add_rmsnorm_quantize(
