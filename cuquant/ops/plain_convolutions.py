@@ -75,14 +75,9 @@ def convolve(
         with backend.workspace(max(pixels.nbytes + rows.nbytes, 1)) as at:
             codes = pixels.make(backend, at), rows.make(backend, at + pixels.nbytes)
             side = Coded(x.dtype.name, codes[0], pixels.stride, images * places, Scaling())
+            patches = Patches(side, window, pixels.width)
             weights = Coded(w.dtype.name, codes[1], depth, filters, scaling)
-            dense_warps.multiply(
-                backend,
-                Patches(side, window, pixels.width),
-                weights,
-                (images * places, filters, depth),
-                Groups(1, images * places),
-                max(depth, 1),
-                results,
-            )
+            product, groups = (images * places, filters, depth), Groups(1, images * places)
+            run = dense_warps.prepare(patches, weights, product, groups, max(depth, 1))
+            run(backend, patches, results)
         return out

@@ -193,7 +193,8 @@ def multiply_integers(
                 1, right, scalings[1], columns, at + left.nbytes, sums[1] and free + sums[0]
             )
             product = groups.rows, columns, a.depth
-            dense_warps.multiply(backend, x, w, product, groups, max(a.depth, 1), results)
+            run = dense_warps.prepare(x, w, product, groups, max(a.depth, 1))
+            run(backend, x, results)
         return out
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.array.arranged import ends_with_rows
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, Fragments, takes
-from cuquant.formats import Format, Uniform
+from cuquant.formats import Format, Uniform, get_format
 from cuquant.formats.format import Component
 from cuquant.gpu.backend import Gemm
 from cuquant.gpu.jit import Launch, Program
@@ -21,7 +21,7 @@ from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
-from cuquant.ops.matmul import q8_1
+from cuquant.ops.matmul import dense_warps, q8_1
 from cuquant.ops.matmul.choose import (
     FAMILIES,
     PLAIN_ROWS,
@@ -29,6 +29,8 @@ from cuquant.ops.matmul.choose import (
     choose,
     family_of,
 )
+from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides
+from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
@@ -61,6 +63,9 @@ GATED_PRODUCTS = ((16, (4096, 4096)), (512, (4096, 4096)))
 EXPERTS, EXPERT, EXPERT_ROWS = 8, (4096, 4096), (4, 512)
 # Rows of x for which a given weight's kernels are found: the division changes between few others.
 ROWS = (*range(1, 129), *range(136, 1025, 8), *range(1088, 8193, 64))
+# What products of two quantized arrays are compiled with: x's formats beside the weight's own, rows
+# of the weight, and columns, of which the last are no whole vectors.
+CODED_WITH, CODED_COLUMNS, CODED_DEPTHS = ("int8", "fp8_e4m3"), 256, (4096, 131)
 # What layouts depend on: rows that end inside a word and units, blocks of ggml's.
 LAID_OUT = ((32, 512), (37, 131))
 
@@ -340,11 +345,41 @@ def prepack_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = 0) -> 
     return list(plan.programs)
 
 
+def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) -> list[Program]:
+    """The programs that multiply weights of a format with x of the same, of int8 and of fp8_e4m3,
+    as codes; and those that groups need."""
+    plan = Plan(arch)
+    for other in (fmt, *map(get_format, CODED_WITH)):
+        kinds = codes_of(other, fmt)
+        if kinds is None:
+            continue
+        for tile in dense_warps.TILES:
+            for depth in CODED_DEPTHS:
+                shapes = (tile.tokens, depth), (CODED_COLUMNS, depth)
+                x, w = (
+                    _weight(f, shape, Weight.layout)
+                    for f, shape in zip((other, fmt), shapes, strict=True)
+                )
+                segment = segment_of(other, fmt, depth)
+                with sides(plan, x, w, kinds, segment) as pair:
+                    shape, groups = (tile.tokens, CODED_COLUMNS, depth), Groups(1, tile.tokens)
+                    run = dense_warps.prepare(*pair, shape, groups, segment)
+                    run(plan, pair[0], bytes(80))
+    if plan.programs:
+        rows = Rows("offsets", None, (1,), 1)
+        ids = rows.ids(plan, _Nothing((2,)))
+        offsets_of(plan, ids, 1, 1)
+        for name in DTYPES:
+            clear_lost(plan, ids, View(ADDRESS, (1, 1), (1, 1), interop.float_dtype(name)))
+    return list(plan.programs)
+
+
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.
 PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "quantize": quantize_programs,
     "dequantize": dequantize_programs,
     "matmul": matmul_programs,
+    "matmul_codes": coded_programs,
     "prepack": prepack_programs,
     "gemm_q8_1": q8_1.programs,
 }

@@ -5,9 +5,10 @@ namespace cuquant {
 
 // The expert of each row; -1 where it has none. offsets: [known + 1], expert e has rows offsets[e] .. offsets[e + 1]; or
 // counts: [known], of the `height` rows of an expert the first count. A thread has a row.
-__global__ void __launch_bounds__(256) expert_ids(
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) expert_ids(
     const i64* __restrict__ offsets, const i64* __restrict__ counts, i64 rows, i64 known, i64 height, i64* __restrict__ ids) {
-    const i64 row = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+    const i64 row = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (row >= rows) return;
     if (counts) {
         const i64 expert = row / height;
@@ -24,8 +25,9 @@ __global__ void __launch_bounds__(256) expert_ids(
 }
 
 // Where the rows of each expert begin among ids that ascend: offsets [known + 1]. A thread has an expert.
-__global__ void __launch_bounds__(256) expert_offsets(const i64* __restrict__ ids, i64 rows, i64 known, i64* __restrict__ offsets) {
-    const i64 expert = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) expert_offsets(const i64* __restrict__ ids, i64 rows, i64 known, i64* __restrict__ offsets) {
+    const i64 expert = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (expert > known) return;
     i64 low = 0, high = rows;  // the first row of this expert or a later one
     while (low < high) {
@@ -37,11 +39,12 @@ __global__ void __launch_bounds__(256) expert_offsets(const i64* __restrict__ id
 }
 
 // 0 in the rows that have no expert. A block has a row.
-template <typename T>
-__global__ void __launch_bounds__(256) clear_rows(const i64* __restrict__ ids, T* __restrict__ out, i64 columns, i64 row_stride, i64 column_stride) {
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads) clear_rows(
+    const i64* __restrict__ ids, T* __restrict__ out, i64 columns, i64 row_stride, i64 column_stride) {
     const i64 row = blockIdx.x;
     if (ids[row] >= 0) return;
-    for (i64 c = threadIdx.x; c < columns; c += 256) out[row * row_stride + c * column_stride] = 0;
+    for (i64 c = threadIdx.x; c < columns; c += kThreads) out[row * row_stride + c * column_stride] = 0;
 }
 
 }  // namespace cuquant

@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
 from cuquant.ops.matmul import dense_warps
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides, tall_of
+from cuquant.ops.matmul.coded import Coded, Groups, codes_of, segment_of, sides, tall_of
+from cuquant.ops.matmul.coded_plans import keep
+from cuquant.ops.matmul.dense_warps import Run
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.experts import Rows, as_int64, offsets_of
 from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
+from cuquant.ops.matmul.prepared import Call
+from cuquant.ops.matmul.problem import Weight
 
 F32 = np.dtype(np.float32)
 
@@ -80,14 +85,31 @@ def _is_in_order(side: Operand, depth: int) -> bool:
 
 
 def multiply(
-    backend: GpuBackend, pair: Pair, left: Operand, right: Operand, out: Any, finish: Finish
+    backend: GpuBackend,
+    pair: Pair,
+    left: Operand,
+    right: Operand,
+    out: Any,
+    finish: Finish,
+    call: Call | None = None,
 ) -> None:
-    """Write the finished product to `out`."""
+    """Write the finished product to `out`; `call` remembers how, where no array was copied."""
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
+    sources = (left.source, x), (right.source, weights)
+    own = all(_is_own(source, weight) for source, weight in sources)
     if pair.groups == 1:
         x = replace(x, stored=(pair.rows, pair.depth))
     groups = Groups(pair.groups, pair.rows)
-    run(backend, pair, (x, weights), groups, out, finish)
+    made = run(backend, pair, (x, weights), groups, out, finish)
+    if call is not None and made is not None and own:
+        keep(call, out, *made, backend)
+
+
+def _is_own(source: Any, weight: Weight) -> bool:
+    """Whether kernels read the memory of the array that was given, not a copy."""
+    if not isinstance(source, QuantArray):
+        return False
+    return all(source.components[name] is part for name, part in weight.parts.items())
 
 
 def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:
@@ -148,8 +170,12 @@ def run(
     out: Any,
     finish: Finish,
     factor: Any = None,
-) -> None:
-    """The product of a pair's two Weights, for `groups` of rows; `factor` multiplies its sums."""
+) -> tuple[Run, Coded, tuple[int, ...]] | None:
+    """The product of a pair's two Weights, for `groups` of rows; `factor` multiplies its sums.
+
+    What multiplies, x, and the constants of an Epilogue; None where another call cannot have them,
+    as it has numbers, or arrays that are made for it.
+    """
     x, w = weights
     rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
     target = out
@@ -176,13 +202,22 @@ def run(
         for number in (factor, finish.out_scale)
     )
     kept = list(known)  # until the kernel is launched
+    given = target is out and bias is finish.bias and residual is finish.residual
     pointers = (0 if number is None else backend.pointer(number) for number in kept)
     results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
     with sides(backend, x, w, pair.kinds, segment) as (first, second):
         invariant = finish.batch_invariant
-        arguments = first, second, shape, groups, segment, results
-        dense_warps.multiply(backend, *arguments, batch_invariant=invariant)
+        arguments = first, second, shape, groups, segment
+        launch = dense_warps.prepare(*arguments, batch_invariant=invariant)
+        launch(backend, first, results)
+        in_place = not (first.sums or second.sums) and all(
+            side.codes == backend.pointer(weight.parts["packed"])
+            for side, weight in ((first, x), (second, w))
+        )
     if target is not out:
         backend.copy_into(out, target)
+    if not (given and in_place) or any(number is not None for number in kept):
+        return None
+    return launch, first, epilogue.constants

@@ -1,5 +1,6 @@
 """Products of codes on the tensor cores of any GPU: matmul/dense_warps.cu."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,6 +11,8 @@ from cuquant.ops.matmul.coded import KINDS, Coded, Groups
 from cuquant.ops.matmul.patches import Patches
 
 WARP = 32
+# Multiplies, called with x and the bytes of a CodedResults.
+Run = Callable[[Backend, Coded | Patches, bytes], None]
 SHORT, STEP = 16, 32  # columns of a product, where segments are short and otherwise
 
 
@@ -74,20 +77,19 @@ def program_of(
     return Program("matmul/dense_warps.cu", "dense_warps", arguments, text)
 
 
-def multiply(
-    backend: Backend,
+def prepare(
     x: Coded | Patches,
     weights: Coded,
     shape: tuple[int, int, int],
     groups: Groups,
     segment: int,
-    results: bytes,
     *,
     batch_invariant: bool = False,
-) -> None:
-    """x @ weights.T of every group; `shape` is M, N and K, and M the rows of a group's x.
+) -> Run:
+    """What multiplies x @ weights.T of every group, of x at any addresses.
 
-    `segment` columns share scales on both sides; `results` is a CodedResults.
+    `shape` is M, N and K, and M the rows of a group's x; `segment` columns share scales on both
+    sides.
     """
     _, columns, depth = shape
     tile = INVARIANT if batch_invariant else tile_of(groups.typical)
@@ -97,5 +99,10 @@ def multiply(
     token_tiles = groups.tiles(tile.tokens)
     blocks = token_tiles * -(-columns // tile.rows)
     launch = Launch(program, (blocks, 1, 1), tile.threads, tile.shared)
+    packed, told = weights.pack(), groups.pack()
     numbers = columns, depth, segment, token_tiles
-    backend.launch(launch, x.pack(), weights.pack(), groups.pack(), results, *numbers)
+
+    def run(backend: Backend, x: Coded | Patches, results: bytes) -> None:
+        backend.launch(launch, x.pack(), packed, told, results, *numbers)
+
+    return run

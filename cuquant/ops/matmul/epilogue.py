@@ -9,11 +9,11 @@ from cuquant.lazy import lazy
 
 # matmul/epilogue.cuh's Type; products of codes have coded_results.cuh's CodedType too.
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int32": 4}
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}  # its Activation
+GATED = 4  # its activation that multiplies by silu(residual)
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "gated": GATED}  # its Activation
 # Its Epilogue: the addresses of out, bias and residual, then an Epilogue's `constants`.
 _STRUCT = struct.Struct("<3Q3q4i")
 PACK, UNPACK = _STRUCT.pack, _STRUCT.unpack
-GATED = 4  # its activation that multiplies by silu(residual)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Epilogue:
     bias, residual
         [N] contiguous and [M, N] with contiguous rows `residual_stride` elements apart, or None.
     activation
-        None, "relu", "gelu" or "silu".
+        None, "relu", "gelu", "silu", or "gated": silu(residual) * (sum).
     """
 
     out: Any

@@ -85,13 +85,14 @@ def offsets_of(backend: Backend, ids: Any, rows: int, known: int) -> Any:
 def clear_lost(backend: Backend, ids: Any, out: View) -> None:
     """Write 0 to the rows [T, N] that have no expert."""
     words = WORDS[out.dtype.itemsize]
-    program = Program("matmul/experts.cu", "clear_rows", (words,))
+    program = Program("matmul/experts.cu", "clear_rows", (words, THREADS))
     launch = Launch(program, (out.shape[0], 1, 1), THREADS)
     backend.launch(launch, backend.pointer(ids), out.pointer, out.shape[1], *out.strides)
 
 
 def _launch(entry: str, items: int) -> Launch:
-    return Launch(Program("matmul/experts.cu", entry), (-(-items // THREADS), 1, 1), THREADS)
+    program = Program("matmul/experts.cu", entry, (THREADS,))
+    return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
 
 
 def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:

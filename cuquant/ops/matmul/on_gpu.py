@@ -83,7 +83,12 @@ def linear(
 
     `call` remembers how, where no array had to be copied or decoded.
     """
-    pair = pair_of(left, weights[0], (len(left.shape) - 1, 1)) if len(weights) == 1 else None
+    pairs = [pair_of(left, weight, (len(left.shape) - 1, 1)) for weight in weights]
+    pair = pairs[0] if len(weights) == 1 else None
+    if len(weights) == 2 and None not in pairs:
+        gate = linear(left, weights[:1], finish.as_float32, stream)
+        gated = replace(finish, residual=gate, activation="gated")
+        return linear(left, weights[1:], gated, stream)
     if finish.out_scale is not None and pair is None:
         return _requantized(linear(left, weights, finish.as_float32, stream), finish, stream)
     with backend_of(left.memory()[0], stream) as backend:
@@ -92,7 +97,7 @@ def linear(
         if not math.prod(finish.shape):
             return out
         if pair is not None:
-            multiply(backend, pair, left, weights[0], out, finish)
+            multiply(backend, pair, left, weights[0], out, finish, call)
             return out
         given = floats_of(backend, left)
         given = backend.contiguous(given, -1) if finish.batch_invariant else given
@@ -262,7 +267,7 @@ def matmul(
         if not math.prod(finish.shape):
             return out
         if pair is not None:
-            multiply(backend, pair, left, right, out, finish)
+            multiply(backend, pair, left, right, out, finish, call)
             return out
         stored = [runs_along(side, axis) for side, axis in zip((left, right), depths, strict=True)]
         if all(stored):  # the larger one stays as it is

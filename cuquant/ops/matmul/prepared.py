@@ -126,8 +126,8 @@ def _torch_rows(x: Any) -> tuple:
     return *signature, x.data_ptr() & 15, x.is_neg()
 
 
-_ADDRESS = {"cupy": _cupy_address, "torch": _torch_address}
-_SIGNATURE = {"cupy": _cupy_signature, "torch": _torch_signature}
+ADDRESS = {"cupy": _cupy_address, "torch": _torch_address}
+SIGNATURE = {"cupy": _cupy_signature, "torch": _torch_signature}
 _ROWS = {"cupy": _cupy_rows, "torch": _torch_rows}  # the same, but for how many rows there are
 _STAYS = ("cupy",)  # whose arrays' memory is what it was when they were made
 
@@ -157,7 +157,7 @@ class Call(NamedTuple):
     out_dtype: object = None
 
 
-def _key(call: Call, signatures: Mapping[str, Signature] = _SIGNATURE) -> Any:
+def _key(call: Call, signatures: Mapping[str, Signature] = SIGNATURE) -> Any:
     """All but the components that decides how the product is made; None: no plan fits.
 
     Of x, residual and out it is what `signatures` say, of the bias all.
@@ -178,7 +178,7 @@ def _key(call: Call, signatures: Mapping[str, Signature] = _SIGNATURE) -> Any:
             _identity(first),
             None if len(weights) == 1 else tuple(map(_identity, weights[1:])),
             signature(x),
-            None if bias is None else _SIGNATURE[kind](bias),  # type: ignore[index]
+            None if bias is None else SIGNATURE[kind](bias),  # type: ignore[index]
             None if residual is None else signature(residual),
             None if out is None else signature(out),
         )
@@ -209,7 +209,7 @@ def again(call: Call) -> Any:
     plan = known.plans.get(key) or _of_other_rows(call, known, key)
     if plan is None:
         return None
-    address = _ADDRESS[plan.kind]
+    address = ADDRESS[plan.kind]
     if plan.places is not None and plan.places != list(map(_torch_address, parts)):
         return None
     backend = current_backend(plan.kind, plan.device)
@@ -285,7 +285,7 @@ def keep(
 ) -> None:
     """Remember how the product was made."""
     kind = backend.kind
-    key = _key(call) if kind in _ADDRESS else None
+    key = _key(call) if kind in ADDRESS else None
     if key is None:
         return
     parts = list(_parts(call))
@@ -330,5 +330,5 @@ def _reach(array: Any, kind: str) -> Span:
     if array is None:
         return 0, 0
     first, end = interop.span(array)
-    address = _ADDRESS[kind](array)
+    address = ADDRESS[kind](array)
     return first - address, end - address

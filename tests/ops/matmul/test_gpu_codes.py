@@ -12,6 +12,7 @@ from products import normal, values
 
 import cuquant as cq
 from cuquant import interop
+from cuquant.ops.matmul import on_gpu as multiply
 
 F32 = np.float32
 FEW = (CASES[0], CASES[6], CASES[14], CASES[17])  # for the emulator
@@ -53,6 +54,17 @@ def test_results(to):
     np.testing.assert_array_equal(host(out), wanted)
     y = cq.linear(to(x), to(w), to(bias.astype(np.float16)), out_dtype="bfloat16")
     assert interop.dtype_of(y).name == "bfloat16"
+
+
+def test_swiglu(to):
+    """Both products as codes: silu of the one times the other, rounded once."""
+    x, gate = pair(("int8", "int8", (6, 20, 64)))
+    up = cq.quantize(normal((20, 64), seed=8), "int4")
+    left, right = values(x) @ values(gate).T, values(x) @ values(up).T
+    wanted = left / (1 + np.exp(-left)) * right
+    for out in (None, to(np.zeros((6, 20), np.float16))):
+        y = cq.swiglu(to(x), to(gate), to(up), out=out)
+        np.testing.assert_allclose(host(y).astype(F32), wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_a_batch(to):
@@ -137,6 +149,40 @@ def test_rows_do_not_depend_on_how_many_there_are(kind, to, formats):
         for first in {0, most - count}:
             y = cq.linear(x[first : first + count], weight, batch_invariant=True)
             np.testing.assert_array_equal(host(y), whole[first : first + count])
+
+
+def test_a_call_alike_is_made_by_the_plan_of_the_one_before(to, monkeypatch):
+    """Nothing is looked at again but addresses; another format, shape or bias has its own plan."""
+    x, w = pair(("int8", "int8", (6, 10, 64)))
+    there, weight, bias = to(x), to(w), to(normal((10,)))
+    first = host(cq.linear(there, weight, bias))
+    other = cq.quantize(normal((6, 64), seed=9), "int8")
+    shorter, tensor = (
+        cq.quantize(normal((5, 64)), "int8"),
+        cq.quantize(normal((6, 64)), "int8:tensor"),
+    )
+    looked_at = []
+    pair_of = multiply.pair_of
+    monkeypatch.setattr(multiply, "pair_of", lambda *a: looked_at.append(1) or pair_of(*a))
+    out = to(np.zeros((6, 10), F32))
+    np.testing.assert_array_equal(host(cq.linear(there, weight, bias)), first)
+    y = host(cq.linear(to(other), weight, bias))
+    np.testing.assert_allclose(y, values(other) @ values(w).T + host(bias), atol=1e-4)
+    assert not looked_at
+    for given, options in ((there, {"out": out}), (to(shorter), {}), (to(tensor), {})):
+        y = cq.linear(given, weight, bias, **options)
+        assert len(looked_at) == 1
+        np.testing.assert_array_equal(host(cq.linear(given, weight, bias, **options)), host(y))
+        assert len(looked_at.copy()) == 1
+        looked_at.clear()
+    # What the arrays hold may change; where out may not lie is still refused.
+    weight.components["packed"][...] = to(np.zeros((10, 64), np.int8))
+    assert (host(cq.linear(there, weight)) == 0).all()
+    inside = there.components["scale"].reshape(-1)[:6].reshape(6, 1)
+    one = to(cq.quantize(normal((1, 64)), "int8"))
+    cq.linear(there, one, out=to(np.zeros((6, 1), F32)))
+    with pytest.raises(ValueError, match="overlaps"):
+        cq.linear(there, one, out=inside)
 
 
 # ---- on a GPU alone ------------------------------------------------------------------------------
