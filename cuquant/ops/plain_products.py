@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
+from cuquant.formats import Format
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import Gemm, Matrix, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.view import View
 from cuquant.ops.matmul import dense_warps, on_gpu
-from cuquant.ops.matmul.byte_rows import ByteRows, expanded
+from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, program_of, signs_of
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import SUM_BYTES, Coded, Groups, Scaling, add_up
 from cuquant.ops.matmul.epilogue import TYPES, Epilogue
 from cuquant.ops.matmul.operands import name_of, resolved
+from cuquant.ops.matmul.patches import Patches
 from cuquant.ops.matmul.problem import MOST_STRIDE
 from cuquant.ops.matmul.vendor import scratch_bytes
 
@@ -203,6 +205,7 @@ def multiply_integers(
 THREADS = 256  # of a block of matmul/plain_end.cu
 MOST_GEMMS = 64  # of a batch by the vendor's library, one after the other
 NO_PLANE = bytes(40)
+_END = Program("matmul/plain_end.cu", "plain_end")
 
 
 @dataclass(frozen=True)
@@ -242,8 +245,7 @@ class Ending:
         kind = TYPES[name_of(backend, out)]
         ending = b"".join(planes) + struct.pack("<2q2i", rows, columns, kind, self.relu)
         blocks = -(-columns // THREADS)
-        program = Program("matmul/plain_end.cu", "plain_end")
-        launch = Launch(program, (math.prod(shape[:-1]) * blocks, 1, 1), THREADS)
+        launch = Launch(_END, (math.prod(shape[:-1]) * blocks, 1, 1), THREADS)
         backend.launch(launch, backend.pointer(sums), ending, backend.pointer(out), blocks)
 
 
@@ -356,3 +358,30 @@ def _lie(view: View) -> tuple[int, bool] | None:
     if (down == 1 or rows == 1) and (columns == 1 or rows <= across < MOST_STRIDE):
         return (rows if columns == 1 else across), True
     return None
+
+
+# ---- what is compiled ---------------------------------------------------------------------------
+
+
+def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -> list[Program]:
+    """The programs of products and convolutions of plain arrays: of int8 and uint8, of int4's
+    nibbles, of int1's signs of arrays of `dtypes`, and of float16 and bfloat16."""
+    made = {
+        "int8": [BYTES],
+        "uint8": [BYTES],
+        "int4": [NIBBLES],
+        "int1": [signs_of(interop.float_dtype(name)) for name in dtypes],
+    }.get(fmt.name)
+    if made is None:
+        return [_END] if fmt.name in ("fp16", "bf16") else []
+    own = "uint8" if fmt.name == "uint8" else "int8"
+    kinds = dict.fromkeys(((own, "int8"), ("int8", own), (own, own)))
+    return [
+        *(program_of(element) for element in made),
+        *(
+            dense_warps.program_of(pair, tile, dense_warps.STEP, False, x)
+            for pair in kinds
+            for tile in dense_warps.TILES
+            for x in (Coded.struct, Patches.struct)
+        ),
+    ]

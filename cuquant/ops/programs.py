@@ -34,6 +34,7 @@ from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
+from cuquant.ops.plain_products import programs as plain_programs
 from cuquant.ops.quantize.call import Known, Task
 from cuquant.ops.quantize.quantizer import quantizer
 
@@ -380,6 +381,7 @@ PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "dequantize": dequantize_programs,
     "matmul": matmul_programs,
     "matmul_codes": coded_programs,
+    "matmul_plain": plain_programs,
     "prepack": prepack_programs,
     "gemm_q8_1": q8_1.programs,
 }

@@ -160,4 +160,9 @@ class ByteRows:
 
 @lru_cache(maxsize=1024)
 def _launch(element: str, blocks: int) -> Launch:
-    return Launch(Program("matmul/byte_rows.cu", "byte_rows", (element,)), (blocks, 1, 1), THREADS)
+    return Launch(program_of(element), (blocks, 1, 1), THREADS)
+
+
+def program_of(element: str) -> Program:
+    """The kernel that makes rows of an element."""
+    return Program("matmul/byte_rows.cu", "byte_rows", (element,))
