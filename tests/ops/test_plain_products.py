@@ -1,4 +1,7 @@
-"""Products of plain arrays by kernels, on the CPU under the emulator, against exact arithmetic."""
+"""Products of plain arrays by kernels, against exact arithmetic.
+
+What takes `to` runs under the emulator and, with `-m gpu`, on a GPU.
+"""
 
 from typing import Any
 from unittest import mock
@@ -22,13 +25,14 @@ from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, sig
 F32 = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
-pytestmark = fake_gpu.needs_compiler
 
-
-@pytest.fixture(params=["cupy", pytest.param("torch", marks=fake_gpu.needs_torch)])
+@pytest.fixture(params=fake_gpu.KINDS)
 def to(request, monkeypatch):
-    """What moves NumPy arrays to a GPU whose kernels the emulator runs as sm_80 has them."""
-    return fake_gpu.install(request.param, monkeypatch, Emulator(arch=80))
+    """What moves NumPy arrays to a GPU; to that of the emulator as one of sm_80."""
+    *fake, library = request.param.split()
+    if not fake:
+        return fake_gpu.real(library)
+    return fake_gpu.install(library, monkeypatch, Emulator(arch=80))
 
 
 def host(x: Any) -> np.ndarray:
@@ -43,6 +47,10 @@ def integers(low: int, high: int, shape: tuple[int, ...], dtype: Any, seed: int 
 def any_integers(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
     limits = np.iinfo(dtype)
     return integers(limits.min, limits.max, shape, dtype, seed)
+
+
+def permuted(x: Any, *axes: int) -> Any:
+    return x.permute(*axes) if interop.kind(x) == "torch" else x.transpose(*axes)
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -65,6 +73,7 @@ LIES = {
 SIZES = [(1, 1), (3, 16), (128, 128), (129, 131), (200, 40), (16, 300), (5, 5)]
 
 
+@fake_gpu.needs_compiler
 @pytest.mark.parametrize("rows, depth", SIZES)
 @pytest.mark.parametrize("lie", LIES)
 def test_rows_of_bytes(lie, rows, depth):
@@ -82,6 +91,7 @@ def test_rows_of_bytes(lie, rows, depth):
     assert (out[:, :depth] == x).all() and (out[:, depth:] == 0).all()
 
 
+@fake_gpu.needs_compiler
 @pytest.mark.parametrize("dtype", [F32, np.float16, BF16, *"bBhHiIlL"], ids=str)
 @pytest.mark.parametrize("lie", ["rows", "columns", "every other"])
 def test_signs(lie, dtype):
@@ -103,6 +113,7 @@ def test_signs(lie, dtype):
     assert (made[:, :50] == wanted).all() and (made[:, 50:] == 0).all()
 
 
+@fake_gpu.needs_compiler
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2, 33, 300])
 def test_nibbles(depth, axis):
@@ -116,6 +127,7 @@ def test_nibbles(depth, axis):
     assert INT4.words(depth) == packed.shape[axis]
 
 
+@fake_gpu.needs_compiler
 def test_rows_of_many_axes():
     """Axes that cannot be counted through together, more than the kernel has, and repeated ones."""
     emulator = Emulator()
@@ -223,12 +235,7 @@ def test_operands_lie_anywhere(to, turned):
         a, b = any_integers((2, 80, 18), np.int8), any_integers((2, 36, 160), np.uint8)
     x, w = to(a), to(b)
     if turned:
-        a, b, x, w = (
-            a.swapaxes(1, 2),
-            b.swapaxes(1, 2),
-            x.transpose(1, 2) if hasattr(x, "stride") else x.transpose(0, 2, 1),
-            w.transpose(1, 2) if hasattr(w, "stride") else w.transpose(0, 2, 1),
-        )
+        a, b, x, w = (permuted(each, 0, 2, 1) for each in (a, b, x, w))
     found = F.int8_matmul(x[:, ::2, 3:], w[:, 6::2, ::3])
     assert bits_equal(host(found), product(a[:, ::2, 3:], b[:, 6::2, ::3]))
 
@@ -290,10 +297,7 @@ def test_pixels_that_lie_ready(to):
     """Channels last, in steps of 16 and with more beside them; and other views."""
     x, w = any_integers((2, 6, 7, 48), np.int8), any_integers((5, 3, 3, 48), np.int8, 1)
     axes = 0, 3, 1, 2
-    turned = [
-        each.permute(*axes) if hasattr(each, "permute") else each.transpose(*axes)
-        for each in (to(x), to(w))
-    ]
+    turned = [permuted(to(each), *axes) for each in (x, w)]
     x, w = x.transpose(axes), w.transpose(axes)
     for channels in (np.s_[:], np.s_[16:], np.s_[:20]):
         part = np.s_[:, channels]
@@ -313,8 +317,8 @@ def small(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture
-def vendor(request, monkeypatch):
-    """The same as `to`, with cuBLAS; and its calls."""
+def vendor(monkeypatch):
+    """The same as `to` of the emulator, with cuBLAS; and its calls."""
     to = fake_gpu.install("cupy", monkeypatch, Emulator(arch=80, vendor=True))
     library = Library(alignment=16)
     cublas = Cublas(library)
@@ -322,29 +326,46 @@ def vendor(request, monkeypatch):
     return to, library.calls
 
 
-@pytest.mark.parametrize("dtypes", [(F32, F32), (np.float16,) * 2, (BF16, BF16), (np.float16, F32)])
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_floats(to, vendor, shapes, dtypes):
+DTYPES = [(F32, F32), (np.float16, np.float16), (BF16, BF16), (np.float16, F32)]
+TIMES = np.array(0.3, F32), np.array([-0.7], F32)
+
+
+def check_floats(to: Any, shapes: tuple, dtypes: tuple) -> np.ndarray:
+    """The exact product, once all functions have given it."""
     a, b = (small(s, t, i) for i, (s, t) in enumerate(zip(shapes, dtypes, strict=True)))
     exact = np.matmul(a.astype(F32), b.astype(F32))
     *_, m, n = exact.shape
     c, bias, scale = small(exact.shape, BF16, 2), small((n,), F32, 3), small((m, 1), F32, 4)
-    for give in (to, vendor[0]):
-        for out_dtype in ("float32", "float16", "bfloat16"):
-            dtype = interop.float_dtype(out_dtype)
-            found = F.fp16_gemm(give(a), give(b), out_dtype=out_dtype)
-            assert bits_equal(host(found), exact.astype(dtype))
-        found = F.bf16_gemm(
-            give(a), give(b), give(c), give(np.array(0.3, F32)), give(np.array([-0.7], F32))
-        )
-        assert bits_equal(host(found), (F32(0.3) * exact + F32(-0.7) * c.astype(F32)).astype(BF16))
-        found = F.matmul_bias_relu(give(a), give(b), give(bias), give(scale), None, 0.1, "float16")
-        wanted = np.maximum(exact * scale * F32(0.1) + bias, F32(0)).astype(np.float16)
-        assert (host(found) == wanted).all()  # -0.0 is 0
-    taken = dtypes[0] == dtypes[1] and exact.size and a.shape[-1]
-    assert bool(vendor[1]) == bool(taken)
+    for out_dtype in ("float32", "float16", "bfloat16"):
+        dtype = interop.float_dtype(out_dtype)
+        found = F.fp16_gemm(to(a), to(b), out_dtype=out_dtype)
+        assert bits_equal(host(found), exact.astype(dtype))
+    for give in (to, lambda x: x):
+        found = F.bf16_gemm(to(a), to(b), to(c), *map(give, TIMES))
+        assert bits_equal(host(found), (TIMES[0] * exact + TIMES[1] * c.astype(F32)).astype(BF16))
+    found = F.matmul_bias_relu(to(a), to(b), to(bias), to(scale), None, 0.1, "float16")
+    wanted = np.maximum(exact * scale * F32(0.1) + bias, F32(0)).astype(np.float16)
+    assert (host(found) == wanted).all()  # -0.0 is 0
+    return exact
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_floats(to, shapes, dtypes):
+    check_floats(to, shapes, dtypes)
+
+
+@fake_gpu.needs_compiler
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_floats_by_the_vendor(vendor, shapes, dtypes):
+    to, calls = vendor
+    exact = check_floats(to, shapes, dtypes)
+    taken = dtypes[0] == dtypes[1] and exact.size and shapes[0][-1]
+    assert bool(calls) == bool(taken)
+
+
+@fake_gpu.needs_compiler
 @pytest.mark.parametrize("turned", range(4))
 def test_floats_that_lie_anywhere(vendor, turned):
     """The vendor's GEMM takes rows and columns as they lie, and copies of the rest."""
