@@ -17,7 +17,7 @@ from cuquant.functional.checks import (
     typed,
 )
 from cuquant.functional.integers import INT4, unpack_int4
-from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, signs_of
+from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES
 from cuquant.ops.plain_products import (
     UNSCALED,
     Ending,
@@ -25,6 +25,7 @@ from cuquant.ops.plain_products import (
     Scales,
     multiply_floats,
     multiply_integers,
+    multiply_signs,
 )
 from cuquant.reference import relu
 
@@ -289,8 +290,7 @@ def binary_matmul(a: Any, b: Any) -> Any:
     left, right = (signed(x, name, near=a) for x, name in ((a, "a"), (b, "b")))
     shape = check_product(left, right)
     if interop.is_on_gpu(left):
-        first, second = (_signs_on_gpu(x, axis) for x, axis in ((left, -1), (right, -2)))
-        return multiply_integers(first, second, shape, "int32")
+        return multiply_signs(left, right, shape)
     signs = signs_of_host(left, "a"), signs_of_host(right, "b")
     return like(exact_product(*signs).astype(np.int32), a)
 
@@ -408,11 +408,6 @@ def _is_not(value: Any, wanted: int) -> bool:
 
 def _bytes_of(x: Any, axis: int, zero_point: Any = None) -> Integers:
     return Integers(x, axis, BYTES, interop.dtype_of(x), x.shape[axis], zero_point)
-
-
-def _signs_on_gpu(x: Any, axis: int) -> Integers:
-    """The signs of an array on a GPU as an operand, whose K is an axis."""
-    return Integers(x, axis, signs_of(interop.dtype_of(x)), np.dtype(np.int8), x.shape[axis])
 
 
 def _zero_point(value: Any, name: str, operand: Any) -> Any:

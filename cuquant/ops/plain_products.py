@@ -6,8 +6,9 @@ those of int64 modulo 2^32. Floats go through the vendor's GEMM, or the plain ke
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,53 +86,94 @@ def one_number(backend: GpuBackend, value: Any, dtype: np.dtype, count: int = 1)
     return backend.broadcast(np.asarray(value).reshape(())[()], (count,), dtype)
 
 
-class Sides:
-    """Both operands as kernels read them, and the arrays that must live until the launch."""
+class _Sides:
+    """Both operands as kernels read them, and the arrays that must live until the launch.
 
-    def __init__(self, backend: GpuBackend, operands: Sequence[Integers], groups: Groups) -> None:
-        self.backend, self.groups = backend, groups
-        self.operands = operands
-        self.kept: list[Any] = []
+    Where all matrices of b are one, those of a are the rows of one too.
+    """
+
+    def __init__(
+        self,
+        backend: GpuBackend,
+        operands: tuple[Integers, Integers],
+        shape: tuple[int, ...],
+        scales: Scales,
+    ) -> None:
+        *batch, rows, columns = shape
+        b = operands[1].array
+        together = all(math.prod(x.shape[:-2]) == 1 for x in (b, scales.b) if x is not None)
+        self.backend, self.kept = backend, list[Any]()
+        self.groups = (
+            Groups(1, math.prod(shape[:-1])) if together else Groups(math.prod(batch), rows)
+        )
+        self.rows = self.groups.rows, columns  # of a matrix
+        outer = tuple(batch), (1,) if together else tuple(batch)
+        wanted = (*outer[0], rows, 1), (*outer[1], 1, columns)
+        self._scalings = [
+            self._scaling(scale, whole, each)
+            for scale, whole, each in zip(scales[:2], wanted, self.rows, strict=True)
+        ]
+        self._bytes = [
+            self._rows_of(operand, axes) for operand, axes in zip(operands, outer, strict=True)
+        ]
+        self._points = [
+            self._zero_points(operand, scaling)
+            for operand, scaling in zip(operands, self._scalings, strict=True)
+        ]
+        self._kinds = [operand.dtype.name for operand in operands]
 
     def keep(self, array: Any) -> Any:
         self.kept.append(array)
         return array
 
-    def scaling(self, scale: Any, shape: tuple[int, ...], rows: int) -> tuple[Scaling, int]:
+    def _rows_of(self, operand: Integers, outer: tuple[int, ...]) -> ByteRows:
+        array = self.keep(resolved(self.backend, operand.array))
+        view = self.backend.view(array)
+        if math.prod(view.shape[:-2]) == 1:
+            view = view._replace(shape=view.shape[-2:], strides=view.strides[-2:])
+        whole = expanded(view, (*outer, *view.shape[-2:]))
+        return ByteRows.along(whole, operand.axis, operand.element, operand.depth)
+
+    def _scaling(self, scale: Any, shape: tuple[int, ...], rows: int) -> tuple[Scaling, int]:
         """The scales of a side whose matrices have so many rows, and how many there are."""
         if scale is None:
             return Scaling(), 1
         if math.prod(scale.shape) == 1:
             own = self.keep(one_number(self.backend, scale, F32))
             return Scaling(self.backend.pointer(own)), 1
+        if math.prod(scale.shape[:-2]) == 1:
+            scale = scale.reshape(scale.shape[-2:])
         whole = self.keep(self.backend.broadcast(scale, shape, F32))
         matrix = rows if self.groups.count > 1 else 0
         return Scaling(self.backend.pointer(whole), across=1, matrix=matrix), math.prod(shape)
 
-    def coded(
-        self,
-        i: int,
-        rows: ByteRows,
-        scaling: tuple[Scaling, int],
-        each: int,
-        at: int,
-        sums: int,
-    ) -> Coded:
-        """Side i: rows of bytes, made at an address; sums of rows at another one, if it is not 0.
+    def _zero_points(self, operand: Integers, scaling: tuple[Scaling, int]) -> int:
+        """The address of one for each scale, or 0; without columns it does not matter."""
+        if operand.zero_point is None or not operand.depth:
+            return 0
+        made = one_number(self.backend, operand.zero_point, operand.dtype, scaling[1])
+        return self.backend.pointer(self.keep(made))
 
-        `each` are the rows of a matrix.
-        """
-        operand, codes = self.operands[i], rows.make(self.backend, at)
-        scales, places = scaling
-        kind = operand.dtype.name
-        if sums:
-            shape = rows.rows, rows.depth, rows.stride
-            add_up(self.backend, kind, codes, shape, max(rows.depth, 1), sums)
-        points = 0
-        if operand.zero_point is not None:
-            made = one_number(self.backend, operand.zero_point, operand.dtype, places)
-            points = self.backend.pointer(self.keep(made))
-        return Coded(kind, codes, rows.stride, each, scales, points, sums)
+    @contextmanager
+    def coded(self) -> Iterator[tuple[Coded, Coded]]:
+        """Both as kernels read them, while the context lasts."""
+        sums = [  # of a side's rows, which meet the zero points of the other
+            aligned(rows.rows * SUM_BYTES) if other else 0
+            for rows, other in zip(self._bytes, self._points[::-1], strict=True)
+        ]
+        sizes = [*(rows.nbytes for rows in self._bytes), *sums]
+        with self.backend.workspace(max(sum(sizes), 1)) as start:
+            places = [start + sum(sizes[:i]) for i in range(len(sizes))]
+            made = []
+            for i, rows in enumerate(self._bytes):
+                codes, kind, total = rows.make(self.backend, places[i]), self._kinds[i], 0
+                if sums[i]:
+                    total = places[2 + i]
+                    lie = rows.rows, rows.depth, rows.stride
+                    add_up(self.backend, kind, codes, lie, rows.depth, total)
+                scaling, points = self._scalings[i][0], self._points[i]
+                made.append(Coded(kind, codes, rows.stride, self.rows[i], scaling, points, total))
+            yield made[0], made[1]
 
 
 def multiply_integers(
@@ -148,56 +190,39 @@ def multiply_integers(
         out = backend.empty(shape, interop.numpy_dtype(dtype))
         if not math.prod(shape):
             return out
-        if not a.depth:  # whatever stands for 0, nothing is added
-            a, b = replace(a, zero_point=None), replace(b, zero_point=None)
-        *batch, rows, columns = shape
-        own = scales or UNSCALED
-        shared = all(math.prod(x.shape[:-2]) == 1 for x in (b.array, own.b) if x is not None)
-        groups = Groups(1, math.prod(shape[:-1])) if shared else Groups(math.prod(batch), rows)
-        sides = Sides(backend, (a, b), groups)
-        left, right = (
-            ByteRows.along(
-                expanded(backend.view(array), (*outer, *array.shape[-2:])),
-                operand.axis,
-                operand.element,
-                operand.depth,
-            )
-            for operand, array, outer in (
-                (a, sides.keep(resolved(backend, a.array)), batch),
-                (b, sides.keep(resolved(backend, b.array)), () if shared else batch),
-            )
-        )
-        scalings = (
-            sides.scaling(own.a, (*batch, rows, 1), groups.rows),
-            sides.scaling(own.b, (*(() if shared else batch), 1, columns), columns),
-        )
-        factor = None if own.c is None else sides.keep(one_number(backend, own.c, F32))
+        own, columns = scales or UNSCALED, shape[-1]
+        sides = _Sides(backend, (a, b), shape, own)
         added = None if bias is None else sides.keep(backend.contiguous(bias.reshape(columns), -1))
         epilogue = Epilogue(
             out=out,
-            out_type=interop.name_of(interop.numpy_dtype(dtype)),
+            out_type=name_of(backend, out),
             out_stride=columns,
             bias=added,
             bias_type=name_of(backend, added),
             activation=activation,
         )
-        results = epilogue.pack(backend) + struct.pack(
-            "<2Q", 0 if factor is None else backend.pointer(factor), 0
-        )
-        sums = [
-            aligned(side.rows * SUM_BYTES) if other.zero_point is not None else 0
-            for side, other in ((left, b), (right, a))
-        ]
-        with backend.workspace(max(left.nbytes + right.nbytes + sum(sums), 1)) as at:
-            free = at + left.nbytes + right.nbytes
-            x = sides.coded(0, left, scalings[0], groups.rows, at, sums[0] and free)
-            w = sides.coded(
-                1, right, scalings[1], columns, at + left.nbytes, sums[1] and free + sums[0]
-            )
-            product = groups.rows, columns, a.depth
-            run = dense_warps.prepare(x, w, product, groups, max(a.depth, 1))
+        factor = 0
+        if own.c is not None:
+            factor = backend.pointer(sides.keep(one_number(backend, own.c, F32)))
+        results = epilogue.pack(backend) + struct.pack("<2Q", factor, 0)
+        with sides.coded() as (x, w):
+            product = *sides.rows, a.depth
+            run = dense_warps.prepare(x, w, product, sides.groups, max(a.depth, 1))
             run(backend, x, results)
         return out
+
+
+def multiply_signs(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
+    """A new int32 array of `shape`: the product of the signs of a and b, as bytes -1 and +1.
+
+    Bytes are for every GPU; a kernel of bits takes over here.
+    """
+    sides = (
+        Integers(x, axis, signs_of(interop.dtype_of(x)), np.dtype(np.int8), x.shape[axis])
+        for x, axis in ((a, -1), (b, -2))
+    )
+    first, second = sides
+    return multiply_integers(first, second, shape, "int32")
 
 
 # ---- floats -------------------------------------------------------------------------------------

@@ -173,6 +173,9 @@ SHAPES = [
     ((2, 1, 4, 16), (3, 16, 5)),
     ((0, 4, 16), (16, 5)),
     ((2, 3, 4, 0), (0, 2)),
+    ((3, 4, 33), (1, 33, 5)),
+    ((4, 33), (1, 1, 33, 5)),
+    ((1, 4, 33), (3, 1, 33, 5)),
 ]
 
 
@@ -192,7 +195,7 @@ def test_integers_are_exact(to, shapes, types):
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
-@pytest.mark.parametrize("shapes", SHAPES[1:2] + SHAPES[8:12], ids=str)
+@pytest.mark.parametrize("shapes", SHAPES[1:2] + SHAPES[8:12] + SHAPES[14:], ids=str)
 def test_scales_follow_each_other_as_on_the_cpu(to, shapes, on_device):
     a, b = (any_integers(shape, np.int8, i) for i, shape in enumerate(shapes))
     rng = np.random.default_rng(0)
@@ -205,6 +208,7 @@ def test_scales_follow_each_other_as_on_the_cpu(to, shapes, on_device):
         (rows, columns, one),
         (rows[:, None], None, F32(1)),
         (None, columns[None], one),
+        (None, columns.reshape((1,) * (len(batch) + 1) + (n,)), one),
         (*whole, F32(0.3)),
         (one, one, one),
     ):
