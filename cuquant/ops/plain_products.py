@@ -7,7 +7,7 @@ those of int64 modulo 2^32. Floats go through the vendor's GEMM, or the plain ke
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,8 +82,16 @@ class Integers:
 def one_number(backend: GpuBackend, value: Any, dtype: np.dtype, count: int = 1) -> Any:
     """A number, of the host or of the device, as an array [count] on the device."""
     if interop.is_on_gpu(value):
-        return backend.broadcast(value.reshape(1), (count,), dtype)
+        return _whole(backend, value.reshape(1), (count,), dtype)
     return backend.broadcast(np.asarray(value).reshape(())[()], (count,), dtype)
+
+
+def _whole(backend: GpuBackend, values: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array in a shape, a dtype and C order: itself where it has them, or a copy."""
+    view = backend.view(values)
+    if view.shape == shape and view.dtype == dtype and view.is_contiguous:
+        return resolved(backend, values)
+    return backend.broadcast(values, shape, dtype)
 
 
 class _Sides:
@@ -143,7 +151,7 @@ class _Sides:
             return Scaling(self.backend.pointer(own)), 1
         if math.prod(scale.shape[:-2]) == 1:
             scale = scale.reshape(scale.shape[-2:])
-        whole = self.keep(self.backend.broadcast(scale, shape, F32))
+        whole = self.keep(_whole(self.backend, scale, shape, F32))
         matrix = rows if self.groups.count > 1 else 0
         return Scaling(self.backend.pointer(whole), across=1, matrix=matrix), math.prod(shape)
 
@@ -162,7 +170,8 @@ class _Sides:
             for rows, other in zip(self._bytes, self._points[::-1], strict=True)
         ]
         sizes = [*(rows.nbytes for rows in self._bytes), *sums]
-        with self.backend.workspace(max(sum(sizes), 1)) as start:
+        nbytes = sum(sizes)
+        with self.backend.workspace(nbytes) if nbytes else nullcontext(0) as start:
             places = [start + sum(sizes[:i]) for i in range(len(sizes))]
             made = []
             for i, rows in enumerate(self._bytes):

@@ -12,6 +12,7 @@ from cuquant import interop
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.view import View
+from cuquant.lazy import lazy
 from cuquant.ops import cpp
 from cuquant.ops.matmul.coded import ALIGNMENT
 
@@ -73,7 +74,7 @@ class ByteRows:
     def rows(self) -> int:
         return math.prod(self.view.shape[:-1])
 
-    @property
+    @lazy
     def _dims(self) -> list[tuple[int, int]]:
         """Sizes and steps of the axes but K; those that can be counted through are one."""
         dims: list[tuple[int, int]] = []
@@ -85,7 +86,7 @@ class ByteRows:
             dims.append((size, step))
         return dims or [(1, 0)]
 
-    @property
+    @lazy
     def is_ready(self) -> bool:
         """Whether kernels read the array as it lies."""
         dims = self._dims
