@@ -14,7 +14,7 @@ from cuquant.ops.matmul.coded import Coded, Groups, Scaling
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.operands import resolved
 from cuquant.ops.matmul.patches import Patches, Window
-from cuquant.ops.plain_products import F32, one_number
+from cuquant.ops.plain_products import F32, memory, one_number
 
 INT32 = np.dtype(np.int32)
 MOST_ROWS = 2**31 - 1  # patches and columns that a kernel counts
@@ -72,7 +72,7 @@ def convolve(
         kind = "int32" if scale is None else "float32"
         results = Epilogue(out, kind, filters * places, places).pack(backend)
         results += struct.pack("<2Q", 0, 0)
-        with backend.workspace(max(pixels.nbytes + rows.nbytes, 1)) as at:
+        with memory(backend, pixels.nbytes + rows.nbytes) as at:
             codes = pixels.make(backend, at), rows.make(backend, at + pixels.nbytes)
             side = Coded(x.dtype.name, codes[0], pixels.stride, images * places, Scaling())
             patches = Patches(side, window, pixels.width)

@@ -7,7 +7,7 @@ those of int64 modulo 2^32. Floats go through the vendor's GEMM, or the plain ke
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from cuquant.ops.matmul.problem import MOST_STRIDE
 from cuquant.ops.matmul.vendor import scratch_bytes
 
 F32 = np.dtype(np.float32)
+MOST_KEPT = 256 << 20  # bytes of rows in a workspace
 
 
 class Scales(NamedTuple):
@@ -92,6 +93,20 @@ def _whole(backend: GpuBackend, values: Any, shape: tuple[int, ...], dtype: np.d
     if view.shape == shape and view.dtype == dtype and view.is_contiguous:
         return resolved(backend, values)
     return backend.broadcast(values, shape, dtype)
+
+
+@contextmanager
+def memory(backend: GpuBackend, nbytes: int) -> Iterator[int]:
+    """The address of so many bytes while a call runs: those of a workspace, but for more than
+    should be kept."""
+    if not nbytes:
+        yield 0
+    elif nbytes <= MOST_KEPT:
+        with backend.workspace(nbytes) as at:
+            yield at
+    else:
+        array = backend.empty((nbytes,), np.dtype(np.uint8))
+        yield backend.pointer(array)
 
 
 class _Sides:
@@ -170,8 +185,7 @@ class _Sides:
             for rows, other in zip(self._bytes, self._points[::-1], strict=True)
         ]
         sizes = [*(rows.nbytes for rows in self._bytes), *sums]
-        nbytes = sum(sizes)
-        with self.backend.workspace(nbytes) if nbytes else nullcontext(0) as start:
+        with memory(self.backend, sum(sizes)) as start:
             places = [start + sum(sizes[:i]) for i in range(len(sizes))]
             made = []
             for i, rows in enumerate(self._bytes):

@@ -14,12 +14,14 @@ from emulator import Emulator
 from emulator.cublas import Library
 from oracle import bits_equal
 
+import cuquant as cq
 import cuquant.functional as F
 from cuquant import interop
 from cuquant.functional.integers import INT4
 from cuquant.gpu import arrays as gpu
 from cuquant.gpu.cublas import Cublas
 from cuquant.gpu.view import View
+from cuquant.ops import plain_products
 from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, signs_of
 
 F32 = np.float32
@@ -395,6 +397,19 @@ def test_c_is_not_read_where_beta_is_0(to):
     assert host(F.fp16_gemm(a, b, row, beta=1)).tolist() == [[4, 5], [4, 5]]
 
 
+def test_rows_that_are_too_large_for_a_workspace(to):
+    a, b = any_integers((9, 33), np.int8), any_integers((33, 5), np.int8)
+    with mock.patch.object(plain_products, "MOST_KEPT", 16):
+        assert bits_equal(host(F.int8_matmul(to(a), to(b))), product(a, b))
+
+
+@pytest.mark.parametrize("lead", [(), (3, 1), (1,), (3, 2)], ids=str)
+def test_c_broadcasts(to, lead):
+    a, b, c = small((3, 2, 4, 8), F32), small((8, 5), F32, 1), small((*lead, 4, 5), F32, 2)
+    wanted = np.matmul(a, b) + 2 * c
+    assert bits_equal(host(F.fp16_gemm(to(a), to(b), to(c), beta=2)), wanted.astype(F32))
+
+
 def test_nothing_is_read_back(to):
     """Scalars of the device stay there."""
     a, b = any_integers((4, 16), np.uint8), any_integers((16, 4), np.int8)
@@ -421,6 +436,9 @@ def test_refusals_before_any_launch(to):
         F.int8_matmul(a, a, zero_point_a=to(np.array(1, F32)))
     with pytest.raises(ValueError, match="a's columns must be as many as b's rows"):
         F.int8_matmul(a, a[:3])
+    bits = to(any_integers((16, 16), np.uint8))
+    with pytest.raises(cq.FormatError, match="a has 16 bytes in a row; 30 integers have 15"):
+        F.int4_matmul(bits, bits, 30)
     with pytest.raises(ValueError, match="beta is an array without a c"):
         x = to(np.ones((2, 2), F32))
         F.fp16_gemm(x, x, beta=to(np.array(1, F32)))
