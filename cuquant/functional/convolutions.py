@@ -9,7 +9,7 @@ import numpy as np
 from cuquant import interop
 from cuquant.errors import clipped
 from cuquant.functional.checks import integer, like, typed
-from cuquant.functional.products import (
+from cuquant.functional.product_arguments import (
     along,
     exact_product,
     scaled,

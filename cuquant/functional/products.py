@@ -1,36 +1,37 @@
 """Matrix products of plain integer and float arrays, b as [K, N]."""
 
-import math
 from typing import Any
 
 import numpy as np
 
 from cuquant import interop
 from cuquant.errors import FormatError
-from cuquant.formats import get_format
-from cuquant.functional.checks import (
-    check_product,
-    floats,
-    integer,
-    like,
-    numbers,
-    typed,
-)
+from cuquant.functional.checks import check_product, floats, integer, like, typed
 from cuquant.functional.integers import INT4, unpack_int4
+from cuquant.functional.product_arguments import (
+    addend_of,
+    bias_of,
+    differs,
+    exact_product,
+    number_of,
+    scaled,
+    scales_of,
+    signed,
+    signs_of_host,
+    zero_point_of,
+)
 from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES
+from cuquant.ops.plain_floats import Ending, multiply_floats
 from cuquant.ops.plain_products import (
     UNSCALED,
-    Ending,
     Integers,
     Scales,
-    multiply_floats,
     multiply_integers,
     multiply_signs,
 )
 from cuquant.reference import relu
 
 F32 = np.float32
-EXACT_FLOAT32 = 1 << 24  # integers up to here, and their sums, are exact in float32
 
 
 def int8_matmul(
@@ -96,9 +97,9 @@ def int8_matmul(
     """
     left, right = (typed(v, n, np.int8, np.uint8, near=a) for v, n in ((a, "a"), (b, "b")))
     shape = check_product(left, right)
-    scales = _scales(scale_a, scale_b, scale_c, shape, left)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     points = [
-        _zero_point(point, name, operand)
+        zero_point_of(point, name, operand)
         for point, name, operand in (
             (zero_point_a, "zero_point_a", left),
             (zero_point_b, "zero_point_b", right),
@@ -169,7 +170,7 @@ def int4_matmul(
     if not interop.is_on_gpu(left):
         whole = unpack_int4(left, K, axis=-1), unpack_int4(right, K, axis=-2)
         return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
-    scales = _scales(scale_a, scale_b, scale_c, shape, left)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     depth = 2 * left.shape[-1] if K is None else integer(K, "K", 0)
     if INT4.words(depth) != left.shape[-1]:
         raise FormatError(
@@ -238,8 +239,8 @@ def matmul_bias_relu(
     shape = check_product(left, right)
     dtype = np.dtype(F32) if whole[0] else found[0]
     dtype = dtype if out_dtype is None else interop.float_dtype(out_dtype, "out_dtype")
-    scales = _scales(scale_a, scale_b, scale_c, shape, left)
-    added = _bias(bias, shape[-1], left)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
+    added = bias_of(bias, shape[-1], left)
     if interop.is_on_gpu(left):
         if not whole[0]:
             ending = Ending(scales or UNSCALED, added, relu=True)
@@ -384,14 +385,14 @@ def bf16_gemm(
 def _gemm(a: Any, b: Any, c: Any, alpha: Any, beta: Any, dtype: np.dtype) -> Any:
     left, right = floats(a, "a", near=a), floats(b, "b", near=a)
     shape = check_product(left, right)
-    factor, share = _number(alpha, "alpha", left), _number(beta, "beta", left)
-    if c is None and _is_not(share, 0):
+    factor, share = number_of(alpha, "alpha", left), number_of(beta, "beta", left)
+    if c is None and differs(share, 0):
         given = "an array" if interop.is_on_gpu(share) else float(share)
         raise ValueError(f"beta is {given} without a c; pass c, or leave beta out")
-    added = None if c is None else _broadcast(floats(c, "c", near=a), shape, "c")
+    added = None if c is None else addend_of(floats(c, "c", near=a), shape, "c")
     if interop.is_on_gpu(left):
-        read = added is not None and _is_not(share, 0)
-        scales = Scales(c=factor if _is_not(factor, 1) else None)
+        read = added is not None and differs(share, 0)
+        scales = Scales(c=factor if differs(factor, 1) else None)
         ending = Ending(scales, added, share) if read else Ending(scales)
         return multiply_floats(left, right, shape, dtype, ending)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -401,132 +402,10 @@ def _gemm(a: Any, b: Any, c: Any, alpha: Any, beta: Any, dtype: np.dtype) -> Any
         return like(result.astype(dtype, copy=False), a)
 
 
-def _is_not(value: Any, wanted: int) -> bool:
-    """Whether a number differs, or may: one on a GPU is not looked at."""
-    return interop.is_on_gpu(value) or bool(value != wanted)
-
-
 def _bytes_of(x: Any, axis: int, zero_point: Any = None) -> Integers:
     return Integers(x, axis, BYTES, interop.dtype_of(x), x.shape[axis], zero_point)
-
-
-def _zero_point(value: Any, name: str, operand: Any) -> Any:
-    """An int, None for 0; or one integer on the operand's GPU."""
-    if interop.is_on_gpu(value) and interop.is_on_gpu(operand):
-        point = interop.beside(value, operand, name)
-        if interop.dtype_of(point).kind not in "iu" or math.prod(point.shape) != 1:
-            raise TypeError(
-                f"{name} must be one integer, got {interop.dtype_of(point)} {tuple(point.shape)}"
-            )
-        return point
-    limits = np.iinfo(interop.dtype_of(operand))
-    return integer(value, name, int(limits.min), int(limits.max)) or None
-
-
-def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """int64 of int16 matrices, by the BLAS of a float that holds every partial sum."""
-    peaks = [int(np.abs(x).max(initial=0)) for x in (a, b)]
-    wide = F32 if a.shape[-1] * peaks[0] * peaks[1] <= EXACT_FLOAT32 else np.float64
-    return (a.astype(wide) @ b.astype(wide)).astype(np.int64)
 
 
 def _float_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return a.astype(F32, copy=False) @ b.astype(F32, copy=False)
-
-
-def _scales(
-    scale_a: Any, scale_b: Any, scale_c: Any, shape: tuple[int, ...], near: Any
-) -> Scales | None:
-    """The given scales, beside `near`; None if the product stays as it is."""
-    last = _number(scale_c, "scale_c", near)
-    if scale_a is None and scale_b is None and not _is_not(last, 1):
-        return None
-    *batch, rows, columns = shape
-    return Scales(
-        along(scale_a, "scale_a", rows, (*batch, rows, 1), near),
-        along(scale_b, "scale_b", columns, (*batch, 1, columns), near),
-        last if _is_not(last, 1) else None,
-    )
-
-
-def _number(value: Any, name: str, near: Any) -> Any:
-    """One float32 number: 0-d on the host, where it stays until it is used, or of a GPU."""
-    found = numbers(value, name, near if interop.is_on_gpu(value) else None)
-    if math.prod(found.shape) != 1:
-        raise ValueError(f"{name} must be one number, got an array of shape {tuple(found.shape)}")
-    return found.reshape(())
-
-
-def along(scale: Any, name: str, count: int, shape: tuple[int, ...], near: Any) -> Any:
-    """A number, or an array that broadcasts to `shape`, which is `count` numbers for a matrix.
-
-    One number of the host stays there until kernels' memory is filled with it.
-    """
-    if scale is None:
-        return None
-    on_gpu = interop.is_on_gpu(scale)
-    values = numbers(scale, name, near if on_gpu else None)
-    given = tuple(values.shape)
-    if math.prod(given) == 1:
-        return values.reshape(())
-    own = shape[-2:]
-    if given == (count,):
-        values = values.reshape(own)
-    elif given != own and not (len(shape) > 2 and _broadcasts(given, shape, own)):
-        batch = f", or what broadcasts to {shape}" if len(shape) > 2 else ""
-        raise ValueError(
-            f"{name} has shape {given}; it must be a number, ({count},) or {own}{batch}"
-        )
-    return values if on_gpu else numbers(values, name, near)
-
-
-def _broadcasts(given: tuple[int, ...], shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    try:
-        return given[-2:] == own and np.broadcast_shapes(given, shape) == shape
-    except ValueError:
-        return False
-
-
-def scaled(product: np.ndarray, scales: Scales | None) -> np.ndarray:
-    values = product.astype(F32)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for scale in scales or ():
-            if scale is not None:
-                values *= scale
-    return values
-
-
-def _bias(bias: Any, columns: int, near: Any) -> Any:
-    values = floats(bias, "bias", near=near)
-    if tuple(values.shape) not in ((columns,), (1, columns)):
-        raise ValueError(
-            f"bias has shape {tuple(values.shape)}; it must be ({columns},), one a column"
-        )
-    return values
-
-
-def _broadcast(values: Any, shape: tuple[int, ...], name: str) -> Any:
-    given = tuple(values.shape)
-    try:
-        fits = np.broadcast_shapes(given, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"{name} has shape {given}; the product has {shape}")
-    return values
-
-
-def signed(x: Any, name: str, near: Any) -> Any:
-    """An array whose numbers have signs: integers or floats."""
-    found = interop.beside(x, near, name)
-    return found if interop.dtype_of(found).kind in "iu" else floats(x, name, near=near)
-
-
-def signs_of_host(x: np.ndarray, name: str) -> np.ndarray:
-    """int16 -1 or +1, as the format int1 has them."""
-    values = np.ascontiguousarray(x, dtype=F32)
-    if np.isnan(values).any():
-        raise ValueError(f"{name} holds NaN, which has no sign; np.nan_to_num(x) makes it 0")
-    codec = get_format("int1").codec
-    return codec.decode(codec.encode(values)).astype(np.int16)

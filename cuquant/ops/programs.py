@@ -34,7 +34,8 @@ from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
-from cuquant.ops.plain_products import programs as plain_programs
+from cuquant.ops.plain_floats import END
+from cuquant.ops.plain_products import programs as integer_programs
 from cuquant.ops.quantize.call import Known, Task
 from cuquant.ops.quantize.quantizer import quantizer
 
@@ -373,6 +374,11 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
         for name in DTYPES:
             clear_lost(plan, ids, View(ADDRESS, (1, 1), (1, 1), interop.float_dtype(name)))
     return list(plan.programs)
+
+
+def plain_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
+    """The programs of products and convolutions of plain arrays, by the format they are like."""
+    return [END] if fmt.name in ("fp16", "bf16") else integer_programs(fmt, dtypes, arch)
 
 
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.
