@@ -1,12 +1,13 @@
 """Plain arrays in, plain arrays out: the names of the field, on the machinery of the formats.
 
 A result has the kind (NumPy, CuPy, torch) and the device of the first array argument. Everything
-that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU, and so do
-`rmsnorm_quantize` and its like and the products of ggml's blocks with q8_1; the other products
-compute on the CPU only and raise `BackendUnavailable` for arrays on a GPU.
+that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU; so do
+`rmsnorm_quantize` and its like, and products and convolutions, those of integers with the CPU's
+bits.
 """
 
 from cuquant.functional.blockwise import dequantize_fp4, dequantize_nf4, quantize_fp4, quantize_nf4
+from cuquant.functional.convolutions import binary_conv2d, int8_conv2d
 from cuquant.functional.ggml import (
     dequantize_ggml_mxfp4,
     dequantize_ggml_nvfp4,
@@ -73,6 +74,7 @@ from cuquant.functional.kbit import (
     quantize_kbit,
 )
 from cuquant.functional.products import (
+    bf16_gemm,
     binary_matmul,
     fp16_gemm,
     int4_matmul,
@@ -91,6 +93,8 @@ from cuquant.functional.rows import (
 
 __all__ = [
     "add_rmsnorm_quantize",
+    "bf16_gemm",
+    "binary_conv2d",
     "binary_matmul",
     "compact_codebook",
     "convert_packing",
@@ -136,6 +140,7 @@ __all__ = [
     "gemm_q8_0_q8_1",
     "hadamard_quantize",
     "int4_matmul",
+    "int8_conv2d",
     "int8_gemm",
     "int8_matmul",
     "layernorm_quantize",

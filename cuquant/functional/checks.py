@@ -96,16 +96,22 @@ def typed(x: Any, name: str, *dtypes: type, near: Any = None) -> Any:
     return found
 
 
-def check_product(a: np.ndarray, b: np.ndarray) -> None:
-    """ValueError unless a is [M, K] and b is [K, N]."""
-    for operand, name, wanted in ((a, "a", "[M, K]"), (b, "b", "[K, N]")):
-        if operand.ndim != 2:
-            raise ValueError(f"{name} has shape {operand.shape}; it must be {wanted}")
-    if a.shape[1] != b.shape[0]:
+def check_product(a: Any, b: Any) -> tuple[int, ...]:
+    """The product's shape; ValueError unless a is [..., M, K] and b [..., K, N]."""
+    first, second = tuple(a.shape), tuple(b.shape)
+    for shape, name, wanted in ((first, "a", "[..., M, K]"), (second, "b", "[..., K, N]")):
+        if len(shape) < 2:
+            raise ValueError(f"{name} has shape {shape}; it must be {wanted}")
+    if first[-1] != second[-2]:
         raise ValueError(
-            f"a has shape {a.shape} and b {b.shape}; a's columns must be as many as b's rows "
+            f"a has shape {first} and b {second}; a's columns must be as many as b's rows "
             "(b is [K, N]: pass w.T for a weight [N, K])"
         )
+    try:
+        batch = np.broadcast_shapes(first[:-2], second[:-2])
+    except ValueError as error:
+        raise ValueError(f"a has shape {first} and b {second}; their batches differ") from error
+    return (*batch, first[-2], second[-1])
 
 
 def like(values: Any, x: Any) -> Any:

@@ -5,21 +5,33 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
-from cuquant.formats import get_format
-from cuquant.functional.checks import (
-    check_product,
-    floats,
-    integer,
-    like,
-    number,
-    numbers,
-    typed,
+from cuquant.errors import FormatError
+from cuquant.functional.checks import check_product, floats, integer, like, typed
+from cuquant.functional.integers import INT4, unpack_int4
+from cuquant.functional.product_arguments import (
+    addend_of,
+    bias_of,
+    differs,
+    exact_product,
+    number_of,
+    scaled,
+    scales_of,
+    signed,
+    signs_of_host,
+    zero_point_of,
 )
-from cuquant.functional.integers import unpack_int4
+from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES
+from cuquant.ops.plain_floats import Ending, multiply_floats
+from cuquant.ops.plain_products import (
+    UNSCALED,
+    Integers,
+    Scales,
+    multiply_integers,
+    multiply_signs,
+)
 from cuquant.reference import relu
 
 F32 = np.float32
-EXACT_FLOAT32 = 1 << 24  # integers up to here, and their sums, are exact in float32
 
 
 def int8_matmul(
@@ -36,11 +48,12 @@ def int8_matmul(
     Parameters
     ----------
     a, b
-        int8 or uint8 [M, K] and [K, N], as `quantize_tensor` and `dynamic_quantize` give them.
+        int8 or uint8 [..., M, K] and [..., K, N], as `quantize_tensor` and `dynamic_quantize` give
+        them; leading axes broadcast, as NumPy's matmul has it.
     scale_a
-        A number, or one for each row: [M] or [M, 1].
+        A number, or one for each row: [M], [M, 1] or, of a batch, what broadcasts to [..., M, 1].
     scale_b
-        A number, or one for each column: [N] or [1, N].
+        A number, or one for each column: [N], [1, N] or what broadcasts to [..., 1, N].
     scale_c
         A number for the whole product.
     zero_point_a, zero_point_b
@@ -48,9 +61,9 @@ def int8_matmul(
 
     Returns
     -------
-    [M, N] of a's kind. Without scales int32: the exact sum, which wraps beyond 2^31 as in
-    hardware (8-bit operands of 131072 columns may reach it). With any of them float32: that int32
-    * scale_a * scale_b * scale_c, in this order.
+    [..., M, N] of a's kind and device. Without scales int32: the exact sum modulo 2^32, as in
+    hardware (below 2^31 for up to 131071 columns of int8, and 33025 of uint8). With any of them
+    float32: that int32 * scale_a * scale_b * scale_c, in this order.
 
     Raises
     ------
@@ -58,13 +71,15 @@ def int8_matmul(
         For another dtype.
     ValueError
         For shapes that do not multiply, scales of another shape, or a zero point that the dtype
-        of its operand cannot hold.
+        of its operand cannot hold (of one on a GPU, which is not looked at, the low 8 bits count).
 
     Notes
     -----
     Scale once: either here, or afterwards with `dequantize_tensor`. The README this signature
     comes from does both, and so multiplies by scale_a * scale_b twice. The arithmetic is that of
-    Jacob et al., arXiv 1712.05877.
+    Jacob et al., arXiv 1712.05877. On a GPU the bits are those of the CPU; b, whose columns
+    kernels want as rows, is turned on the way, which a b that is the transpose of contiguous rows
+    of a multiple of 16 elements saves.
 
     Examples
     --------
@@ -80,13 +95,25 @@ def int8_matmul(
     >>> bool(np.allclose(y, cq.functional.int8_matmul(a, b, scale_a, scale_b)))
     True
     """
-    left, right = (typed(v, n, np.int8, np.uint8) for v, n in ((a, "a"), (b, "b")))
-    check_product(left, right)
-    scales = _scales(scale_a, scale_b, scale_c, left.shape[0], right.shape[1])
-    left = _centred(left, zero_point_a, "zero_point_a")
-    right = _centred(right, zero_point_b, "zero_point_b")
-    product = _exact_product(left, right).astype(np.int32)
-    return like(_scaled(product, scales) if scales else product, a)
+    left, right = (typed(v, n, np.int8, np.uint8, near=a) for v, n in ((a, "a"), (b, "b")))
+    shape = check_product(left, right)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
+    points = [
+        zero_point_of(point, name, operand)
+        for point, name, operand in (
+            (zero_point_a, "zero_point_a", left),
+            (zero_point_b, "zero_point_b", right),
+        )
+    ]
+    if interop.is_on_gpu(left):
+        operands = _bytes_of(left, -1, points[0]), _bytes_of(right, -2, points[1])
+        return multiply_integers(*operands, shape, "float32" if scales else "int32", scales)
+    left, right = (
+        operand.astype(np.int16) - np.int16(point or 0)
+        for operand, point in zip((left, right), points, strict=True)
+    )
+    product = exact_product(left, right).astype(np.int32)
+    return like(scaled(product, scales) if scales else product, a)
 
 
 int8_gemm = int8_matmul
@@ -105,9 +132,9 @@ def int4_matmul(
     Parameters
     ----------
     a
-        uint8 [M, (K + 1) // 2], `pack_int4(..., axis=-1)`.
+        uint8 [..., M, (K + 1) // 2], `pack_int4(..., axis=-1)`.
     b
-        uint8 [(K + 1) // 2, N], `pack_int4(..., axis=0)`.
+        uint8 [..., (K + 1) // 2, N], `pack_int4(..., axis=-2)`.
     K
         Elements of a row of a. None: two for each byte (an odd K was padded with 0).
     scale_a, scale_b, scale_c
@@ -115,7 +142,7 @@ def int4_matmul(
 
     Returns
     -------
-    [M, N] of a's kind: int32 without scales, float32 with any of them.
+    [..., M, N] of a's kind and device: int32 without scales, float32 with any of them.
 
     Raises
     ------
@@ -138,12 +165,22 @@ def int4_matmul(
     >>> cq.functional.int4_matmul(a, b, K=3)
     array([[-27]], dtype=int32)
     """
-    left, right = typed(a, "a", np.uint8), typed(b, "b", np.uint8)
-    check_product(left, right)
-    product = int8_matmul(
-        unpack_int4(left, K, axis=1), unpack_int4(right, K, axis=0), scale_a, scale_b, scale_c
+    left, right = typed(a, "a", np.uint8, near=a), typed(b, "b", np.uint8, near=a)
+    shape = check_product(left, right)
+    if not interop.is_on_gpu(left):
+        whole = unpack_int4(left, K, axis=-1), unpack_int4(right, K, axis=-2)
+        return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
+    depth = 2 * left.shape[-1] if K is None else integer(K, "K", 0)
+    if INT4.words(depth) != left.shape[-1]:
+        raise FormatError(
+            f"a has {left.shape[-1]} bytes in a row; {depth} integers have {INT4.words(depth)}"
+        )
+    first, second = (
+        Integers(x, axis, NIBBLES, np.dtype(np.int8), depth)
+        for x, axis in ((left, -1), (right, -2))
     )
-    return like(product, a)
+    return multiply_integers(first, second, shape, "float32" if scales else "int32", scales)
 
 
 def matmul_bias_relu(
@@ -160,7 +197,7 @@ def matmul_bias_relu(
     Parameters
     ----------
     a, b
-        [M, K] and [K, N]: both int8 or uint8, or both of float32, float16 or bfloat16.
+        [..., M, K] and [..., K, N]: both int8 or uint8, or both of float32, float16 or bfloat16.
     bias
         [N] or [1, N], floats.
     scale_a, scale_b, scale_c
@@ -170,7 +207,7 @@ def matmul_bias_relu(
 
     Returns
     -------
-    [M, N] of a's kind.
+    [..., M, N] of a's kind and device.
 
     Raises
     ------
@@ -181,8 +218,9 @@ def matmul_bias_relu(
 
     Notes
     -----
-    The sums of integers are exact at any K, and rounded once to float32 (those of `int8_matmul`
-    wrap beyond int32, from K = 131072 on at the earliest); the sums of floats have BLAS's order.
+    The sums of integers are those of `int8_matmul`, int32 that wrap from K = 33026 of uint8 or
+    131072 of int8 on at the earliest, rounded once to float32; the sums of floats have BLAS's
+    order, which is another one on each device.
 
     Examples
     --------
@@ -191,23 +229,31 @@ def matmul_bias_relu(
     >>> cq.functional.matmul_bias_relu(a, b, np.ones(2, np.float32), scale_c=0.5)
     array([[6.5, 0. ]], dtype=float32)
     """
-    left, right = interop.to_numpy(a, "a"), interop.to_numpy(b, "b")
-    whole = [operand.dtype in (np.int8, np.uint8) for operand in (left, right)]
+    left, right = interop.beside(a, a, "a"), interop.beside(b, a, "b")
+    found = [interop.dtype_of(operand) for operand in (left, right)]
+    whole = [dtype in (np.int8, np.uint8) for dtype in found]
     if whole[0] != whole[1]:
-        raise TypeError(f"a is {left.dtype} and b {right.dtype}; pass two integers or two floats")
+        raise TypeError(f"a is {found[0]} and b {found[1]}; pass two integers or two floats")
     if not whole[0]:
-        left, right = floats(a, "a"), floats(b, "b")
-    check_product(left, right)
-    dtype = np.dtype(F32) if whole[0] else left.dtype
+        left, right = floats(a, "a", near=a), floats(b, "b", near=a)
+    shape = check_product(left, right)
+    dtype = np.dtype(F32) if whole[0] else found[0]
     dtype = dtype if out_dtype is None else interop.float_dtype(out_dtype, "out_dtype")
-    scales = _scales(scale_a, scale_b, scale_c, left.shape[0], right.shape[1])
-    added = _bias(bias, right.shape[1])
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
+    added = bias_of(bias, shape[-1], left)
+    if interop.is_on_gpu(left):
+        if not whole[0]:
+            ending = Ending(scales or UNSCALED, added, relu=True)
+            return multiply_floats(left, right, shape, dtype, ending)
+        operands = _bytes_of(left, -1), _bytes_of(right, -2)
+        return multiply_integers(*operands, shape, dtype, scales, added, "relu")
     if whole[0]:
-        product = _exact_product(left.astype(np.int16), right.astype(np.int16))
+        wide = left.astype(np.int16), right.astype(np.int16)
+        product = exact_product(*wide).astype(np.int32)
     else:
         product = _float_product(left, right)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        result = relu(_scaled(product, scales) + added)
+        result = relu(scaled(product, scales) + added.astype(F32))
         return like(result.astype(dtype, copy=False), a)
 
 
@@ -217,18 +263,19 @@ def binary_matmul(a: Any, b: Any) -> Any:
     Parameters
     ----------
     a, b
-        [M, K] and [K, N], of float32, float16, bfloat16 or integers.
+        [..., M, K] and [..., K, N], of float32, float16, bfloat16 or integers.
 
     Returns
     -------
-    int32 [M, N] of a's kind.
+    int32 [..., M, N] of a's kind and device.
 
     Raises
     ------
     TypeError
         For another dtype.
     ValueError
-        For shapes that do not multiply, or NaN, which has no sign.
+        For shapes that do not multiply, or NaN, which has no sign; on a GPU, where looking for it
+        would wait, it counts as +1.
 
     Notes
     -----
@@ -241,9 +288,12 @@ def binary_matmul(a: Any, b: Any) -> Any:
     >>> cq.functional.binary_matmul(a, a.T)
     array([[3]], dtype=int32)
     """
-    left, right = _signs(a, "a"), _signs(b, "b")
-    check_product(left, right)
-    return like(_exact_product(left, right).astype(np.int32), a)
+    left, right = (signed(x, name, near=a) for x, name in ((a, "a"), (b, "b")))
+    shape = check_product(left, right)
+    if interop.is_on_gpu(left):
+        return multiply_signs(left, right, shape)
+    signs = signs_of_host(left, "a"), signs_of_host(right, "b")
+    return like(exact_product(*signs).astype(np.int32), a)
 
 
 def fp16_gemm(
@@ -259,17 +309,17 @@ def fp16_gemm(
     Parameters
     ----------
     a, b
-        [M, K] and [K, N] of float16, bfloat16 or float32.
+        [..., M, K] and [..., K, N] of float16, bfloat16 or float32.
     c
-        [M, N] or what broadcasts to it, of the same dtypes. It is not read where beta is 0.
+        [..., M, N] or what broadcasts to it, of the same dtypes. It is not read where beta is 0.
     alpha, beta
-        Numbers.
+        Numbers, or arrays of one: on a GPU nothing waits for those that are there.
     out_dtype
         float32, float16 or bfloat16.
 
     Returns
     -------
-    [M, N] of a's kind.
+    [..., M, N] of a's kind and device.
 
     Raises
     ------
@@ -280,7 +330,8 @@ def fp16_gemm(
 
     Notes
     -----
-    BLAS's GEMM, with its rule for beta = 0: NaN in c does not come through.
+    BLAS's GEMM, with its rule for beta = 0: NaN in c does not come through. On a GPU operands of
+    one dtype are multiplied by cuBLAS, where it is installed, and others by a plain kernel.
 
     Examples
     --------
@@ -289,94 +340,72 @@ def fp16_gemm(
     >>> cq.functional.fp16_gemm(a, a.T, np.ones((1, 1), np.float16), alpha=0.5, beta=2)
     array([[131106.]], dtype=float32)
     """
-    left, right = floats(a, "a"), floats(b, "b")
-    check_product(left, right)
-    dtype = interop.float_dtype(out_dtype, "out_dtype")
-    alpha, beta = number(alpha, "alpha"), number(beta, "beta")
-    if c is None and beta != 0:
-        raise ValueError(f"beta is {beta} without a c; pass c, or leave beta out")
-    added = None if c is None else _broadcast(floats(c, "c"), (left.shape[0], right.shape[1]), "c")
+    return _gemm(a, b, c, alpha, beta, interop.float_dtype(out_dtype, "out_dtype"))
+
+
+def bf16_gemm(
+    a: Any,
+    b: Any,
+    c: Any = None,
+    alpha: Any = 1,
+    beta: Any = 0,
+    out_dtype: object = "bfloat16",
+) -> Any:
+    """`fp16_gemm` whose result is bfloat16, unless it is told otherwise.
+
+    Parameters
+    ----------
+    a, b, c, alpha, beta, out_dtype
+        As in `fp16_gemm`: the dtypes of the operands are theirs, not the name's.
+
+    Returns
+    -------
+    [..., M, N] of a's kind and device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `fp16_gemm`.
+
+    Notes
+    -----
+    bfloat16 has float32's range, so that a sum that fits float32 is not lost on the way to the
+    next layer: it stays bfloat16. A float16 sum may be beyond 65504, so `fp16_gemm` keeps float32.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, cuquant as cq
+    >>> a = np.full((1, 4096), 16, ml_dtypes.bfloat16)
+    >>> cq.functional.bf16_gemm(a, a.T)
+    array([[1.04858e+06]], dtype=bfloat16)
+    """
+    return _gemm(a, b, c, alpha, beta, interop.float_dtype(out_dtype, "out_dtype"))
+
+
+def _gemm(a: Any, b: Any, c: Any, alpha: Any, beta: Any, dtype: np.dtype) -> Any:
+    left, right = floats(a, "a", near=a), floats(b, "b", near=a)
+    shape = check_product(left, right)
+    factor, share = number_of(alpha, "alpha", left), number_of(beta, "beta", left)
+    if c is None and differs(share, 0):
+        given = "an array" if interop.is_on_gpu(share) else float(share)
+        raise ValueError(f"beta is {given} without a c; pass c, or leave beta out")
+    added = None if c is None else addend_of(floats(c, "c", near=a), shape, "c")
+    if interop.is_on_gpu(left):
+        read = added is not None and differs(share, 0)
+        scales = Scales(c=factor if differs(factor, 1) else None)
+        ending = Ending(scales, added, share) if read else Ending(scales)
+        return multiply_floats(left, right, shape, dtype, ending)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        result = alpha * _float_product(left, right)
-        if added is not None and beta != 0:
-            result = result + beta * added.astype(F32)
+        result = factor * _float_product(left, right)
+        if added is not None and share != 0:
+            result = result + share * np.broadcast_to(added, shape).astype(F32)
         return like(result.astype(dtype, copy=False), a)
 
 
-def _centred(x: np.ndarray, zero_point: Any, name: str) -> np.ndarray:
-    """int16: x less its zero point."""
-    limits = np.iinfo(x.dtype)
-    point = integer(zero_point, name, int(limits.min), int(limits.max))
-    return x.astype(np.int16) - np.int16(point)
-
-
-def _exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """int64 of int16 matrices, by the BLAS of a float that holds every partial sum."""
-    peaks = [int(np.abs(x).max(initial=0)) for x in (a, b)]
-    wide = F32 if a.shape[1] * peaks[0] * peaks[1] <= EXACT_FLOAT32 else np.float64
-    return (a.astype(wide) @ b.astype(wide)).astype(np.int64)
+def _bytes_of(x: Any, axis: int, zero_point: Any = None) -> Integers:
+    return Integers(x, axis, BYTES, interop.dtype_of(x), x.shape[axis], zero_point)
 
 
 def _float_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return a.astype(F32, copy=False) @ b.astype(F32, copy=False)
-
-
-def _scales(
-    scale_a: Any, scale_b: Any, scale_c: Any, rows: int, columns: int
-) -> tuple[np.ndarray, ...]:
-    """The given scales, broadcastable to [rows, columns]; empty if the product stays as it is."""
-    last = number(scale_c, "scale_c")
-    if scale_a is None and scale_b is None and last == 1:
-        return ()
-    found = []
-    if scale_a is not None:
-        found.append(_along(scale_a, "scale_a", rows, (rows, 1)))
-    if scale_b is not None:
-        found.append(_along(scale_b, "scale_b", columns, (1, columns)))
-    return (*found, last.reshape(1, 1))
-
-
-def _along(scale: Any, name: str, count: int, shape: tuple[int, int]) -> np.ndarray:
-    values = numbers(scale, name)
-    if values.size == 1:
-        return values.reshape(1, 1)
-    if values.shape not in ((count,), shape):
-        raise ValueError(
-            f"{name} has shape {values.shape}; it must be a number, ({count},) or {shape}"
-        )
-    return values.reshape(shape)
-
-
-def _scaled(product: np.ndarray, scales: tuple[np.ndarray, ...]) -> np.ndarray:
-    values = product.astype(F32)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for scale in scales:
-            values *= scale
-    return values
-
-
-def _bias(bias: Any, columns: int) -> np.ndarray:
-    values = floats(bias, "bias")
-    if values.shape not in ((columns,), (1, columns)):
-        raise ValueError(f"bias has shape {values.shape}; it must be ({columns},), one a column")
-    return values.astype(F32)
-
-
-def _broadcast(values: np.ndarray, shape: tuple[int, int], name: str) -> np.ndarray:
-    try:
-        return np.broadcast_to(values, shape)
-    except ValueError as error:
-        raise ValueError(f"{name} has shape {values.shape}; the product has {shape}") from error
-
-
-def _signs(x: Any, name: str) -> np.ndarray:
-    """int16 -1 or +1."""
-    host = interop.to_numpy(x, name)
-    if host.dtype.kind not in "iu":
-        host = floats(x, name)
-    values = np.ascontiguousarray(host, dtype=F32)
-    if np.isnan(values).any():
-        raise ValueError(f"{name} holds NaN, which has no sign; np.nan_to_num(x) makes it 0")
-    codec = get_format("int1").codec
-    return codec.decode(codec.encode(values)).astype(np.int16)

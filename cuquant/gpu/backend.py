@@ -26,11 +26,14 @@ class Matrix(NamedTuple):
         The address, and elements from row to row.
     dtype
         Its name.
+    transposed
+        The rows in memory are the matrix's columns.
     """
 
     pointer: int
     stride: int
     dtype: str
+    transposed: bool = False
 
 
 class Gemm(NamedTuple):
@@ -41,7 +44,8 @@ class Gemm(NamedTuple):
     shape
         M, N and K.
     x, weights, out
-        x and the weights are of one dtype, and out is of the same or of float32.
+        x and the weights are of one dtype, and out is of the same or of float32; out is not
+        transposed.
     factor
         The address of a float32 number that the float32 sums are multiplied by, which 0.0 follows;
         0: they are not.

@@ -76,8 +76,8 @@ class Cublas:
             self._call(
                 "cublasGemmEx",
                 self._handle,
-                TRANSPOSED,
-                PLAIN,
+                PLAIN if weights.transposed else TRANSPOSED,
+                TRANSPOSED if x.transposed else PLAIN,
                 columns,
                 rows,
                 depth,

@@ -34,6 +34,8 @@ from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
 from cuquant.ops.matmul.route import route
+from cuquant.ops.plain_floats import END
+from cuquant.ops.plain_products import programs as integer_programs
 from cuquant.ops.quantize.call import Known, Task
 from cuquant.ops.quantize.quantizer import quantizer
 from cuquant.ops.rows.planned import plan_rows
@@ -382,12 +384,18 @@ def row_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) 
     return list(plan.programs)
 
 
+def plain_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
+    """The programs of products and convolutions of plain arrays, by the format they are like."""
+    return [END] if fmt.name in ("fp16", "bf16") else integer_programs(fmt, dtypes, arch)
+
+
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.
 PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "quantize": quantize_programs,
     "dequantize": dequantize_programs,
     "matmul": matmul_programs,
     "matmul_codes": coded_programs,
+    "matmul_plain": plain_programs,
     "prepack": prepack_programs,
     "gemm_q8_1": q8_1.programs,
     "rows": row_programs,

@@ -43,8 +43,19 @@ struct Coded {
     i64 stride;            // bytes from row to row, a multiple of 16
     i64 rows;              // of a matrix
     Scaling scaling;
-    const u8* zero_point;  // one for each scale, or null: 0
+    const u8* zero_point;  // one for each scale, signed where codes are, or null: 0
     const int* sums;       // [matrices * rows, segments]: the codes' of each segment of K; or null
+
+    static constexpr bool is_patches = false;
+
+    // Kernels keep where rows begin themselves.
+    struct Start {};
+    struct Tap {};
+    __device__ Start start(i64) const { return {}; }
+    __device__ Tap tap(i64) const { return {}; }
+    __device__ const u8* source(const Start&, const Tap&) const { return nullptr; }
+    // Where row `row` of the output begins, in elements.
+    __device__ i64 out_row(i64 row, i64 out_stride) const { return row * out_stride; }
 };
 
 }  // namespace cuquant

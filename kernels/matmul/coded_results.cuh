@@ -25,13 +25,15 @@ __device__ inline int int8_of(float result, float inverse) {
     return x != x ? 0 : static_cast<int>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
 }
 
-// Store the result of a scaled sum.
-__device__ inline void finish(const CodedResults& results, float inverse, float sum, i64 m, i64 n) {
+// Store the result of a scaled sum at an element of the output.
+__device__ inline void finish(const CodedResults& results, float inverse, float sum, i64 m, i64 n, i64 at) {
     const Epilogue& e = results.epilogue;
     const float result = completed(e, results.multiplied(sum), m, n);
-    const i64 at = m * e.out_stride + n * e.out_column;
     if (e.out_type == kInt8) static_cast<signed char*>(e.out)[at] = static_cast<signed char>(int8_of(result, inverse));
     else store_typed(e.out, e.out_type, at, result);
+}
+__device__ inline void finish(const CodedResults& results, float inverse, float sum, i64 m, i64 n) {
+    finish(results, inverse, sum, m, n, m * results.epilogue.out_stride + n * results.epilogue.out_column);
 }
 
 }  // namespace cuquant

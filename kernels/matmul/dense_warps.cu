@@ -7,6 +7,7 @@
 #include "matmul/coded.cuh"
 #include "matmul/coded_results.cuh"
 #include "matmul/grouped.cuh"
+#include "matmul/patches.cuh"
 
 namespace cuquant {
 
@@ -20,11 +21,20 @@ template <int kCode, int kHalf> __device__ u32 halves_of_codes(u32 word) {
 struct Zeros {
     int x, weights;          // zero points
     int x_sum, weights_sum;  // of codes
-    __device__ int correct(int sum, int count) const { return sum - x * weights_sum - weights * x_sum + count * x * weights; }
+    // Modulo 2^32, as the sum is.
+    __device__ int correct(int sum, int count) const {
+        const u32 own = static_cast<u32>(x), other = static_cast<u32>(weights);
+        const u32 shifts = own * static_cast<u32>(weights_sum) + other * static_cast<u32>(x_sum);
+        return static_cast<int>(static_cast<u32>(sum) - shifts + static_cast<u32>(count) * own * other);
+    }
 };
 
 // One side's zero point and sum of codes, of a row (of all matrices) and its place among scales.
-__device__ inline int zero_of(const Coded& side, i64 place) { return side.zero_point ? side.zero_point[place] : 0; }
+template <int kCode> __device__ int zero_of(const Coded& side, i64 place) {
+    if (!side.zero_point) return 0;
+    const u8 point = side.zero_point[place];
+    return kCode == kInt ? static_cast<signed char>(point) : point;
+}
 __device__ inline int sum_of(const Coded& side, i64 row, i64 segments, i64 segment) {
     return side.sums ? side.sums[row * segments + segment] : 0;
 }
@@ -111,9 +121,17 @@ struct WarpPlace {
           depth(warp / (Tile::row_warps * Tile::token_warps)) {}
 };
 
-template <class Codes, class Tile>
-__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : 2) dense_warps(
-    const __grid_constant__ Coded x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
+// Blocks of a multiprocessor: elsewhere shared memory has room for one, or registers would spill.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
+constexpr int kBlocks = 2;
+#else
+constexpr int kBlocks = 1;
+#endif
+
+// X: Coded, or Patches.
+template <class Codes, class Tile, class X>
+__global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : kBlocks) dense_warps(
+    const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
     const __grid_constant__ CodedResults results, i64 N, i64 K, i64 segment, i64 token_tiles) {
     using Own = CodedTile<Codes, Tile>;
     using Sum = typename Own::Sum;
@@ -144,15 +162,28 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
         const i64 row = is_x ? x_matrix * x.rows + token_row(r - Tile::rows) : tile.group * weights.rows + weights_row(r);
         sources[c] = side.codes + row * side.stride + column;
     }
+    constexpr int kOfWeights = Tile::rows / kRowsAtOnce;
+    static_assert(Tile::rows % kRowsAtOnce == 0, "all threads copy rows of one side at once");
+    typename X::Start starts[kCopies - kOfWeights];  // in place of x's sources, where it has no rows in memory
+    if constexpr (X::is_patches) {
+#pragma unroll
+        for (int c = kOfWeights; c < kCopies; ++c) starts[c - kOfWeights] = x.start(token_row(min(first_copied + c * kRowsAtOnce - Tile::rows, Tile::tokens - 1)));
+    }
     // The columns from `from` on, which come one span after the other.
     const auto copy = [&](int stage, i64 from) {
         const i64 left = K - from - column;
         const int count = static_cast<int>(min(max(left, 0ll), 16ll));
         u8* to = shared + stage * Own::stage_bytes + first_copied * Own::pitch + column;
+        const auto tap = x.tap(count > 0 ? from + column : 0);
 #pragma unroll
         for (int c = 0; c < kCopies; ++c) {
             const bool has = (c + 1) * kRowsAtOnce <= Tile::rows + Tile::tokens || first_copied + c * kRowsAtOnce < Tile::rows + Tile::tokens;
-            if (has) copy_ahead(to, count > 0 ? sources[c] + from : sources[c], count);
+            if (X::is_patches && c >= kOfWeights) {
+                const u8* const source = count > 0 ? x.source(starts[c - kOfWeights], tap) : nullptr;
+                if (has) copy_ahead(to, source ? source : x.codes, source ? 16 : 0);
+            } else if (has) {
+                copy_ahead(to, count > 0 ? sources[c] + from : sources[c], count);
+            }
             to += kRowsAtOnce * Own::pitch;
         }
     };
@@ -194,7 +225,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
                             if constexpr (!Own::floats) {
                                 if (zeros) {
                                     const Standing row = row_of(r, h);
-                                    const Zeros both{zero_of(x, token.place + x_block), zero_of(weights, row.place + weights_block),
+                                    const Zeros both{zero_of<Codes::x>(x, token.place + x_block), zero_of<Codes::weights>(weights, row.place + weights_block),
                                                      sum_of(x, token.row, segments, own_segment), sum_of(weights, row.row, segments, own_segment)};
                                     sum = both.correct(sum, count);
                                 }
@@ -266,27 +297,30 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
         }
 #pragma unroll 1
         for (int i = threadIdx.x; i < Own::staged_tokens * Tile::rows; i += kThreads) {
-            const int token = i / Tile::rows + begin, own = i % Tile::rows;
+            // Neighbouring threads store neighbours.
+            const int token = (X::is_patches ? i % Own::staged_tokens : i / Tile::rows) + begin;
+            const int own = X::is_patches ? i / Own::staged_tokens : i % Tile::rows;
             const i64 n = first_row + own, m = tile.first + token;
             if (token >= tile.count || n >= N) continue;
             const int at = (token - begin) * Own::line + own;
+            const i64 target = x.out_row(m, results.epilogue.out_stride) + n * results.epilogue.out_column;
             if constexpr (Tile::segmented) {
-                finish(results, inverse, staged_totals[at], m, n);
+                finish(results, inverse, staged_totals[at], m, n, target);
             } else {
                 const Standing left{x, x_matrix, x_row + token}, right{weights, tile.group, n};
                 Sum sum = staged[at];
                 if constexpr (!Own::floats) {
                     if (zeros) {
-                        const Zeros own{zero_of(x, left.place), zero_of(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
+                        const Zeros own{zero_of<Codes::x>(x, left.place), zero_of<Codes::weights>(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
                         sum = own.correct(sum, static_cast<int>(K));
                     }
                     if (results.is_raw()) {
-                        static_cast<int*>(results.epilogue.out)[m * results.epilogue.out_stride + n * results.epilogue.out_column] = sum;
+                        static_cast<int*>(results.epilogue.out)[target] = sum;
                         continue;
                     }
                 }
                 const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), x.scaling.at(left.place)), weights.scaling.at(right.place));
-                finish(results, inverse, scaled, m, n);
+                finish(results, inverse, scaled, m, n, target);
             }
         }
         __syncthreads();  // all have read what is overwritten

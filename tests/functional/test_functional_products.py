@@ -155,9 +155,46 @@ def test_binary_matmul_multiplies_signs(dtype):
     assert bits_equal(found, (signs[0] @ signs[1].T).astype(np.int32))
 
 
-def test_sums_beyond_int32_wrap_only_where_int32_is_returned():
-    """K = 131072 columns of (-128)^2 add up to 2^31."""
-    a = np.full((1, 131072), -128, np.int8)
-    assert F.int8_matmul(a, a.T).tolist() == [[-(2**31)]]
-    y = F.matmul_bias_relu(a, a.T, np.ones(1, F32), scale_c=0.5)
-    assert y.tolist() == [[2.0**30]]  # the bias is below half a step of float32 there
+@pytest.mark.parametrize("dtype, value, depth", [(np.int8, -128, 131072), (np.uint8, 255, 33026)])
+def test_sums_wrap_from_the_documented_depth_on(dtype, value, depth):
+    """2^31 and more are negative in int32, wherever they go; one column less is exact."""
+    for k in (depth - 1, depth):
+        a = np.full((1, k), value, dtype)
+        exact = k * value**2
+        wanted = exact - 2**32 * (exact >= 2**31)
+        assert (exact == wanted) == (k < depth)
+        assert F.int8_matmul(a, a.T).tolist() == [[wanted]]
+        y = F.matmul_bias_relu(a, a.T, np.ones(1, F32), scale_c=0.5)
+        assert y.tolist() == [[max(0, F32(wanted) * F32(0.5) + F32(1))]]
+
+
+BATCHES = [((3, 4, 33), (33, 5)), ((4, 33), (2, 3, 33, 5)), ((2, 1, 4, 16), (3, 16, 5))]
+
+
+@pytest.mark.parametrize("shapes", BATCHES, ids=str)
+def test_batches_broadcast_as_numpy_has_it(shapes):
+    a, b = (integers(-128, 127, shape, np.int8, i) for i, shape in enumerate(shapes))
+    wanted = np.matmul(a.astype(np.int64), b.astype(np.int64)).astype(np.int32)
+    assert bits_equal(F.int8_matmul(a, b), wanted)
+    packed = F.pack_int4(a % 8), F.pack_int4(b % 8, axis=-2)
+    small = np.matmul(a.astype(np.int64) % 8, b.astype(np.int64) % 8).astype(np.int32)
+    assert bits_equal(F.int4_matmul(*packed, shapes[0][-1]), small)
+    signs = [np.where(x < 0, -1, 1) for x in (a, b)]
+    assert bits_equal(F.binary_matmul(a, b), np.matmul(*signs).astype(np.int32))
+    *_, m, n = wanted.shape
+    scale_a, scale_b = normal(*wanted.shape[:-1], 1), normal(n, seed=1)
+    wide = wanted.astype(F32) * scale_a * scale_b
+    assert bits_equal(F.int8_matmul(a, b, scale_a, scale_b), wide)
+    bias, c = normal(n, seed=2), normal(m, n, seed=3)
+    found = F.matmul_bias_relu(a, b, bias, scale_a, scale_b)
+    assert bits_equal(found, np.maximum(wide + bias, F32(0)))
+    x, w = (operand.astype(F32) % 8 for operand in (a, b))
+    assert bits_equal(F.fp16_gemm(x, w, c, beta=2), np.matmul(x, w) + F32(2) * c)
+
+
+def test_bf16_gemm_is_fp16_gemm_with_another_result():
+    a = integers(-4, 4, (5, 60), np.int64).astype(BF16)
+    found = F.bf16_gemm(a, a.T, a[:, :5], 0.3, -0.7)
+    assert found.dtype == BF16
+    assert bits_equal(found, F.fp16_gemm(a, a.T, a[:, :5], 0.3, -0.7, "bfloat16"))
+    assert F.bf16_gemm(a, a.T, out_dtype="float32").dtype == F32

@@ -106,3 +106,31 @@ def test_gated_units_experts_and_batches(rows, gpu):
     batch = gpu.asarray(normal((3, 1, rows, 64)))
     columns = cq.quantize(normal((4, 64, 9)), "int4", axis=1).to("cuda")
     assert cq.matmul(batch, columns).shape == (3, 4, rows, 9)
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 5), (130, 64, 70), (17, 300, 129)], ids=str)
+def test_plain_products(shape, gpu):
+    """Rows of bytes of every kind, products of them, and what becomes of float sums."""
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-128, 128, s, np.int8) for s in ((m, k), (k, n)))
+    wanted = a.astype(np.int64) @ b.astype(np.int64)
+    functions = cq.functional
+    for left, right in ((a, b), (a.T.copy().T, b.T.copy().T)):
+        x, w = gpu.asarray(left), gpu.asarray(right)
+        assert (functions.int8_matmul(x, w, zero_point_b=0).get() == wanted).all()
+        functions.int8_matmul(x[::2, 1:], w[1:, ::-1], 0.5, zero_point_a=3)
+    packed = functions.pack_int4(a % 8), functions.pack_int4(b % 8, axis=0)
+    functions.int4_matmul(*map(gpu.asarray, packed), k)
+    floats = [gpu.asarray(each.astype(np.float16)) for each in (a, b)]
+    functions.binary_matmul(*floats)
+    functions.fp16_gemm(*floats, floats[1][0], 2, 3)
+    functions.matmul_bias_relu(*floats, floats[1][0], 0.5, out_dtype="float32")
+
+
+@pytest.mark.parametrize("channels", [3, 32])
+def test_convolutions(channels, gpu):
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-128, 128, (n, channels, 5, 4), np.int8) for n in (3, 7))
+    y = cq.functional.int8_conv2d(gpu.asarray(x), gpu.asarray(w[:, :, :3, :2]), 2, 3)
+    assert (y.get() == cq.functional.int8_conv2d(x, w[:, :, :3, :2], 2, 3)).all()

@@ -181,6 +181,7 @@ def cupy_module(memory: Any) -> ModuleType:
     module.empty = lambda shape, dtype: CupyArray(memory.empty(shape, np.dtype(dtype)))
     module.zeros = lambda shape, dtype: asarray(np.zeros(shape, dtype))
     module.asarray = module.array = asarray
+    module.full = lambda shape, value, dtype: asarray(np.full(shape, value, dtype))
     for name in FUNCTIONS.split():
         setattr(module, name, _function(name))
     runtime = SimpleNamespace(

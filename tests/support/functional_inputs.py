@@ -54,6 +54,11 @@ K3, SCALE3 = F.quantize_kbit(X, 3)
 NF4, ABSMAX = F.quantize_nf4(X)
 NESTED = F.quantize_nf4(X, 64, 256)[1]
 A8, B8 = integers(-127, 127, (4, 64), np.int8), integers(-127, 127, (64, 3), np.int8)
+SMALL = integers(-4, 4, (2, 3, 20), np.int64).astype(np.float16)  # sums of any order are exact
+IMAGES, FILTERS = (
+    integers(-127, 127, (2, 20, 7, 9), np.int8),
+    integers(-127, 127, (5, 20, 3, 2), np.int8),
+)
 A4, B4 = F.pack_int4(A8 % 8), F.pack_int4(B8 % 8, axis=0)
 BLOCKS = F.quantize_q4_0(X)
 CALLS = {
@@ -88,6 +93,21 @@ CALLS = {
     "binary_matmul": lambda to: F.binary_matmul(to(A8.astype(F32)), to(B8.astype(F32))),
     "fp16_gemm": lambda to: F.fp16_gemm(
         to(A8.astype(np.float16)), to(B8.astype(np.float16)), out_dtype="bfloat16"
+    ),
+    "fp16_gemm of all": lambda to: F.fp16_gemm(
+        to(SMALL),
+        to(SMALL.swapaxes(1, 2).astype(F32)),
+        to(SMALL[0, :, :3]),
+        to(np.array([0.5], F32)),
+        2,
+        "float16",
+    ),
+    "bf16_gemm": lambda to: F.bf16_gemm(
+        to(SMALL.astype(BF16)), to(SMALL[0].T.astype(BF16)), alpha=3
+    ),
+    "int8_conv2d": lambda to: F.int8_conv2d(to(IMAGES), to(FILTERS), (2, 1), (0, 1)),
+    "binary_conv2d": lambda to: F.binary_conv2d(
+        to(IMAGES.astype(np.float16)), to(FILTERS), padding=2, scale=to(np.arange(5, dtype=F32))
     ),
     "rmsnorm_quantize": lambda to: F.rmsnorm_quantize(to(X.astype(BF16)), to(X[0].astype(BF16))),
     "add_rmsnorm_quantize": lambda to: F.add_rmsnorm_quantize(

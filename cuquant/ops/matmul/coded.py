@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 from cuquant.formats import Codebook, Format
 from cuquant.formats.codecs import Minifloat, Uniform
@@ -167,6 +168,8 @@ class Coded:
     zero_point: int = 0
     sums: int = 0
 
+    struct: ClassVar[str] = "Coded"
+
     def pack(self) -> bytes:
         """The struct's 96 bytes."""
         head = struct.pack("<Q2q", self.codes, self.stride, self.rows)
@@ -261,13 +264,20 @@ class _Side:
         source = replace(weight, row_step=1).pack(backend)
         backend.launch(launch, source, to, self.rows, self.depth, self.stride)
 
-    def add_up(self, backend: Backend, codes: int, segment: int, to: int) -> None:
+    def make_sums(self, backend: Backend, codes: int, segment: int, to: int) -> None:
         """Write the sums of its codes to an address."""
-        segments = -(-self.depth // segment)
-        program = Program("matmul/codes.cu", "code_sums", (int(not self.has_zeros),))
-        launch = Launch(program, (-(-self.rows * segments // WARPS), 1, 1), THREADS)
-        numbers = self.rows, self.depth, self.stride, segment, segments
-        backend.launch(launch, codes, to, *numbers)
+        add_up(backend, self.kind, codes, (self.rows, self.depth, self.stride), segment, to)
+
+
+def add_up(
+    backend: Backend, kind: str, codes: int, shape: tuple[int, int, int], segment: int, to: int
+) -> None:
+    """Write the sums of rows of codes to an address; `shape` is rows, columns, bytes of a row."""
+    rows, depth, _ = shape
+    segments = -(-depth // segment)
+    program = Program("matmul/codes.cu", "code_sums", (int(kind == "int8"),))
+    launch = Launch(program, (-(-rows * segments // WARPS), 1, 1), THREADS)
+    backend.launch(launch, codes, to, *shape, segment, segments)
 
 
 @contextmanager
@@ -295,6 +305,6 @@ def sides(
             else:
                 side.make(backend, codes)
             if summed[i]:
-                side.add_up(backend, codes, segment, sums)
+                side.make_sums(backend, codes, segment, sums)
             made.append(side.coded(backend, codes, sums if summed[i] else 0))
         yield made[0], made[1]

@@ -8,10 +8,11 @@ from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops import cpp
 from cuquant.ops.matmul.coded import KINDS, Coded, Groups
+from cuquant.ops.matmul.patches import Patches
 
 WARP = 32
 # Multiplies, called with x and the bytes of a CodedResults.
-Run = Callable[[Backend, Coded, bytes], None]
+Run = Callable[[Backend, Coded | Patches, bytes], None]
 SHORT, STEP = 16, 32  # columns of a product, where segments are short and otherwise
 
 
@@ -66,16 +67,18 @@ def tile_of(rows: int) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def program_of(kinds: tuple[str, str], tile: Tile, step: int, segmented: bool) -> Program:
-    """The kernel for x's codes and the weights'."""
+def program_of(
+    kinds: tuple[str, str], tile: Tile, step: int, segmented: bool, x: str = Coded.struct
+) -> Program:
+    """The kernel for x's codes, which are those of a struct `x`, and the weights'."""
     codes = cpp.numbers("Codes", x=KINDS[kinds[0]], weights=KINDS[kinds[1]])
     own = cpp.numbers("Tile", **vars(tile), step=step, segmented=segmented)
-    arguments, text = (codes.type, own.type), codes.text + own.text
+    arguments, text = (codes.type, own.type, x), codes.text + own.text
     return Program("matmul/dense_warps.cu", "dense_warps", arguments, text)
 
 
 def prepare(
-    x: Coded,
+    x: Coded | Patches,
     weights: Coded,
     shape: tuple[int, int, int],
     groups: Groups,
@@ -92,14 +95,14 @@ def prepare(
     tile = INVARIANT if batch_invariant else tile_of(groups.typical)
     segmented = segment < depth
     step = SHORT if segmented and segment % STEP else STEP
-    program = program_of((x.kind, weights.kind), tile, step, segmented)
+    program = program_of((x.kind, weights.kind), tile, step, segmented, x.struct)
     token_tiles = groups.tiles(tile.tokens)
     blocks = token_tiles * -(-columns // tile.rows)
     launch = Launch(program, (blocks, 1, 1), tile.threads, tile.shared)
     packed, told = weights.pack(), groups.pack()
     numbers = columns, depth, segment, token_tiles
 
-    def run(backend: Backend, x: Coded, results: bytes) -> None:
+    def run(backend: Backend, x: Coded | Patches, results: bytes) -> None:
         backend.launch(launch, x.pack(), packed, told, results, *numbers)
 
     return run

@@ -86,9 +86,13 @@ def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arc
     wide = _slab(wide, SUMS // (SLAB * 4 * weights))
     sums_pitch = -(-wide // FOUR) * FOUR
     tall = _slab(rows, SUMS // (sums_pitch * 4 * weights))
-    scratch = (32 if arch >= 90 else 4) << 20  # NVIDIA's recommendation for cublasSetWorkspace
     decoded, sums = aligned(wide * pitch * itemsize), aligned(tall * sums_pitch * 4)
-    return Division(wide, tall, pitch, sums_pitch, decoded, sums, scratch)
+    return Division(wide, tall, pitch, sums_pitch, decoded, sums, scratch_bytes(arch))
+
+
+def scratch_bytes(arch: int) -> int:
+    """Memory for a GEMM itself: NVIDIA's recommendation for cublasSetWorkspace."""
+    return (32 if arch >= 90 else 4) << 20
 
 
 # ---- where it wins ------------------------------------------------------------------------------
