@@ -1,30 +1,31 @@
 """The commands `bench ...`: how fast operations are on this GPU, and tables of such results."""
 
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cuquant.cli.bench_output import (
+    check_outputs,
+    chosen_peers,
+    kept,
+    print_products,
+    print_table,
+    refuse_wrong_products,
+    typed,
+)
 from cuquant.cli.options import (
     Commands,
     FormatsOption,
     ShapesOption,
-    check_output,
+    complete_format,
+    parse_products,
     parse_shapes,
     split_names,
 )
 from cuquant.cli.show import console
-from cuquant.cli.show import table as screen_table
 from cuquant.disk import replace_file
-from cuquant.errors import BackendUnavailable, clipped, pip_install
-
-SUFFIXES = (".png", ".svg", ".pdf")
-OUTPUTS = ("--json", "--output", "-o", "--plot")  # options that name a file to write
+from cuquant.errors import clipped
 
 ResultsOption = Annotated[
     Path | None,
@@ -79,7 +80,7 @@ def quantize(
 
     if shapes and size is not None:
         raise typer.BadParameter("pass --shape or --size, not both", param_hint="--size")
-    _check_outputs(json, plot)
+    check_outputs(json, plot)
     matrices = int(size * 1e6) if size is not None else parse_shapes(shapes)
     settings = cases.Settings(
         cases.parse_formats(split_names(formats or []) or cases.FORMATS),
@@ -93,9 +94,9 @@ def quantize(
         ceilings = roofline.measure_ceilings(gpu, repeats)
         gpu.release()
         measured = tuple(cases.run(gpu, settings, beside, status.update))
-    results = Results(gpu.machine, ceilings, cases.FORMULA, measured, _command(), tuple(notes))
+    results = Results(gpu.machine, ceilings, cases.FORMULA, measured, typed(), tuple(notes))
     drop = ("of read", "of copy", "peer", "peer us", "faster", "TB/s", "dtype")
-    _print(headings(results), NUMBERS, rows(results), results.header(), drop)
+    print_table(headings(results), NUMBERS, rows(results), results.header(), drop)
     if json is not None:
         replace_file(json, results.to_json().encode())
     if plot is not None:
@@ -155,19 +156,12 @@ def matmul(
     from cuquant.bench import matmul as cases
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
-    from cuquant.bench.matmul_peers import PEERS, check_peers, cublas, find_product_peers
-    from cuquant.bench.matmul_report import (
-        FASTER,
-        NUMBERS,
-        ProductResults,
-        headings,
-        peer_columns,
-        rows,
-    )
+    from cuquant.bench.matmul_peers import PEERS, cublas, find_product_peers
+    from cuquant.bench.matmul_report import NUMBERS, ProductResults, headings, rows
     from cuquant.bench.peers import reason
     from cuquant.bench.quantize import check_dtypes, parse_formats
 
-    _check_outputs(json, plot)
+    check_outputs(json, plot)
     settings = cases.Settings(
         parse_formats(split_names(formats or []) or cases.FORMATS),
         check_dtypes(split_names(dtypes or []) or cases.DTYPES),
@@ -177,12 +171,11 @@ def matmul(
         repeats,
         cold,
     )
-    chosen = [] if peers == ["none"] else split_names(peers or []) or list(PEERS)
-    check_peers(chosen)
+    chosen = chosen_peers(peers, PEERS)
     if chosen and not cold:
         raise typer.BadParameter("peers have cold weights: --peers none", param_hint="--warm")
     gpu = CupyGpu()
-    beside, notes = find_product_peers(chosen)
+    beside, notes = find_product_peers(chosen, PEERS)
     notes.append("weights: prepacked" if prepack else "weights: QuantArrays, not prepacked")
     if not cold:
         notes.append(
@@ -198,24 +191,76 @@ def matmul(
             notes.append(f"no cuBLAS here, the floor is that of the bytes alone: {reason(error)}")
         gpu.release()
         results = ProductResults(
-            gpu.machine, ceilings, cases.FORMULA, (), _command(), tuple(notes), gemm
+            gpu.machine, ceilings, cases.FORMULA, (), typed(), tuple(notes), gemm
         )
-        for measured in cases.run(gpu, settings, beside, status.update):
-            results = replace(results, measurements=(*results.measurements, measured))
-            if json is not None:  # it takes minutes: what was measured stays if it is ended
-                replace_file(json, results.to_json().encode())
-    right = (*NUMBERS, *peer_columns(results), FASTER)
-    others = (*reversed(peer_columns(results)), FASTER)
-    drop = ("host us", "TFLOP/s", *others, "TB/s", "of floor", "dtype")
-    _print(headings(results), right, rows(results), results.header(), drop)
+        results = kept(results, cases.run(gpu, settings, beside, status.update), json)
+    print_products(results, headings(results), NUMBERS, rows(results), ("of floor", "dtype"))
     if plot is not None:
         roofline.plot_products(results, plot)
-    if not results.right:
-        console(stderr=True).print(
-            "error: results marked WRONG are off by more than rounding from the float64 product",
-            style="red",
-        )
-        raise typer.Exit(1)
+    refuse_wrong_products(results)
+
+
+@bench.command()
+def gemm(
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            "-f",
+            metavar="X@W,...",
+            autocompletion=complete_format,
+            help="Formats of x and of w, such as int8@int4 or fp8_e4m3:128@fp8_e4m3:128x128; one "
+            "format is for both; repeatable.",
+        ),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            "--shapes",
+            metavar="MxNxK,...",
+            help="Sizes of products, such as 64x14336x4096; repeatable.",
+        ),
+    ] = None,
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B|none",
+            help="Of cublas, int_mm, scaled_mm, humming, deep_gemm; all by default; repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Time products of two quantized arrays beside other libraries, and check what was timed; exit
+    code 1 if it is wrong.
+
+    Pairs are int8, fp8 and narrower weights, in eight shapes, unless -f or --shape is given.
+    """
+    from cuquant.bench import gemm as cases
+    from cuquant.bench import roofline
+    from cuquant.bench.gemm_peers import PEERS
+    from cuquant.bench.gemm_report import NUMBERS, GemmResults, headings, rows
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.matmul_peers import find_product_peers
+
+    check_outputs(json, None)
+    settings = cases.Settings(
+        cases.parse_pairs(split_names(pairs or []) or cases.PAIRS),
+        parse_products(shapes) or cases.SHAPES,
+        repeats,
+    )
+    chosen = chosen_peers(peers, PEERS)
+    gpu = CupyGpu()
+    beside, notes = find_product_peers(chosen, PEERS)
+    with console(stderr=True).status("measuring the memory") as status:
+        ceilings = roofline.measure_ceilings(gpu, repeats)
+        gpu.release()
+        results = GemmResults(gpu.machine, ceilings, cases.FORMULA, (), typed(), tuple(notes))
+        results = kept(results, cases.run(gpu, settings, beside, status.update), json)
+    print_products(results, headings(results), NUMBERS, rows(results), ("y",))
+    refuse_wrong_products(results)
 
 
 @bench.command()
@@ -256,7 +301,7 @@ def table(
     from cuquant.bench.markdown import markdown, product_table
     from cuquant.bench.matmul_report import ProductResults
 
-    _check_outputs(None, plot)
+    check_outputs(None, plot)
     texts = [file.read_text(encoding="utf-8") for file in files]
     for file, text in zip(files, texts, strict=True):
         try:
@@ -275,37 +320,3 @@ def _batch(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint="--batch")
     return int(text)
-
-
-def _check_outputs(json: Path | None, plot: Path | None) -> None:
-    check_output(plot, "--plot", SUFFIXES)
-    check_output(json, "--json")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise BackendUnavailable(f"--plot needs matplotlib; {pip_install('plot')}")
-
-
-def _command() -> str:
-    """What was typed, without the files to write: they are no part of what was measured."""
-    kept, words = ["cuquant"], iter(sys.argv[1:])
-    for word in words:
-        if word in OUTPUTS:
-            next(words, None)
-        elif word.partition("=")[0] not in OUTPUTS and not word.startswith("-o"):  # -oFILE
-            kept.append(word)
-    return shlex.join(kept)
-
-
-def _print(
-    columns: Sequence[str],
-    right: Sequence[str],
-    cells_of_rows: Sequence[Sequence[str]],
-    above: Sequence[str],
-    drop: Sequence[str],
-) -> None:
-    screen = console()
-    for line in above:
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = screen_table(columns, right=right, drop=drop)
-    for cells in cells_of_rows:
-        made.add(*cells, style="red" if "WRONG" in cells else "")
-    made.print(screen)
