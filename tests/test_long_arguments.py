@@ -139,6 +139,9 @@ COMMANDS = [
     *(["bench", "gemm", option, LONG] for option in (
         "--shape", "--format", "--peers", "--repeats", "--json"
     )),
+    *(["bench", "formats", option, LONG] for option in (
+        "--format", "--rows", "--passages", "--device", "--json", "--repeats"
+    )),
     ["bench", "table", LONG],
     *(["precompile", option, LONG] for option in (
         "--format", "--operations", "--dtypes", "--arch", "--model", "--shape"

@@ -14,11 +14,14 @@ from cuquant.cli.bench_output import (
     refuse_wrong_products,
     typed,
 )
+from cuquant.cli.demo import find_model
 from cuquant.cli.options import (
     Commands,
+    DeviceOption,
     FormatsOption,
     ShapesOption,
     complete_format,
+    parse_device,
     parse_products,
     parse_shapes,
     split_names,
@@ -26,6 +29,7 @@ from cuquant.cli.options import (
 from cuquant.cli.show import console
 from cuquant.disk import replace_file
 from cuquant.errors import clipped
+from cuquant.gpu.device import use
 
 ResultsOption = Annotated[
     Path | None,
@@ -166,7 +170,7 @@ def matmul(
         parse_formats(split_names(formats or []) or cases.FORMATS),
         check_dtypes(split_names(dtypes or []) or cases.DTYPES),
         parse_shapes(shapes) or cases.SHAPES,
-        tuple(map(_batch, split_names(batch or []))) or cases.BATCHES,
+        tuple(_count(text, "--batch") for text in split_names(batch or [])) or cases.BATCHES,
         prepack,
         repeats,
         cold,
@@ -210,8 +214,7 @@ def gemm(
             "-f",
             metavar="X@W,...",
             autocompletion=complete_format,
-            help="Formats of x and of w, such as int8@int4 or fp8_e4m3:128@fp8_e4m3:128x128; one "
-            "format is for both; repeatable.",
+            help="Formats of x and of w, such as int8@int4; one format is for both; repeatable.",
         ),
     ] = None,
     shapes: Annotated[
@@ -261,6 +264,51 @@ def gemm(
         results = kept(results, cases.run(gpu, settings, beside, status.update), json)
     print_products(results, headings(results), NUMBERS, rows(results), ("y",))
     refuse_wrong_products(results)
+
+
+@bench.command()
+def formats(
+    names: FormatsOption = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,...", help="Rows of x; 1,2048 if not given; repeatable."),
+    ] = None,
+    passages: Annotated[int, typer.Option(min=2, help="Passages of text to embed.")] = 128,
+    device: DeviceOption = "auto",
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+) -> None:
+    """Compare formats on the demo's model: memory, speed beside fp32 and fp16, error, retrieval.
+
+    Without a GPU the times are the CPU's, which is the reference and no fast path.
+    """
+    from cuquant.bench import formats as cases
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.demo.run import pick_device
+
+    check_outputs(json, None)
+    chosen = cases.chosen(split_names(names or []))
+    sizes = tuple(_count(text, "--rows") for text in split_names(rows or [])) or cases.ROWS
+    model = find_model(plot=False)
+    where, reason = pick_device(parse_device(device))
+    with use(where), console(stderr=True).status("reading the model") as status:
+        gpu = None if where == "cpu" else CupyGpu()
+        ran = cases.describe_cpu() + reason if gpu is None else str(gpu.machine)
+        made = cases.compare(
+            model, chosen, gpu=gpu, device=where, rows=sizes, count=passages, repeats=repeats,
+            begin=status.update,
+        )  # fmt: skip
+    note = cases.ON_CPU if gpu is None else cases.ON_GPU
+    results = cases.FormatResults(typed(), ran, (note, cases.COLUMNS), tuple(made))
+    columns = cases.headings(results)
+    drop = (
+        "cosine",
+        "MB",
+        *(name for names in cases.speed_headings(results)[::-1] for name in names),
+    )
+    print_table(columns, columns[1:], cases.rows(results), results.header(), drop)
+    if json is not None:
+        replace_file(json, results.to_json().encode())
 
 
 @bench.command()
@@ -316,7 +364,7 @@ def table(
         plot_speedups(product_table(results), results.machine.device, plot)
 
 
-def _batch(text: str) -> int:
+def _count(text: str, option: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint="--batch")
+        raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint=option)
     return int(text)

@@ -377,7 +377,14 @@ def test_shapes_are_spelled_alike(monkeypatch, command, option):
 
 
 @pytest.mark.parametrize(
-    "command", [["bench", "quantize"], ["bench", "matmul"], ["bench", "gemm"], ["demo"]]
+    "command",
+    [
+        ["bench", "quantize"],
+        ["bench", "matmul"],
+        ["bench", "gemm"],
+        ["bench", "formats"],
+        ["demo"],
+    ],
 )
 @pytest.mark.parametrize("option", ["-f", "--format", "--formats"])
 def test_formats_are_spelled_alike(monkeypatch, command, option):
@@ -391,7 +398,8 @@ def test_formats_are_spelled_alike(monkeypatch, command, option):
 
 
 @pytest.mark.parametrize(
-    "command", ["quantize", "demo", "bench quantize", "bench matmul", "bench gemm"]
+    "command",
+    ["quantize", "demo", "bench quantize", "bench matmul", "bench gemm", "bench formats"],
 )
 def test_an_output_is_spelled_alike(command):
     shown = run(*command.split(), "--help").output
@@ -501,6 +509,7 @@ def test_help_says_what_may_be_repeated():
         "bench quantize": ["--format", "--dtypes", "--shape"],
         "bench matmul": ["--format", "--dtypes", "--shape", "--batch", "--peers"],
         "bench gemm": ["--format", "--shape", "--peers"],
+        "bench formats": ["--format", "--rows"],
         "demo": ["--format"],
     }.items():
         shown = run(*command.split(), "--help").output
