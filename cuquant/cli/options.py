@@ -21,6 +21,8 @@ def complete_format(incomplete: str) -> list[str]:
 
     >>> complete_format("nf4,mxf")
     ['nf4,mxfp8', 'nf4,mxfp8_e5m2', 'nf4,mxfp6', 'nf4,mxfp6_e3m2', 'nf4,mxfp4']
+    >>> complete_format("int8@nf")
+    ['int8@nf4']
     """
     start = max(incomplete.rfind(mark) for mark in ",=@") + 1
     before, last = incomplete[:start], incomplete[start:]
