@@ -136,6 +136,12 @@ COMMANDS = [
     *(["bench", "matmul", option, LONG] for option in (
         "--shape", "--format", "--dtypes", "--batch", "--peers", "--plot", "--repeats", "--json"
     )),
+    *(["bench", "gemm", option, LONG] for option in (
+        "--shape", "--format", "--peers", "--repeats", "--json"
+    )),
+    *(["bench", "formats", option, LONG] for option in (
+        "--format", "--rows", "--passages", "--device", "--json", "--repeats"
+    )),
     ["bench", "table", LONG],
     *(["precompile", option, LONG] for option in (
         "--format", "--operations", "--dtypes", "--arch", "--model", "--shape"

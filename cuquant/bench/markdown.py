@@ -1,20 +1,25 @@
 """Markdown tables of the JSON that the benchmarks write: those that the guide to them holds.
 
-The table of products has a row for each shape and number of rows of x, and a column for each format
-and each peer: microseconds. That of quantize and dequantize has a row for each format, dtype and
-shape.
+A table of products has a row for each shape and number of rows of x, and a column for each format
+or pair of formats, and each peer: microseconds. That of quantize and dequantize has a row for each
+format, dtype and shape.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cuquant.bench.gemm_report import GemmResults
 from cuquant.bench.matmul_report import ProductResults
+from cuquant.bench.product_report import ProductRun
 from cuquant.bench.quantize_report import Results
 from cuquant.bench.report import Run
 from cuquant.bench.timing import Timing
 
 DENSE = "cuBLAS"  # a peer that multiplies with decoded weights: one time for every format
+PRODUCTS: dict[str, type[ProductRun[Any]]] = {
+    kind.SCHEMA: kind for kind in (ProductResults, GemmResults)
+}
 Row = tuple[str, ...]
 
 
@@ -24,7 +29,7 @@ def markdown(text: str) -> str:
     Parameters
     ----------
     text
-        The JSON that `cuquant bench quantize --json` or `cuquant bench matmul --json` wrote.
+        The JSON that `cuquant bench quantize --json`, and that of `matmul` and `gemm`, wrote.
 
     Raises
     ------
@@ -37,11 +42,11 @@ def markdown(text: str) -> str:
     if schema == Results.SCHEMA:
         results = Results.from_json(text)
         rows, right = quantize_table(results), results.exact
-    elif schema == ProductResults.SCHEMA:
-        results = ProductResults.from_json(text)
+    elif schema in PRODUCTS:
+        results = PRODUCTS[schema].from_json(text)
         rows, right = product_table(results), results.right
     else:
-        known = f"{Results.SCHEMA!r} and {ProductResults.SCHEMA!r}"
+        known = ", ".join(map(repr, (Results.SCHEMA, *PRODUCTS)))
         raise ValueError(f"no results of a benchmark; their schemas are {known}")
     if not right:
         raise ValueError("some of these results are wrong, and a table does not show which")
@@ -72,25 +77,24 @@ def _filled(keys: Iterable[Row], columns: dict[str, dict[Row, str]]) -> list[Row
 # ---- products -----------------------------------------------------------------------------------
 
 
-def product_table(results: ProductResults) -> list[Row]:
+def product_table(results: ProductRun[Any]) -> list[Row]:
     """The heading and the rows of a run's products; a peer stands behind its format."""
     dtypes = {m.dtype for m in results.measurements}
     columns: dict[str, dict[Row, str]] = {}
     dense: dict[str, dict[Row, str]] = {}  # behind all others
     keys: dict[Row, None] = {}
     for m in results.measurements:
-        key = (" x ".join(map(str, m.shape)), str(m.batch))
-        keys[key] = None
+        keys[m.key] = None
         which = m.format if len(dtypes) == 1 else f"{m.format} {m.dtype}"
-        columns.setdefault(which, {})[key] = _time(m.timing)
+        columns.setdefault(which, {})[m.key] = _time(m.timing)
         for peer in m.peers:
             if peer.timing is None:
                 continue
             name = peer.name.partition(" (")[0]
             group, label = (dense, m.dtype) if name == DENSE else (columns, which)
-            group.setdefault(f"{name}, {label}", {})[key] = _time(peer.timing)
+            group.setdefault(f"{name}, {label}", {})[m.key] = _time(peer.timing)
     columns |= dense
-    return [("N x K", "M", *columns), *_filled(keys, columns)]
+    return [(*results.KEYS, *columns), *_filled(keys, columns)]
 
 
 # ---- quantize and dequantize --------------------------------------------------------------------

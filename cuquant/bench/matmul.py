@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, prepack
 from cuquant.array.quant_array import QuantArray
+from cuquant.bench.checked import Expected, time_checked
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.matmul_peers import Calls, ProductPeer, time_product
 from cuquant.bench.matmul_report import ProductMeasurement
 from cuquant.bench.peers import reason
 from cuquant.bench.quantize import on_host, random_values
 from cuquant.bench.report import PeerTiming
-from cuquant.bench.timing import MIN_REPEATS, copies, host_time, measure
+from cuquant.bench.timing import MIN_REPEATS, copies
 from cuquant.formats import Format
 from cuquant.interop import float_dtype
 from cuquant.ops.matmul.door import linear
@@ -28,11 +30,6 @@ FORMATS = ("int4", "nf4")
 DTYPES = ("float16",)
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (28672, 8192))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-CHECKED_COLUMNS = 32  # of y, from the first to the last
-
-# Half a unit in the last place of 1, and half of the smallest number.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-SMALLEST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 
 @dataclass(frozen=True)
@@ -147,10 +144,8 @@ class Bench:
         weight = prepack(q) if settings.prepack else q
         self.weights = [weight, *(copy_weight(gpu, weight) for _ in range(count - 1))]
         self.peers = [(peer, self._prepared(peer, q)) for peer in peers]
-        self.columns = np.unique(np.linspace(0, len(values) - 1, CHECKED_COLUMNS).astype(int))
-        self.wanted, self.bound = bounded_product(
-            x, on_host(gpu, q).dequantize(dtype=np.float32)[self.columns]
-        )
+        decoded = on_host(gpu, q).dequantize(dtype=np.float32)
+        self.expected = Expected.of(x, decoded, self.dtype)
 
     def measure(self, batch: int) -> ProductMeasurement:
         shape = self.shape
@@ -158,32 +153,22 @@ class Bench:
         count = copies(self.gpu.machine.l2_bytes, nbytes)
         weights = self.weights[:count] if self.settings.cold else self.weights * count
         xs = [self.gpu.copy(self.x[:batch]) for _ in weights]
-        y = self.gpu.upload(np.empty((batch, shape[0]), float_dtype(self.dtype)))
-        ys = [y, *(self.gpu.copy(y) for _ in weights[1:])]
-        for y in ys:
-            self.gpu.poison(y)
-        calls = [
-            lambda x=x, w=w, y=y: linear(x, w, out=y)
-            for x, w, y in zip(xs, weights, ys, strict=True)
-        ]
-        engine, repeats = self.gpu.engine, self.settings.repeats
-        timing = measure(engine, calls, repeats)
-        host = host_time(engine, calls, repeats)
-        right = all(self._is_right(y) for y in ys)
-        peers = [self._time_peer(peer, prepared, xs) for peer, prepared in self.peers]
+        expected, repeats = self.expected.first(batch), self.settings.repeats
+        timing, host, right = time_checked(
+            self.gpu,
+            lambda x, w, y: linear(x, w, out=y),
+            xs,
+            weights,
+            shape[0],
+            expected,
+            repeats,
+        )
+        peers = [self._time_peer(peer, prepared, xs, expected) for peer, prepared in self.peers]
         layout = getattr(self.weights[0], "layout", ROWS_LAYOUT)
         return ProductMeasurement(
-            self.name, self.dtype, shape, nbytes, timing, batch, layout, host, right,
-            tuple(peer for peer in peers if peer is not None),
+            self.name, self.dtype, shape, nbytes, timing, host, right,
+            tuple(peer for peer in peers if peer is not None), batch, layout,
         )  # fmt: skip
-
-    def _is_right(self, y: Any) -> bool:
-        found = self.gpu.download(y)[:, self.columns].astype(np.float64)
-        batch = len(found)
-        wanted, gap = self.wanted[:batch], np.abs(found - self.wanted[:batch])
-        return bool((gap <= self.bound[:batch]).all()) and is_near(
-            gap, wanted, self.dtype, self.shape[1]
-        )
 
     # ---- peers --------------------------------------------------------------------------------
 
@@ -197,41 +182,22 @@ class Bench:
             return PeerTiming(peer.name, None, reason(error))
 
     def _time_peer(
-        self, peer: ProductPeer, prepared: Calls | PeerTiming | None, xs: Sequence[Any]
+        self,
+        peer: ProductPeer,
+        prepared: Calls | PeerTiming | None,
+        xs: Sequence[Any],
+        expected: Expected,
     ) -> PeerTiming | None:
-        batch = xs[0].shape[0]
+        batch = len(expected.wanted)
         if prepared is None:
             return self.dense.get((peer.name, batch))
-        if not isinstance(prepared, PeerTiming):
-            wanted = self.wanted[:batch]
-            prepared = time_product(peer, prepared, xs, self.settings.repeats, self.columns, wanted)
-        if peer.is_dense:
-            self.dense[peer.name, batch] = prepared
-        return prepared
-
-
-def bounded_product(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x @ w.T in float64, and how far off a right result in x's dtype may be.
-
-    A weight is rounded to x's dtype twice at most, its level and that times the scale; K products
-    are summed in float32, where tensor cores cut what lies below (twice float32's rounding); the
-    sum is rounded once.
-    """
-    dtype, depth = str(x.dtype), x.shape[1]
-    a, b = x.astype(np.float64), w.astype(np.float64)
-    wanted = a @ b.T
-    a = np.abs(a, out=a)
-    size = a @ np.abs(b).T
-    off = 2 * (ROUNDING[dtype] + depth * ROUNDING["float32"]) * size
-    off += SMALLEST[dtype] * a.sum(axis=1, keepdims=True)  # weights that round to a subnormal
-    return wanted, off + ROUNDING[dtype] * (np.abs(wanted) + off) + SMALLEST[dtype]
-
-
-def is_near(gap: np.ndarray, wanted: np.ndarray, dtype: str, depth: int) -> bool:
-    """Whether errors are, all in all, what roundings make: bounds of each number leave room for a
-    few of the K columns to be lost."""
-    most = 4 * ROUNDING[dtype] + depth * ROUNDING["float32"]
-    return bool(np.linalg.norm(gap) <= most * np.linalg.norm(wanted))
+        if isinstance(prepared, PeerTiming):
+            found: PeerTiming | None = prepared
+        else:
+            found = time_product(peer, partial(prepared, xs), self.settings.repeats, expected)
+        if peer.is_dense and found is not None:
+            self.dense[peer.name, batch] = found
+        return found
 
 
 def copy_weight(gpu: Gpu, weight: QuantArray | PackedWeight) -> QuantArray | PackedWeight:

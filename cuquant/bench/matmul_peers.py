@@ -9,13 +9,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from cuquant.array.quant_array import QuantArray
+from cuquant.bench.checked import Expected
 from cuquant.bench.gpu import CupyEngine
 from cuquant.bench.peers import TorchPeer, reason
 from cuquant.bench.report import PeerTiming
@@ -26,12 +27,15 @@ from cuquant.interop import load_cupy
 
 MOST_ERROR = 0.02  # of a peer's result, rms over rms: bfloat16's scales and sums make 0.005
 
+T = TypeVar("T")
+# By the name that selects it: the module that must be installed, and what makes the peer.
+Peers = Mapping[str, tuple[str | None, Callable[[], T]]]
 # Calls for these rows of x, of which there are several copies.
 Calls = Callable[[Sequence[Any]], list[Call]]
 
 
-class ProductPeer(Protocol):
-    """A library that multiplies with weights of some formats."""
+class TimedPeer(Protocol):
+    """A library whose products are timed and compared with the right ones."""
 
     @property
     def name(self) -> str:
@@ -48,6 +52,14 @@ class ProductPeer(Protocol):
         """Whether it multiplies with decoded weights, and its time is that of every format."""
         ...
 
+    def columns(self, y: Any, which: np.ndarray) -> np.ndarray:
+        """Some columns of a call's result [M, N] on the host, in float64."""
+        ...
+
+
+class ProductPeer(TimedPeer, Protocol):
+    """A library that multiplies with weights of some formats."""
+
     def prepare(self, q: QuantArray, dtype: str, l2_bytes: int) -> Calls | None:
         """Its own weights, [N, K] like `q`'s, enough of them to exceed the cache; or None.
 
@@ -55,33 +67,29 @@ class ProductPeer(Protocol):
         """
         ...
 
-    def columns(self, y: Any, which: np.ndarray) -> np.ndarray:
-        """Some columns of a call's result [M, N] on the host, in float64."""
-        ...
-
 
 def time_product(
-    peer: ProductPeer,
-    prepared: Calls,
-    xs: Sequence[Any],
+    peer: TimedPeer,
+    make: Callable[[], list[Call] | None],
     repeats: int,
-    which: np.ndarray,
-    wanted: np.ndarray,
-) -> PeerTiming:
+    expected: Expected,
+) -> PeerTiming | None:
     """A peer's timing; its errors, and wrong results, are a part of the result.
 
     Parameters
     ----------
-    prepared, xs
-        What `prepare` gave, and the copies of x.
-    which, wanted
-        Columns of the product, and what they are in float64.
+    make
+        Makes its calls; None where it has no such product.
+    expected
+        What some columns of the product are.
     """
     try:
-        calls = prepared(xs)
+        calls = make()
+        if calls is None:
+            return None
         timing = measure(peer.engine, calls, repeats)
-        found = peer.columns(calls[0](), which)
-        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        found = peer.columns(calls[0](), expected.columns)
+        error = np.linalg.norm(found - expected.wanted) / np.linalg.norm(expected.wanted)
     except Exception as problem:  # whatever another library raises is no reason to stop
         return PeerTiming(peer.name, None, reason(problem))
     if not error < MOST_ERROR:
@@ -89,20 +97,20 @@ def time_product(
     return PeerTiming(peer.name, timing)
 
 
-def check_peers(names: Iterable[str]) -> None:
-    """ValueError for a name that is not in PEERS."""
+def check_peers(names: Iterable[str], known: Peers[Any]) -> None:
+    """ValueError for a name that is not in a table of peers."""
     for name in names:
-        if name not in PEERS:
-            near = did_you_mean(name, PEERS)
-            raise ValueError(f"peer {clipped(name)} is unknown{near}; known are {', '.join(PEERS)}")
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ValueError(f"peer {clipped(name)} is unknown{near}; known are {', '.join(known)}")
 
 
-def find_product_peers(names: Iterable[str]) -> tuple[list[ProductPeer], list[str]]:
-    """Those of PEERS that can be used, and why others cannot."""
-    found: list[ProductPeer] = []
+def find_product_peers(names: Iterable[str], known: Peers[T]) -> tuple[list[T], list[str]]:
+    """Those of a table of peers that can be used, and why others cannot."""
+    found: list[T] = []
     notes = []
     for name in names:
-        module, make = PEERS[name]
+        module, make = known[name]
         if module is not None and importlib.util.find_spec(module) is None:
             notes.append(f"{name}: {module} is not installed")
             continue
@@ -206,7 +214,7 @@ def cublas() -> TorchCublas | CupyCublas:
 # ---- quantized weights --------------------------------------------------------------------------
 
 
-def _group(q: QuantArray, depth: int) -> int | None:
+def group_of(q: QuantArray, depth: int) -> int | None:
     """Columns that share a scale; None where these are no runs of a row, or scales are nested."""
     rule = q.format.scale
     if rule is None or rule.nested or q.format.is_blocks:
@@ -216,7 +224,7 @@ def _group(q: QuantArray, depth: int) -> int | None:
     return rule.block if isinstance(rule.block, int) else None
 
 
-def _is_signed(q: QuantArray) -> bool:
+def is_signed(q: QuantArray) -> bool:
     """Whether values are (code - 2^(bits - 1)) * scale."""
     return (
         isinstance(q.format.codec, Uniform) and re.fullmatch("int[2-8]", q.format.name) is not None
@@ -233,7 +241,7 @@ class BitsandbytesMatmul(TorchProductPeer):
 
     def prepare(self, q: QuantArray, dtype: str, l2_bytes: int) -> Calls | None:
         fmt = q.format
-        group = _group(q, q.shape[1])
+        group = group_of(q, q.shape[1])
         if fmt.name not in ("nf4", "fp4") or group is None or group == q.shape[1]:
             return None
         values = self.tensor(q.dequantize(dtype=dtype))
@@ -257,7 +265,7 @@ class Tinygemm(TorchProductPeer):
         self.name = f"tinygemm (torch {self.torch.__version__}, bfloat16)"
 
     def prepare(self, q: QuantArray, dtype: str, l2_bytes: int) -> Calls | None:
-        group = _group(q, q.shape[1])
+        group = group_of(q, q.shape[1])
         if q.format.name not in ("int4", "uint4") or group not in self.GROUPS:
             return None
         codes = self.tensor(q.codes())
@@ -281,6 +289,11 @@ HUMMING_FLOATS = {
 }  # fmt: skip
 
 
+def humming_kind(q: QuantArray) -> str | None:
+    """humming's name of a format's codes, or None."""
+    return q.format.name if is_signed(q) else HUMMING_FLOATS.get(q.format.name)
+
+
 class Humming(TorchProductPeer):
     """humming-kernels: signed integers of 2 to 8 bits, and small floats."""
 
@@ -291,10 +304,18 @@ class Humming(TorchProductPeer):
         self.name = f"humming {importlib.metadata.version('humming-kernels')}"
 
     def prepare(self, q: QuantArray, dtype: str, l2_bytes: int) -> Calls | None:
+        if dtype == "float32":
+            return None
+        layers = self.layers(q, dtype, l2_bytes)
+        return None if layers is None else self.paired(layers, lambda x, layer: layer(x))
+
+    def layers(
+        self, q: QuantArray, dtype: str, l2_bytes: int, input_kind: str | None = None
+    ) -> list[Any] | None:
+        """Layers with `q`'s codes, for x of `dtype`, or for x that is quantized a row; or None."""
         rows, depth = q.shape
-        group = _group(q, depth)
-        kind = q.format.name if _is_signed(q) else HUMMING_FLOATS.get(q.format.name)
-        if kind is None or group is None or dtype == "float32":
+        group, kind = group_of(q, depth), humming_kind(q)
+        if kind is None or group is None:
             return None
         codes = self.tensor(q.codes()).to(self.torch.int32)
         tensors = {
@@ -302,6 +323,7 @@ class Humming(TorchProductPeer):
             "weight_scale": self.tensor(q.scale).to(self.dtype(dtype)),
         }
         config = {"dtype": kind, "group_size": 0 if group == depth else group}
+        beside = {} if input_kind is None else {"input_config": {"dtype": input_kind}}
         layers = []
         for _ in range(copies(l2_bytes, q.nbytes)):
             layer = self._layer(
@@ -309,11 +331,12 @@ class Humming(TorchProductPeer):
                 shape_k=depth,
                 weight_config=dict(config),
                 torch_dtype=self.dtype(dtype),
+                **{name: dict(value) for name, value in beside.items()},
             ).cuda()
             layer.load_from_tensors(tensors)
             layer.transform()
             layers.append(layer)
-        return self.paired(layers, lambda x, layer: layer(x))
+        return layers
 
 
 class Gemlite(TorchProductPeer):
@@ -326,8 +349,8 @@ class Gemlite(TorchProductPeer):
 
     def prepare(self, q: QuantArray, dtype: str, l2_bytes: int) -> Calls | None:
         rows, depth = q.shape
-        group, bits = _group(q, depth), q.format.codec.bits
-        if not _is_signed(q) or bits not in (2, 4, 8) or group is None or dtype == "float32":
+        group, bits = group_of(q, depth), q.format.codec.bits
+        if not is_signed(q) or bits not in (2, 4, 8) or group is None or dtype == "float32":
             return None
         codes, scale = self.tensor(q.codes()), self.tensor(q.scale).to(self.dtype(dtype))
         kind = {"float16": "FP16", "bfloat16": "BF16"}[dtype]
@@ -347,8 +370,7 @@ class Gemlite(TorchProductPeer):
         return self.paired(layers, lambda x, layer: layer(x))
 
 
-# By the name that selects it: the module that must be installed, and what makes the peer.
-PEERS: dict[str, tuple[str | None, Callable[[], ProductPeer]]] = {
+PEERS: Peers[ProductPeer] = {
     "cublas": (None, cublas),
     "bitsandbytes": ("bitsandbytes", BitsandbytesMatmul),
     "tinygemm": ("torch", Tinygemm),

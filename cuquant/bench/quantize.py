@@ -166,11 +166,11 @@ def _run_matrix(
         yield bench.dequantize()
 
 
-def random_values(shape: tuple[int, int], dtype: str) -> np.ndarray:
+def random_values(shape: tuple[int, int], dtype: str, seed: int = 0) -> np.ndarray:
     """N(0, 1); from 2^24 elements on, rows repeat."""
     rows, columns = shape
     distinct = min(rows, max(1, 2**24 // columns))
-    values = np.random.default_rng(0).standard_normal((distinct, columns), dtype=np.float32)
+    values = np.random.default_rng(seed).standard_normal((distinct, columns), dtype=np.float32)
     return np.resize(values.astype(float_dtype(dtype)), shape)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.matmul_peers import CupyCublas, TorchCublas
-from cuquant.bench.matmul_report import ProductMeasurement, ProductResults, peer_columns, short
+from cuquant.bench.matmul_report import ProductMeasurement, ProductResults
+from cuquant.bench.product_report import peer_columns, short
 from cuquant.bench.quantize import random_values
 from cuquant.bench.quantize_report import Measurement, Results
 from cuquant.bench.report import Ceilings

@@ -1,30 +1,35 @@
 """The commands `bench ...`: how fast operations are on this GPU, and tables of such results."""
 
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cuquant.cli.bench_output import (
+    check_outputs,
+    chosen_peers,
+    kept,
+    print_products,
+    print_table,
+    refuse_wrong_products,
+    typed,
+)
+from cuquant.cli.demo import find_model
 from cuquant.cli.options import (
     Commands,
+    DeviceOption,
     FormatsOption,
     ShapesOption,
-    check_output,
+    complete_format,
+    parse_device,
+    parse_products,
     parse_shapes,
     split_names,
 )
 from cuquant.cli.show import console
-from cuquant.cli.show import table as screen_table
 from cuquant.disk import replace_file
-from cuquant.errors import BackendUnavailable, clipped, pip_install
-
-SUFFIXES = (".png", ".svg", ".pdf")
-OUTPUTS = ("--json", "--output", "-o", "--plot")  # options that name a file to write
+from cuquant.errors import clipped
+from cuquant.gpu.device import use
 
 ResultsOption = Annotated[
     Path | None,
@@ -79,7 +84,7 @@ def quantize(
 
     if shapes and size is not None:
         raise typer.BadParameter("pass --shape or --size, not both", param_hint="--size")
-    _check_outputs(json, plot)
+    check_outputs(json, plot)
     matrices = int(size * 1e6) if size is not None else parse_shapes(shapes)
     settings = cases.Settings(
         cases.parse_formats(split_names(formats or []) or cases.FORMATS),
@@ -93,9 +98,9 @@ def quantize(
         ceilings = roofline.measure_ceilings(gpu, repeats)
         gpu.release()
         measured = tuple(cases.run(gpu, settings, beside, status.update))
-    results = Results(gpu.machine, ceilings, cases.FORMULA, measured, _command(), tuple(notes))
+    results = Results(gpu.machine, ceilings, cases.FORMULA, measured, typed(), tuple(notes))
     drop = ("of read", "of copy", "peer", "peer us", "faster", "TB/s", "dtype")
-    _print(headings(results), NUMBERS, rows(results), results.header(), drop)
+    print_table(headings(results), NUMBERS, rows(results), results.header(), drop)
     if json is not None:
         replace_file(json, results.to_json().encode())
     if plot is not None:
@@ -155,34 +160,26 @@ def matmul(
     from cuquant.bench import matmul as cases
     from cuquant.bench import roofline
     from cuquant.bench.gpu import CupyGpu
-    from cuquant.bench.matmul_peers import PEERS, check_peers, cublas, find_product_peers
-    from cuquant.bench.matmul_report import (
-        FASTER,
-        NUMBERS,
-        ProductResults,
-        headings,
-        peer_columns,
-        rows,
-    )
+    from cuquant.bench.matmul_peers import PEERS, cublas, find_product_peers
+    from cuquant.bench.matmul_report import NUMBERS, ProductResults, headings, rows
     from cuquant.bench.peers import reason
     from cuquant.bench.quantize import check_dtypes, parse_formats
 
-    _check_outputs(json, plot)
+    check_outputs(json, plot)
     settings = cases.Settings(
         parse_formats(split_names(formats or []) or cases.FORMATS),
         check_dtypes(split_names(dtypes or []) or cases.DTYPES),
         parse_shapes(shapes) or cases.SHAPES,
-        tuple(map(_batch, split_names(batch or []))) or cases.BATCHES,
+        tuple(_count(text, "--batch") for text in split_names(batch or [])) or cases.BATCHES,
         prepack,
         repeats,
         cold,
     )
-    chosen = [] if peers == ["none"] else split_names(peers or []) or list(PEERS)
-    check_peers(chosen)
+    chosen = chosen_peers(peers, PEERS)
     if chosen and not cold:
         raise typer.BadParameter("peers have cold weights: --peers none", param_hint="--warm")
     gpu = CupyGpu()
-    beside, notes = find_product_peers(chosen)
+    beside, notes = find_product_peers(chosen, PEERS)
     notes.append("weights: prepacked" if prepack else "weights: QuantArrays, not prepacked")
     if not cold:
         notes.append(
@@ -198,24 +195,120 @@ def matmul(
             notes.append(f"no cuBLAS here, the floor is that of the bytes alone: {reason(error)}")
         gpu.release()
         results = ProductResults(
-            gpu.machine, ceilings, cases.FORMULA, (), _command(), tuple(notes), gemm
+            gpu.machine, ceilings, cases.FORMULA, (), typed(), tuple(notes), gemm
         )
-        for measured in cases.run(gpu, settings, beside, status.update):
-            results = replace(results, measurements=(*results.measurements, measured))
-            if json is not None:  # it takes minutes: what was measured stays if it is ended
-                replace_file(json, results.to_json().encode())
-    right = (*NUMBERS, *peer_columns(results), FASTER)
-    others = (*reversed(peer_columns(results)), FASTER)
-    drop = ("host us", "TFLOP/s", *others, "TB/s", "of floor", "dtype")
-    _print(headings(results), right, rows(results), results.header(), drop)
+        results = kept(results, cases.run(gpu, settings, beside, status.update), json)
+    print_products(results, headings(results), NUMBERS, rows(results), ("of floor", "dtype"))
     if plot is not None:
         roofline.plot_products(results, plot)
-    if not results.right:
-        console(stderr=True).print(
-            "error: results marked WRONG are off by more than rounding from the float64 product",
-            style="red",
-        )
-        raise typer.Exit(1)
+    refuse_wrong_products(results)
+
+
+@bench.command()
+def gemm(
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            "-f",
+            metavar="X@W,...",
+            autocompletion=complete_format,
+            help="Formats of x and of w, such as int8@int4; one format is for both; repeatable.",
+        ),
+    ] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            "--shapes",
+            metavar="MxNxK,...",
+            help="Sizes of products, such as 64x14336x4096; repeatable.",
+        ),
+    ] = None,
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B|none",
+            help="Of cublas, int_mm, scaled_mm, humming, deep_gemm; all by default; repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Time products of two quantized arrays beside other libraries, and check what was timed; exit
+    code 1 if it is wrong.
+
+    Pairs are int8, fp8 and narrower weights, in eight shapes, unless -f or --shape is given.
+    """
+    from cuquant.bench import gemm as cases
+    from cuquant.bench import roofline
+    from cuquant.bench.gemm_peers import PEERS
+    from cuquant.bench.gemm_report import NUMBERS, GemmResults, headings, rows
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.matmul_peers import find_product_peers
+
+    check_outputs(json, None)
+    settings = cases.Settings(
+        cases.parse_pairs(split_names(pairs or []) or cases.PAIRS),
+        parse_products(shapes) or cases.SHAPES,
+        repeats,
+    )
+    chosen = chosen_peers(peers, PEERS)
+    gpu = CupyGpu()
+    beside, notes = find_product_peers(chosen, PEERS)
+    with console(stderr=True).status("measuring the memory") as status:
+        ceilings = roofline.measure_ceilings(gpu, repeats)
+        gpu.release()
+        results = GemmResults(gpu.machine, ceilings, cases.FORMULA, (), typed(), tuple(notes))
+        results = kept(results, cases.run(gpu, settings, beside, status.update), json)
+    print_products(results, headings(results), NUMBERS, rows(results), ("y",))
+    refuse_wrong_products(results)
+
+
+@bench.command()
+def formats(
+    names: FormatsOption = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,...", help="Rows of x; 1,2048 if not given; repeatable."),
+    ] = None,
+    passages: Annotated[int, typer.Option(min=2, help="Passages of text to embed.")] = 128,
+    device: DeviceOption = "auto",
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 20,
+) -> None:
+    """Compare formats on the demo's model: memory, speed beside fp32 and fp16, error, retrieval.
+
+    Without a GPU the times are the CPU's, which is the reference and no fast path.
+    """
+    from cuquant.bench import formats as cases
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.demo.run import pick_device
+
+    check_outputs(json, None)
+    chosen = cases.chosen(split_names(names or []))
+    sizes = tuple(_count(text, "--rows") for text in split_names(rows or [])) or cases.ROWS
+    model = find_model(plot=False)
+    where, reason = pick_device(parse_device(device))
+    with use(where), console(stderr=True).status("reading the model") as status:
+        gpu = None if where == "cpu" else CupyGpu()
+        ran = cases.describe_cpu() + reason if gpu is None else str(gpu.machine)
+        made = cases.compare(
+            model, chosen, gpu=gpu, device=where, rows=sizes, count=passages, repeats=repeats,
+            begin=status.update,
+        )  # fmt: skip
+    note = cases.ON_CPU if gpu is None else cases.ON_GPU
+    results = cases.FormatResults(typed(), ran, (note, cases.COLUMNS), tuple(made))
+    columns = cases.headings(results)
+    drop = (
+        "cosine",
+        "MB",
+        *(name for names in cases.speed_headings(results)[::-1] for name in names),
+    )
+    print_table(columns, columns[1:], cases.rows(results), results.header(), drop)
+    if json is not None:
+        replace_file(json, results.to_json().encode())
 
 
 @bench.command(name="rows")
@@ -310,7 +403,7 @@ def table(
     from cuquant.bench.markdown import markdown, product_table
     from cuquant.bench.matmul_report import ProductResults
 
-    _check_outputs(None, plot)
+    check_outputs(None, plot)
     texts = [file.read_text(encoding="utf-8") for file in files]
     for file, text in zip(files, texts, strict=True):
         try:
@@ -325,41 +418,7 @@ def table(
         plot_speedups(product_table(results), results.machine.device, plot)
 
 
-def _batch(text: str) -> int:
+def _count(text: str, option: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint="--batch")
+        raise typer.BadParameter(f"{clipped(text)} is no number of rows", param_hint=option)
     return int(text)
-
-
-def _check_outputs(json: Path | None, plot: Path | None) -> None:
-    check_output(plot, "--plot", SUFFIXES)
-    check_output(json, "--json")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise BackendUnavailable(f"--plot needs matplotlib; {pip_install('plot')}")
-
-
-def _command() -> str:
-    """What was typed, without the files to write: they are no part of what was measured."""
-    kept, words = ["cuquant"], iter(sys.argv[1:])
-    for word in words:
-        if word in OUTPUTS:
-            next(words, None)
-        elif word.partition("=")[0] not in OUTPUTS and not word.startswith("-o"):  # -oFILE
-            kept.append(word)
-    return shlex.join(kept)
-
-
-def _print(
-    columns: Sequence[str],
-    right: Sequence[str],
-    cells_of_rows: Sequence[Sequence[str]],
-    above: Sequence[str],
-    drop: Sequence[str],
-) -> None:
-    screen = console()
-    for line in above:
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    made = screen_table(columns, right=right, drop=drop)
-    for cells in cells_of_rows:
-        made.add(*cells, style="red" if "WRONG" in cells else "")
-    made.print(screen)

@@ -2,7 +2,7 @@
 
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,13 +52,9 @@ def demo(
             )
         _show_products(source, resolve(parse_device(device)))
         return
-    from cuquant.demo import run  # reads the Python documentation: only this command needs it
+    from cuquant.demo import run  # reads the Python documentation: few commands need it
 
-    if (command := run.missing(plot=not no_plot)) is not None:
-        typer.echo(f"the demo needs a package that is not installed:\n  {command}", err=True)
-        raise typer.Exit(1)
-    model = run.find_model()
-    assert model is not None  # for the type checker: `missing` has looked
+    model = find_model(plot=not no_plot)
     chosen = run.parse_formats(run.names_of(",".join(formats) if formats else None))
     where, reason = run.pick_device(parse_device(device))
     if not no_plot:
@@ -89,6 +85,16 @@ def demo(
 
     plot.write(rows, passages, output)
     print(f"picture: {output}")
+
+
+def find_model(plot: bool) -> Any:
+    """The demo's model; exit code 1, and what installs it, where a package is missing."""
+    from cuquant.demo import run
+
+    if (command := run.missing(plot=plot)) is not None:
+        typer.echo(f"the demo needs a package that is not installed:\n  {command}", err=True)
+        raise typer.Exit(1)
+    return run.find_model()
 
 
 def _print_rows(rows: list) -> None:

@@ -21,8 +21,10 @@ def complete_format(incomplete: str) -> list[str]:
 
     >>> complete_format("nf4,mxf")
     ['nf4,mxfp8', 'nf4,mxfp8_e5m2', 'nf4,mxfp6', 'nf4,mxfp6_e3m2', 'nf4,mxfp4']
+    >>> complete_format("int8@nf")
+    ['int8@nf4']
     """
-    start = max(incomplete.rfind(mark) for mark in ",=") + 1
+    start = max(incomplete.rfind(mark) for mark in ",=@") + 1
     before, last = incomplete[:start], incomplete[start:]
     return [before + name for name in list_formats() if name.startswith(last)]
 
@@ -153,17 +155,32 @@ def parse_shapes(texts: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
     >>> parse_shapes(["4096x14336,8x64"])
     ((4096, 14336), (8, 64))
     """
-    return tuple(map(_parse_shape, split_names(texts or ())))
+    found = _parse_sizes(texts, 2, "rows and columns, such as 4096x14336")
+    return cast(tuple[tuple[int, int], ...], found)
 
 
-def _parse_shape(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise typer.BadParameter(
-            f"{clipped(text)} is no shape; pass rows and columns, such as 4096x14336",
-            param_hint="--shape",
-        )
-    return int(rows), int(columns)
+def parse_products(texts: Sequence[str] | None) -> tuple[tuple[int, int, int], ...]:
+    """Sizes of products as they are typed.
+
+    >>> parse_products(["64x14336x4096"])
+    ((64, 14336, 4096),)
+    """
+    found = _parse_sizes(texts, 3, "M, N and K, such as 64x14336x4096")
+    return cast(tuple[tuple[int, int, int], ...], found)
+
+
+def _parse_sizes(
+    texts: Sequence[str] | None, count: int, wanted: str
+) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for text in split_names(texts or ()):
+        sizes = text.split("x")
+        if len(sizes) != count or not all(s.isdecimal() and int(s) for s in sizes):
+            raise typer.BadParameter(
+                f"{clipped(text)} is no shape; pass {wanted}", param_hint="--shape"
+            )
+        found.append(tuple(map(int, sizes)))
+    return tuple(found)
 
 
 def check_output(path: Path | None, option: str, suffixes: Sequence[str] = ()) -> None:

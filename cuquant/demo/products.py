@@ -118,12 +118,12 @@ def _measured(entries: list[Entry], rows: int, device: str) -> Row:
             nbytes * 8 / (len(entries) * n * k),
             nbytes,
             sqnr_db(float(xp.vdot(wanted, wanted)), float(xp.vdot(gap, gap))),
-            _seconds(lambda: linear(x, weight), device),
-            _seconds(lambda: x @ decoded, device),
+            seconds(lambda: linear(x, weight), device),
+            seconds(lambda: x @ decoded, device),
         )
 
 
-def _seconds(call: Callable[[], Any], device: str) -> float:
+def seconds(call: Callable[[], Any], device: str) -> float:
     """Of one call, among some in a row."""
     call()
     synchronize(device)

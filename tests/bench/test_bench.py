@@ -24,7 +24,7 @@ from cuquant.bench.quantize_report import (
 )
 from cuquant.bench.report import PeerTiming
 from cuquant.bench.timing import Timing
-from cuquant.cli import app
+from cuquant.cli import app, bench_output
 
 PNG = b"\x89PNG"
 
@@ -479,8 +479,7 @@ def test_wrong_usage_is_refused_before_the_work(arguments, code, monkeypatch, tm
 
 def test_a_picture_without_matplotlib_is_refused_before_the_work(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_module, "CupyGpu", None)
-    module = sys.modules["cuquant.cli.bench"]  # the name is that of the group of commands
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_output, "find_spec", lambda name: None)
     result = command("--plot", tmp_path / "x.png")
     assert result.exit_code == 1 and "pip install '.[plot]'" in result.output
 

@@ -11,8 +11,18 @@ from samples import sampled
 from typer.testing import CliRunner
 
 import cuquant as cq
+from cuquant.bench import (
+    checked,
+    matmul,
+    matmul_peers,
+    matmul_report,
+    product_report,
+    report,
+    roofline,
+    tiles,
+    timing,
+)
 from cuquant.bench import gpu as gpu_module
-from cuquant.bench import matmul, matmul_peers, matmul_report, report, roofline, tiles, timing
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.quantize import parse_formats
 from cuquant.bench.report import Ceilings, PeerTiming
@@ -122,8 +132,7 @@ def test_a_wrong_number_is_seen(where, gpu, monkeypatch):
     monkeypatch.setattr(matmul, "linear", wrong)
     chosen = settings(["int4"])
     assert [m.right for m in matmul.run(gpu, chosen)] == [True, False]
-    columns = np.unique(np.linspace(0, 69, matmul.CHECKED_COLUMNS).astype(int))
-    assert where[1] in columns
+    assert where[1] in checked.some_columns(70)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -133,12 +142,12 @@ def test_a_lost_column_of_many_is_seen(dtype):
     x = rng.standard_normal((1, 1024)).astype(dtype)
     w = rng.standard_normal((64, 1024)).astype(np.float32)
     x[:, -1] = 2
-    wanted, bound = matmul.bounded_product(x, w)
+    wanted, bound = checked.bounded_product(x, w, dtype)
     found = x.astype(np.float64) @ w.astype(dtype).astype(np.float64).T
     lost = found - x[:, -1:].astype(np.float64) @ w[:, -1:].astype(np.float64).T
     gap, gap_lost = np.abs(found.astype(dtype).astype(np.float64) - wanted), np.abs(lost - wanted)
-    assert (gap <= bound).all() and matmul.is_near(gap, wanted, dtype, 1024)
-    assert not matmul.is_near(gap_lost, wanted, dtype, 1024)
+    assert (gap <= bound).all() and checked.is_near(gap, wanted, dtype, 1024)
+    assert not checked.is_near(gap_lost, wanted, dtype, 1024)
 
 
 def test_what_was_never_written_is_seen(gpu, monkeypatch):
@@ -152,7 +161,7 @@ def test_the_bound_holds_the_roundings_of_weights_and_of_the_sum(dtype):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 512)).astype(kind)
     w = rng.standard_normal((9, 512)).astype(np.float32)
-    wanted, bound = matmul.bounded_product(x, w)
+    wanted, bound = checked.bounded_product(x, w, dtype)
     rounded = x.astype(np.float32) @ w.astype(kind).astype(np.float32).T
     assert (np.abs(rounded.astype(kind).astype(np.float64) - wanted) <= bound).all()
     assert (bound < 0.1 * np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T).all()
@@ -252,7 +261,7 @@ def test_json_goes_there_and_back():
     first = described["measurements"][0]
     assert first["of_floor"] == pytest.approx(first["floor_us"] / 10)
     for name in [*described, *first]:
-        assert name in report.__doc__ + matmul_report.__doc__, name
+        assert name in report.__doc__ + product_report.__doc__ + matmul_report.__doc__, name
     for bad in ("[]", "{}", '{"schema": "cuquant.bench/1"}'):
         with pytest.raises(ValueError, match=r"cuquant\.bench\.matmul/1"):
             ProductResults.from_json(bad)

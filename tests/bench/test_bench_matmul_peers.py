@@ -2,16 +2,16 @@
 
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
-from fake_bench import FakeEngine, FakeProductPeer
+from fake_bench import FakeEngine, FakeProductPeer, on_cpu
 
 import cuquant as cq
-from cuquant.bench import matmul_peers
+from cuquant.bench import gemm_peers, matmul_peers
+from cuquant.bench.checked import Expected
 
 
-def test_missing_and_broken_peers_are_notes(monkeypatch):
+def test_missing_and_broken_peers_are_notes():
     def broken():
         raise OSError("libcudart.so.12:\nno such file")
 
@@ -20,38 +20,21 @@ def test_missing_and_broken_peers_are_notes(monkeypatch):
         "b": ("no_such_module", FakeProductPeer),
         "c": (None, broken),
     }
-    monkeypatch.setattr(matmul_peers, "PEERS", table)
-    found, notes = matmul_peers.find_product_peers(table)
+    found, notes = matmul_peers.find_product_peers(table, table)
     assert [peer.name for peer in found] == ["other 1.0"]
     assert notes == [
         "b: no_such_module is not installed",
         "c cannot be used: libcudart.so.12: no such file",
     ]
     with pytest.raises(ValueError, match="known are a, b, c"):
-        matmul_peers.check_peers(["d"])
+        matmul_peers.check_peers(["d"], table)
 
 
 def test_all_peers_are_made_or_explained():
     """Whatever is installed here: no peer's constructor raises through."""
-    found, notes = matmul_peers.find_product_peers(matmul_peers.PEERS)
-    assert len(found) + len(notes) == len(matmul_peers.PEERS)
-
-
-def on_cpu(kind, **attributes):
-    """A peer with torch on the CPU in the place of the GPU's."""
-    torch = pytest.importorskip("torch")
-    peer = object.__new__(kind)
-    peer.torch, peer.engine, peer.name = torch, FakeEngine(), kind.__name__
-    for name, value in attributes.items():
-        setattr(peer, name, value)
-
-    def tensor(x):
-        if x.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(np.array(x))
-
-    peer.tensor = tensor
-    return peer
+    for table in (matmul_peers.PEERS, gemm_peers.PEERS):
+        found, notes = matmul_peers.find_product_peers(table, table)
+        assert len(found) + len(notes) == len(table)
 
 
 def operands(name, dtype="float16", **options):
@@ -66,9 +49,8 @@ def timed(peer, q, x, dtype="float16"):
     calls = peer.prepare(q, dtype, 1000)
     if calls is None:
         return None
-    wanted = x.astype(np.float64) @ q.dequantize(dtype="float32").astype(np.float64).T
-    which = np.arange(48)
-    return matmul_peers.time_product(peer, calls, [x, x.copy()], 10, which, wanted)
+    expected = Expected.of(x, q.dequantize(dtype="float32"), dtype)
+    return matmul_peers.time_product(peer, lambda: calls([x, x.copy()]), 10, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -345,6 +345,7 @@ def test_the_markdown_table_is_of_all_formats():
         (["bench", "quantize", "-f", "int9"], 1, "did you mean 'int"),
         (["bench", "quantize", "--dtypes", "float61"], 1, "did you mean 'float16'"),
         (["bench", "matmul", "--peers", "cublass"], 1, "did you mean 'cublas'"),
+        (["bench", "gemm", "--peers", "scaled_m"], 1, "did you mean 'scaled_mm'"),
         (["quantize", "x", "-o", "y", "--fromat", "nf4"], 2, "--format"),
         (["bench", "matmul", "--shap", "8x8"], 2, "--shape"),
     ],
@@ -375,7 +376,16 @@ def test_shapes_are_spelled_alike(monkeypatch, command, option):
     assert isinstance(run(*command, option, "8x64,16x64", option, "8x8").exception, TypeError)
 
 
-@pytest.mark.parametrize("command", [["bench", "quantize"], ["bench", "matmul"], ["demo"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "quantize"],
+        ["bench", "matmul"],
+        ["bench", "gemm"],
+        ["bench", "formats"],
+        ["demo"],
+    ],
+)
 @pytest.mark.parametrize("option", ["-f", "--format", "--formats"])
 def test_formats_are_spelled_alike(monkeypatch, command, option):
     from cuquant.demo import run as demo
@@ -387,7 +397,10 @@ def test_formats_are_spelled_alike(monkeypatch, command, option):
     assert result.exit_code == 1 and "unknown option 'typo'" in result.output
 
 
-@pytest.mark.parametrize("command", ["quantize", "demo", "bench quantize", "bench matmul"])
+@pytest.mark.parametrize(
+    "command",
+    ["quantize", "demo", "bench quantize", "bench matmul", "bench gemm", "bench formats"],
+)
 def test_an_output_is_spelled_alike(command):
     shown = run(*command.split(), "--help").output
     assert "--output" in shown and "-o" in shown
@@ -495,6 +508,8 @@ def test_help_says_what_may_be_repeated():
         "convert": ["--format"],
         "bench quantize": ["--format", "--dtypes", "--shape"],
         "bench matmul": ["--format", "--dtypes", "--shape", "--batch", "--peers"],
+        "bench gemm": ["--format", "--shape", "--peers"],
+        "bench formats": ["--format", "--rows"],
         "demo": ["--format"],
     }.items():
         shown = run(*command.split(), "--help").output

@@ -5,9 +5,11 @@ from dataclasses import replace
 from fake_bench import MACHINE
 
 from cuquant.bench import (
+    gemm,
     matmul,
     quantize,
 )
+from cuquant.bench.gemm_report import GemmMeasurement, GemmResults
 from cuquant.bench.matmul_report import ProductMeasurement, ProductResults
 from cuquant.bench.quantize_report import (
     Measurement,
@@ -37,12 +39,13 @@ def quantize_results(**changes):
 def product_results(**changes):
     took = Timing(10.0, 9.0, 12.0, True, 20, 17)
     first = ProductMeasurement(
-        "int4", "float16", (4096, 4096), 8_667_136, took, 1, "fragments/1", 11.25, True,
+        "int4", "float16", (4096, 4096), 8_667_136, took, 11.25, True,
         (
             PeerTiming("cuBLAS (torch 2.11.0)", replace(took, microseconds=20.0)),
             PeerTiming("humming 0.1.19", replace(took, microseconds=15.0)),
             PeerTiming("gemlite 0.6.0", None, "no triton"),
         ),
+        1, "fragments/1",
     )  # fmt: skip
     slow = Timing(400.0, 400.0, 400.0, False, 10, 8)
     second = replace(
@@ -52,5 +55,23 @@ def product_results(**changes):
     found = ProductResults(
         MACHINE, Ceilings(2.5, 3.0, 3.2), matmul.FORMULA, (first, second, third),
         "cuquant bench matmul", ("a note",), {"float16": 800.0},
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+def gemm_results(**changes):
+    took = Timing(10.0, 9.0, 12.0, True, 20, 17)
+    first = GemmMeasurement(
+        "int8", "bfloat16", (64, 14336, 4096), 60_000_000, took, 21.25, True,
+        (
+            PeerTiming("cuBLAS (torch 2.11.0)", replace(took, microseconds=40.0)),
+            PeerTiming("_int_mm (torch 2.11.0, int32 sums alone)", replace(took, microseconds=25)),
+            PeerTiming("humming 0.1.19", None, "no nvcc"),
+        ),
+    )  # fmt: skip
+    second = replace(first, format="fp8_e4m3@int4", right=False, peers=first.peers[:1])
+    found = GemmResults(
+        MACHINE, Ceilings(2.5, 3.0, 3.2), gemm.FORMULA, (first, second),
+        "cuquant bench gemm", ("a note",),
     )  # fmt: skip
     return replace(found, **changes)

@@ -1,6 +1,8 @@
 """NumPy in the place of a GPU that is measured, and of the libraries beside it."""
 
+import ml_dtypes
 import numpy as np
+import pytest
 
 from cuquant.bench.report import Machine
 
@@ -95,3 +97,38 @@ class FakeCublas(FakeProductPeer):
 
     def products(self, weights, xs):
         return [lambda x=x, w=w: x @ w.T for w, x in zip(weights, xs, strict=True)]
+
+
+class FakeGemmPeer(FakeProductPeer):
+    """Multiplies what two quantized arrays decode to."""
+
+    def __init__(self, name="other 1.0", formats=("int8",), **changes):
+        super().__init__(name, formats, **changes)
+
+    def calls(self, x, w, l2_bytes):
+        made = self.prepare(w, "float32", l2_bytes)
+        return made and made([x.dequantize(dtype="float32")] * 2)
+
+
+class FakeDenseGemm(FakeGemmPeer):
+    is_dense = True
+
+    def __init__(self):
+        super().__init__("cuBLAS (fake 1.0)", ("int8", "int4", "fp8_e4m3"))
+
+
+def on_cpu(kind, **attributes):
+    """A peer with torch on the CPU in the place of the GPU's."""
+    torch = pytest.importorskip("torch")
+    peer = object.__new__(kind)
+    peer.torch, peer.engine, peer.name = torch, FakeEngine(), kind.__name__
+    for name, value in attributes.items():
+        setattr(peer, name, value)
+
+    def tensor(x):
+        if x.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.array(x))
+
+    peer.tensor = tensor
+    return peer
