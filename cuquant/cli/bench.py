@@ -340,7 +340,7 @@ def row_quantizers(
     from cuquant.bench.quantize import check_dtypes, parse_formats
     from cuquant.bench.quantize_report import NUMBERS, headings, rows
 
-    _check_outputs(json, None)
+    check_outputs(json, None)
     settings = cases.Settings(
         parse_formats(split_names(formats or []) or cases.FORMATS),
         cases.check_operations(split_names(operations or []) or cases.OPERATIONS),
@@ -353,9 +353,9 @@ def row_quantizers(
         ceilings = roofline.measure_ceilings(gpu, repeats)
         gpu.release()
         measured = tuple(cases.run(gpu, settings, status.update))
-    results = cases.RowResults(gpu.machine, ceilings, cases.FORMULA, measured, _command())
+    results = cases.RowResults(gpu.machine, ceilings, cases.FORMULA, measured, typed())
     drop = ("of read", "of copy", "TB/s", "dtype")
-    _print(headings(results), NUMBERS, rows(results), results.header(), drop)
+    print_table(headings(results), NUMBERS, rows(results), results.header(), drop)
     if json is not None:
         replace_file(json, results.to_json().encode())
     if not results.exact:
