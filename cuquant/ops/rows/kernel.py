@@ -111,13 +111,13 @@ def _power(least: float) -> int:
     return 1 << math.ceil(math.log2(max(least, 1)))
 
 
-def fitting(source: Source, work: Work) -> int:
+def fitting(source: Source) -> int:
     """Blocks that must fit a multiprocessor; 0 says nothing of it.
 
-    Left alone, the compiler holds transforms and most norms to 48, 64 or 72 registers, at the price
+    Left alone, the compiler holds transforms and norms to 48, 64 or 72 registers, at the price
     of 8 or 16 bytes of local memory on some architectures; it takes more for others when told.
     """
-    return 1 if source.group or (source.norm and work.units != 2) else 0
+    return 1 if source.group or source.norm else 0
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +126,7 @@ def launch_of(
 ) -> Launch:
     """Of the kernel `rows`, for so many of them; fmt None stores the values themselves."""
     facts = cpp.Facts("", "") if fmt is None else cpp.facts(fmt)
-    of_work = cpp.numbers("Work", **asdict(work), fitting=fitting(source, work))
+    of_work = cpp.numbers("Work", **asdict(work), fitting=fitting(source))
     arguments = (
         "Values" if fmt is None else facts.type,
         cpp.element_of(dtype),
