@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) rows_values(Operands operands, T* __
 
 // `work`, as many floats as there are elements. Groups lie one after the other; a row has `columns` elements.
 template <typename T, class Source, int kThreads>
-__global__ void __launch_bounds__(kThreads) turned(
+__global__ void __launch_bounds__(kThreads, 1) turned(
     Operands operands, T* __restrict__ values, float* work, i64 columns, i64 group) {
     const i64 offset = static_cast<i64>(blockIdx.x) * group;
     work += offset;

@@ -9,7 +9,7 @@ import numpy as np
 from cuquant.formats import Format
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops import cpp
-from cuquant.ops.rows.source import Source
+from cuquant.ops.rows.source import LAYER, Source
 from cuquant.reference.rows import UNIT
 
 WARP, THREADS = 32, 256
@@ -97,7 +97,7 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
             break
         lanes //= 2
     units = -(-along // lanes)
-    if units > MOST[itemsize]:
+    if units > MOST[itemsize] - 2 * (source.norm == LAYER and itemsize == 2):
         return None
     return Work(lanes, units, lanes if lanes > WARP else THREADS // 2, share or 0)
 
@@ -111,16 +111,13 @@ def _power(least: float) -> int:
     return 1 << math.ceil(math.log2(max(least, 1)))
 
 
-def fitting(source: Source, work: Work) -> int:
-    """Blocks that must fit a multiprocessor, which allows a thread 128 registers; 0: any.
+def fitting(source: Source) -> int:
+    """Blocks that must fit a multiprocessor; 0 says nothing of it.
 
-    Left alone, the compiler takes 8 bytes of local memory for small transforms on sm_75 and for
-    rows of 4 units; told so, it takes more registers than it needs for others, and hundreds of
-    bytes where 128 registers do not suffice.
+    Left alone, the compiler holds transforms and norms to 48, 64 or 72 registers, at the price
+    of 8 or 16 bytes of local memory on some architectures; it takes more for others when told.
     """
-    most = 2 if source.group else 4
-    least = 1 if source.group else 3
-    return 512 // work.threads if least <= work.units <= most else 0
+    return 1 if source.group or source.norm else 0
 
 
 @lru_cache(maxsize=1024)
@@ -129,7 +126,7 @@ def launch_of(
 ) -> Launch:
     """Of the kernel `rows`, for so many of them; fmt None stores the values themselves."""
     facts = cpp.Facts("", "") if fmt is None else cpp.facts(fmt)
-    of_work = cpp.numbers("Work", **asdict(work), fitting=fitting(source, work))
+    of_work = cpp.numbers("Work", **asdict(work), fitting=fitting(source))
     arguments = (
         "Values" if fmt is None else facts.type,
         cpp.element_of(dtype),
