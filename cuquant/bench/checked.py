@@ -34,6 +34,8 @@ class Expected:
         [M, columns]: what they are in float64, and how far off a right result may be.
     dtype
         Of the result.
+    inner
+        What factors and sums are rounded to on the way.
     depth
         K.
     """
@@ -42,14 +44,18 @@ class Expected:
     wanted: np.ndarray
     bound: np.ndarray
     dtype: str
+    inner: str
     depth: int
 
     @classmethod
-    def of(cls, x: np.ndarray, w: np.ndarray, dtype: str) -> "Expected":
-        """Those of x @ w.T; `x` and `w` are what they decode to, [M, K] and [N, K]."""
-        columns = some_columns(len(w))
-        wanted, bound = bounded_product(x, w[columns], dtype)
-        return cls(columns, wanted, bound, dtype, x.shape[1])
+    def of(cls, x: np.ndarray, w: np.ndarray, dtype: str, inner: str | None = None) -> "Expected":
+        """Those of x @ w.T; `x` and `w` are what they decode to, [M, K] and [N, K].
+
+        `inner` None: as the result.
+        """
+        inner, columns = inner or dtype, some_columns(len(w))
+        wanted, bound = bounded_product(x, w[columns], dtype, inner)
+        return cls(columns, wanted, bound, dtype, inner, x.shape[1])
 
     def first(self, count: int) -> "Expected":
         """The same of the first `count` rows of x."""
@@ -59,13 +65,15 @@ class Expected:
         """Whether a whole result is right in these columns."""
         gap = np.abs(y[:, self.columns].astype(np.float64) - self.wanted)
         near = bool((gap <= self.bound).all())
-        return near and is_near(gap, self.wanted, self.dtype, self.depth)
+        return near and is_near(gap, self.wanted, self.dtype, self.inner, self.depth)
 
 
-def bounded_product(x: np.ndarray, w: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def bounded_product(
+    x: np.ndarray, w: np.ndarray, dtype: str, inner: str
+) -> tuple[np.ndarray, np.ndarray]:
     """x @ w.T in float64, and how far off a right result in `dtype` may be.
 
-    A weight is rounded to this dtype twice at most, its level and that times the scale; K products
+    A weight is rounded to `inner` twice at most, its level and that times the scale; K products
     are summed in float32, where tensor cores cut what lies below (twice float32's rounding); the
     sum is rounded once.
     """
@@ -74,15 +82,15 @@ def bounded_product(x: np.ndarray, w: np.ndarray, dtype: str) -> tuple[np.ndarra
     wanted = a @ b.T
     a = np.abs(a, out=a)
     size = a @ np.abs(b).T
-    off = 2 * (ROUNDING[dtype] + depth * ROUNDING["float32"]) * size
-    off += SMALLEST[dtype] * a.sum(axis=1, keepdims=True)  # weights that round to a subnormal
+    off = 2 * (ROUNDING[inner] + depth * ROUNDING["float32"]) * size
+    off += SMALLEST[inner] * a.sum(axis=1, keepdims=True)  # weights that round to a subnormal
     return wanted, off + ROUNDING[dtype] * (np.abs(wanted) + off) + SMALLEST[dtype]
 
 
-def is_near(gap: np.ndarray, wanted: np.ndarray, dtype: str, depth: int) -> bool:
+def is_near(gap: np.ndarray, wanted: np.ndarray, dtype: str, inner: str, depth: int) -> bool:
     """Whether errors are, all in all, what roundings make: bounds of each number leave room for a
     few of the K columns to be lost."""
-    most = 4 * ROUNDING[dtype] + depth * ROUNDING["float32"]
+    most = ROUNDING[dtype] + 3 * ROUNDING[inner] + depth * ROUNDING["float32"]
     return bool(np.linalg.norm(gap) <= most * np.linalg.norm(wanted))
 
 

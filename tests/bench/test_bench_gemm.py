@@ -128,6 +128,18 @@ def test_a_wrong_number_is_seen(where, gpu, monkeypatch):
     assert not any(m.right for m in gemm.run(gpu, settings(["fp8_e4m3"])))
 
 
+@pytest.mark.parametrize("name", ["int8", "int8@int4", "uint8:row@int8"])
+def test_one_lost_column_of_integers_is_seen(name, gpu, monkeypatch):
+    def loses(x, w, *, out, **options):
+        values = w.dequantize(dtype="float32")
+        values[:, -1] = 0
+        out[...] = x.dequantize(dtype="float32") @ values.T
+
+    monkeypatch.setattr(gemm, "linear", loses)
+    chosen = settings([name], shapes=((9, 70, 4096),))
+    assert not any(m.right for m in gemm.run(gpu, chosen))
+
+
 def test_what_was_never_written_is_seen(gpu, monkeypatch):
     monkeypatch.setattr(gemm, "linear", lambda x, w, **_: None)
     assert not any(m.right for m in gemm.run(gpu, settings()))

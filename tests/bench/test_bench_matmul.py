@@ -142,12 +142,12 @@ def test_a_lost_column_of_many_is_seen(dtype):
     x = rng.standard_normal((1, 1024)).astype(dtype)
     w = rng.standard_normal((64, 1024)).astype(np.float32)
     x[:, -1] = 2
-    wanted, bound = checked.bounded_product(x, w, dtype)
+    wanted, bound = checked.bounded_product(x, w, dtype, dtype)
     found = x.astype(np.float64) @ w.astype(dtype).astype(np.float64).T
     lost = found - x[:, -1:].astype(np.float64) @ w[:, -1:].astype(np.float64).T
     gap, gap_lost = np.abs(found.astype(dtype).astype(np.float64) - wanted), np.abs(lost - wanted)
-    assert (gap <= bound).all() and checked.is_near(gap, wanted, dtype, 1024)
-    assert not checked.is_near(gap_lost, wanted, dtype, 1024)
+    assert (gap <= bound).all() and checked.is_near(gap, wanted, dtype, dtype, 1024)
+    assert not checked.is_near(gap_lost, wanted, dtype, dtype, 1024)
 
 
 def test_what_was_never_written_is_seen(gpu, monkeypatch):
@@ -161,7 +161,7 @@ def test_the_bound_holds_the_roundings_of_weights_and_of_the_sum(dtype):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 512)).astype(kind)
     w = rng.standard_normal((9, 512)).astype(np.float32)
-    wanted, bound = checked.bounded_product(x, w, dtype)
+    wanted, bound = checked.bounded_product(x, w, dtype, dtype)
     rounded = x.astype(np.float32) @ w.astype(kind).astype(np.float32).T
     assert (np.abs(rounded.astype(kind).astype(np.float64) - wanted) <= bound).all()
     assert (bound < 0.1 * np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T).all()
