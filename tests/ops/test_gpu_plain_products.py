@@ -24,7 +24,8 @@ class Operands:
         self.a, self.b = to(integers((2, 70, 200))), to(integers((2, 200, 90), np.uint8, 1))
         self.packed = [to(integers(shape, np.uint8)) for shape in ((40, 33), (33, 50))]
         self.x, self.w = to(integers((2, 20, 9, 9))), to(integers((6, 20, 3, 3), seed=1))
-        self.h = [to((integers(s) % 5 - 2).astype(np.float16)) for s in ((40, 64), (64, 50), (40, 50))]
+        shapes = (40, 64), (64, 50), (40, 50)
+        self.h = [to((integers(s) % 5 - 2).astype(np.float16)) for s in shapes]
         self.scale, self.point = to(np.array(0.3, F32)), to(np.array(7, np.uint8))
 
 
