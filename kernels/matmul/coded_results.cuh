@@ -2,7 +2,7 @@
 // or the integer sums themselves.
 #pragma once
 #include "format.cuh"
-#include "matmul/epilogue.cuh"
+#include "matmul/completed.cuh"
 
 namespace cuquant {
 

@@ -39,16 +39,15 @@ __device__ inline float activated(int activation, float x) {
 }
 
 // activation(sum + bias[n]) + residual[m, n]
-__device__ inline float completed(const Epilogue& e, float sum, i64 m, i64 n) {
-    if (e.activation == kGated) return sum * activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n));
-    if (e.bias) sum += load_typed(e.bias, e.bias_type, n);
-    sum = activated(e.activation, sum);
-    if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);
-    return sum;
-}
-
 __device__ inline void finish(const Epilogue& e, float sum, i64 m, i64 n) {
-    store_typed(e.out, e.out_type, m * e.out_stride + n * e.out_column, completed(e, sum, m, n));
+    if (e.activation == kGated) {
+        sum *= activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n));
+    } else {
+        if (e.bias) sum += load_typed(e.bias, e.bias_type, n);
+        sum = activated(e.activation, sum);
+        if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);
+    }
+    store_typed(e.out, e.out_type, m * e.out_stride + n * e.out_column, sum);
 }
 
 // Elements first .. first + 3 of an array, of which there are `count`.
@@ -96,25 +95,20 @@ __device__ inline void store_4(const Epilogue& e, const float4& y, i64 m, i64 n)
     }
 }
 
-// What `completed` does, of four columns n .. n + 3, those below N; n is a multiple of 4.
-__device__ inline float4 completed_4(const Epilogue& e, float4 y, i64 m, i64 n, int count) {
+// What finish does, of four columns n .. n + 3, those below N; n is a multiple of 4. `fours`: has_fours.
+__device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N, bool fours) {
+    const int count = static_cast<int>(min(N - n, static_cast<i64>(4)));
     if (e.activation == kGated) {
         float4 gate = load_4(e.residual, e.residual_type, m * e.residual_stride + n, count);
         activate_4<kSilu>(gate);
-        return make_float4(gate.x * y.x, gate.y * y.y, gate.z * y.z, gate.w * y.w);
+        y = make_float4(gate.x * y.x, gate.y * y.y, gate.z * y.z, gate.w * y.w);
+    } else {
+        if (e.bias) add_4(y, load_4(e.bias, e.bias_type, n, count));
+        if (e.activation == kRelu) activate_4<kRelu>(y);
+        if (e.activation == kGelu) activate_4<kGelu>(y);
+        if (e.activation == kSilu) activate_4<kSilu>(y);
+        if (e.residual) add_4(y, load_4(e.residual, e.residual_type, m * e.residual_stride + n, count));
     }
-    if (e.bias) add_4(y, load_4(e.bias, e.bias_type, n, count));
-    if (e.activation == kRelu) activate_4<kRelu>(y);
-    if (e.activation == kGelu) activate_4<kGelu>(y);
-    if (e.activation == kSilu) activate_4<kSilu>(y);
-    if (e.residual) add_4(y, load_4(e.residual, e.residual_type, m * e.residual_stride + n, count));
-    return y;
-}
-
-// What `finish` does, of these four. `fours`: has_fours.
-__device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N, bool fours) {
-    const int count = static_cast<int>(min(N - n, static_cast<i64>(4)));
-    y = completed_4(e, y, m, n, count);
     if (fours) {
         store_4(e, y, m, n);
     } else {

@@ -100,13 +100,6 @@ struct Rows {
         }
     }
 
-    // The codes themselves, and the shifts that their zero points mean; beyond the depth anything.
-    __device__ void load_numbers(const Row& row, i64 k, i64 depth, u32* codes, float* shifts) const {
-        load_codes(row.packed, k, depth, codes);
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) shifts[i] = shift_of<Format>(arrays, block_of(row, min(k + i, depth - 1)));
-    }
-
   private:
     __device__ i64 block_of(const Row& row, i64 k) const {
         if (Format::stored == Stored::None || tiles.across == 1) return row.block;
