@@ -9,8 +9,7 @@ using i8 = signed char;
 using i16 = short;
 using i32 = int;
 
-// How threads read: vectors of 16 rows, neighbours of which lie beside each other; rows beside each other; columns beside
-// each other.
+// How threads read: 16 rows that lie beside each other; rows, or columns, that are nearer to each other than the others.
 enum Way { kTurned = 0, kAcross = 1, kAlong = 2 };
 
 struct Given {
@@ -18,7 +17,7 @@ struct Given {
     const void* at;
     i64 rows, row_step, column_step;  // steps in elements
     i64 dims, sizes[most], steps[most];  // of matrices, the last fastest
-    int way, vectors;  // a Way; whether 4 columns are an aligned vector
+    int way, vectors;  // a Way; whether 16 rows are an aligned vector (kTurned; else each 4 are), or 4 columns (kAlong)
 
     __device__ i64 base(i64 matrix) const {
         i64 sum = 0;
@@ -100,10 +99,15 @@ __device__ inline void turn(u32 a, u32 b, u32 c, u32 d, u32 (&rows)[4]) {
     rows[2] = __byte_perm(high, other_high, 0x5410), rows[3] = __byte_perm(high, other_high, 0x7632);
 }
 
-// 16 rows of a column of bytes, of which there may be fewer.
-__device__ inline uint4 rows_of_column(const u8* from, i64 rows) {
-    if (rows >= 16) return load16(from);
+// 16 rows of a column of bytes, of which there may be fewer; each 4 of them are aligned, or all.
+__device__ inline uint4 rows_of_column(const u8* from, i64 rows, bool aligned) {
+    if (rows >= 16 && aligned) return load16(from);
     u32 words[4] = {};
+    if (rows >= 16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = reinterpret_cast<const u32*>(from)[i];
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         if (i < rows) words[i / 4] |= static_cast<u32>(from[i]) << i % 4 * 8;
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) byte_rows(
             const i64 k = first_column + word * 4 + i;
             const bool some = k < depth && row < rows;
             const u8* const from = static_cast<const u8*>(given.at) + base + k * given.column_step + first_row + row;
-            columns[i] = some ? rows_of_column(from, rows - row) : make_uint4(0, 0, 0, 0);
+            columns[i] = some ? rows_of_column(from, rows - row, given.vectors) : make_uint4(0, 0, 0, 0);
         }
         const auto write = [&](int first, u32 a, u32 b, u32 c, u32 d) {
             u32 turned[4];

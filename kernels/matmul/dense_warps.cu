@@ -1,6 +1,7 @@
 // x [M, K] times weights [N, K], both of codes of a byte: see coded.cuh. On a warp's tensor cores: integers of 8 bits,
 // and e4m3 and e5m2 as float16, which has all of their numbers.
 // A thread block makes Tile::rows rows of weights times Tile::tokens rows of x; its warps share rows, tokens and K.
+// Rows of x lie in memory, or are patches of images: see patches.cuh.
 #include "device/bulk.cuh"
 #include "device/codes_mma.cuh"
 #include "device/dot.cuh"

@@ -68,6 +68,10 @@ LIES = {
     "rows of a multiple of 16": lambda r, k: (np.s_[r, -(-k // 16) * 16], lambda x: x[:, :k]),
     "columns": lambda r, k: (np.s_[k, r], lambda x: x.T),
     "columns of a multiple of 16": lambda r, k: (np.s_[k, -(-r // 16) * 16], lambda x: x[:, :r].T),
+    "columns of a multiple of 4": lambda r, k: (
+        np.s_[k, -(-r // 4) * 4 + 4],
+        lambda x: x[:, 4 : r + 4].T,
+    ),
     "columns from 5 on": lambda r, k: (np.s_[k, r + 5], lambda x: x[:, 5:].T),
     "every other": lambda r, k: (np.s_[2 * r, 2 * k], lambda x: x[::2, 1::2]),
     "backwards": lambda r, k: (np.s_[r, k], lambda x: x[::-1, ::-1]),

@@ -139,11 +139,14 @@ class ByteRows:
         pointer, column_step = self.view.pointer, self.view.strides[-1]
         steps = [step for _, step in matrices]
         turned = self.element == BYTES and row_step == 1
-        turned &= all(n % ALIGNMENT == 0 for n in (pointer, column_step, *steps))
+        turned &= all(n % FOUR == 0 for n in (pointer, column_step, *steps))
         across = abs(row_step) < abs(column_step)
-        vectors = self.element != NIBBLES and column_step == 1
-        vectors &= all(n % FOUR == 0 for n in (row_step, *steps))
-        vectors &= pointer % (FOUR * self.view.dtype.itemsize) == 0
+        if turned:
+            vectors = all(n % ALIGNMENT == 0 for n in (pointer, column_step, *steps))
+        else:
+            vectors = self.element != NIBBLES and column_step == 1
+            vectors &= all(n % FOUR == 0 for n in (row_step, *steps))
+            vectors &= pointer % (FOUR * self.view.dtype.itemsize) == 0
         padded = [*matrices, *[(1, 0)] * (MOST_DIMS - len(matrices))]
         return struct.pack(
             f"<Q4q{2 * MOST_DIMS}q2i",
