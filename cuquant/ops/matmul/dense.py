@@ -1,0 +1,343 @@
+"""Products of codes with codes on Hopper's tensor cores: matmul/dense.cu.
+
+A block multiplies 128 rows of one side, `a`, by up to 256 of the other, `b`; either is x. Which
+one, and how large tiles are, follows from a model of the time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from cuquant.gpu.backend import Backend
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.limits import SHARED
+from cuquant.ops import cpp
+from cuquant.ops.matmul.coded import Coded, Groups
+
+ARCH = 90
+LINE = 128  # bytes of K of a stage
+ROWS = 128  # of side a
+THREADS = 384
+AREA = 8 * 2560  # bytes in which warps order results
+BARRIERS = 16  # bytes of a stage's two, and of the two at the end of a tile
+KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
+COLUMNS = (*range(16, 193, 16), 224, 256)
+MOST_PART = 192  # columns whose sums, and as many in float32, find registers
+MOST_FINE = 128  # of those with several sums in a line
+SPLITS = (1, 2, 4, 8)
+ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
+COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
+LEAST_STAGES, MOST_STAGES = 3, 12
+
+# What takes how long: cycles of a multiprocessor, of which there are CYCLES in a microsecond.
+CYCLES = 1550.0
+WARPGROUP_CYCLES = 4.0  # two warpgroups' products of a line with a row of b
+PROMOTED_CYCLES, FINE_CYCLES = 0.4, 8.0  # more, where their sums are promoted
+BROUGHT = 30.0  # bytes to a multiprocessor in a cycle
+LEAST_LINE = 128.0  # of a line, however few columns
+END_CYCLES, COLUMN_CYCLES, SPLIT_CYCLES = 1200.0, 4.0, 1500.0  # after the products of a tile
+HIDDEN = 0.6  # of what comes after them, where other tiles are multiplied
+FILL_CYCLES = 1500.0  # before the first products
+START_US, LAST_US = 2.0, 2.5  # of a kernel; and from the last bytes read to its end
+MEMORY = 3.0e6  # bytes a microsecond
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How matmul/dense.cu divides a product: see DenseTile in matmul/dense_tiles.cuh.
+
+    Attributes
+    ----------
+    columns
+        Rows of side b of a block.
+    stages
+        Lines of both sides in shared memory.
+    promote
+        Bytes of K whose products the tensor cores add up before they meet others in float32; 0: all
+        of them.
+    scaled
+        Whether each of those sums is multiplied by its scales.
+    blocks
+        Blocks of scales that the columns of a part are of, 1 or 2; 0: each column has its own.
+    swapped
+        Whether the weights are side a, and x is side b.
+    share
+        2: the two blocks of a cluster bring half of b each to both.
+    split
+        Blocks of a cluster that share K.
+    """
+
+    columns: int
+    stages: int = 0
+    promote: int = 0
+    scaled: bool = False
+    blocks: int = 0
+    swapped: bool = False
+    share: int = 1
+    split: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.share * self.split
+
+
+class Work(NamedTuple):
+    """What is to be divided.
+
+    Attributes
+    ----------
+    rows
+        Of x in a group, or in all of them where these are told on the device.
+    columns, lines
+        N, and K in lines of LINE bytes.
+    kinds
+        KINDS of x and of the weights.
+    promote, tall
+        Bytes of K that share their scales, 0 where all of them do; and rows of the weights that do.
+    groups, ragged
+        How many, and whether only the device knows their rows.
+    processors
+        Multiprocessors.
+    """
+
+    rows: int
+    columns: int
+    lines: int
+    kinds: tuple[str, str]
+    promote: int
+    tall: int
+    groups: int = 1
+    ragged: bool = False
+    processors: int = 132
+
+    @property
+    def is_float(self) -> bool:
+        return self.kinds[0].startswith("fp8")
+
+
+# ---- shared memory ------------------------------------------------------------------------------
+
+
+def scales_of(tile: Tile) -> int:
+    """Scales of a stage: DenseTile's kScales."""
+    if not tile.scaled:
+        return 0
+    of_b = 2 * halves_of(tile) if tile.blocks else tile.columns
+    return (LINE // FINE if tile.promote == FINE else 1) * (ROWS + of_b)
+
+
+def halves_of(tile: Tile) -> int:
+    """Parts of b whose sums are promoted one after the other."""
+    return 2 if tile.promote and tile.columns > MOST_PART else 1
+
+
+def shared_bytes(tile: Tile, *, is_float: bool) -> int:
+    """Dynamic shared memory of a block."""
+    sides = ROWS + tile.columns
+    ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
+    ends += 0 if is_float else 2 * sides
+    stage = sides * LINE + scales_of(tile) * 4 + BARRIERS
+    return tile.stages * stage + ends * 4 + AREA + BARRIERS
+
+
+@lru_cache(maxsize=4096)
+def staged(tile: Tile, *, is_float: bool) -> Tile:
+    """The tile with as many stages as fit and help; LEAST_STAGES - 1 and fewer are too few."""
+    empty = shared_bytes(replace(tile, stages=0), is_float=is_float)
+    each = shared_bytes(replace(tile, stages=1), is_float=is_float) - empty
+    return replace(tile, stages=min((SHARED[ARCH] - empty) // each, MOST_STAGES))
+
+
+# ---- the choice of a tile -----------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Tiles of the two sides, and rows of the weights from one to the next."""
+
+    a: int
+    b: int
+    step: int
+
+    def blocks(self, tile: Tile) -> int:
+        """Blocks that all tiles keep busy for the time of one."""
+        return -(-self.a // tile.share) * tile.share * self.b * tile.split
+
+
+def cut_of(tile: Tile, work: Work) -> Cut:
+    """How many tiles there are.
+
+    Where x is side b, the rows of the weights are divided evenly among the blocks of all rounds.
+    """
+    groups = Groups(work.groups, work.rows, offsets=int(work.ragged))
+    x_tiles = groups.tiles(tile.columns if tile.swapped else ROWS)
+    if not tile.swapped:
+        return Cut(x_tiles, -(-work.columns // tile.columns), tile.columns)
+    tiles = -(-work.columns // ROWS)
+    at_once = work.processors // tile.cluster * tile.share
+    rounds = -(-tiles * x_tiles // at_once)
+    most = rounds * at_once // x_tiles
+    step = min(-(-work.columns // (most * ALIGNED)) * ALIGNED, ROWS) if most else ROWS
+    return Cut(-(-work.columns // step), x_tiles, step)
+
+
+def time_us(tile: Tile, work: Work) -> float:
+    """About how many microseconds a product takes that is divided so."""
+    cut = cut_of(tile, work)
+    lines = -(-work.lines // tile.split)
+    multiplied = tile.columns * WARPGROUP_CYCLES
+    if tile.promote:
+        multiplied += tile.columns * (FINE_CYCLES if tile.promote == FINE else PROMOTED_CYCLES)
+    brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
+    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE)
+    end = END_CYCLES + tile.columns / tile.split * COLUMN_CYCLES + (SPLIT_CYCLES if tile.split > 1 else 0)
+    rounds = -(-cut.blocks(tile) // (work.processors // tile.cluster * tile.cluster))
+    hidden = HIDDEN if rounds > 1 else 0.0
+    busy = rounds * (lines * line + end * (1 - hidden)) + FILL_CYCLES
+    read = (work.columns * work.groups + work.rows * (1 if work.ragged else work.groups)) * work.lines * LINE
+    return START_US + max(busy / CYCLES, read / MEMORY + LAST_US)
+
+
+def ways(work: Work) -> Iterator[Tile]:
+    """All tiles that can multiply."""
+    scaled = work.promote > 0
+    for swapped in (False, True):
+        for columns in COLUMNS:
+            most = MOST_FINE if work.promote == FINE else COLUMNS[-1]
+            if columns > most:
+                continue
+            base = Tile(columns, promote=work.promote, scaled=scaled, swapped=swapped)
+            part = columns // halves_of(base)
+            if scaled and not swapped and work.tall >= part:
+                whole = work.tall % part == 0 or work.tall >= work.columns
+                base = replace(base, blocks=1 if whole else 2 if work.tall % 8 == 0 else 0)
+            if scaled and not base.blocks and columns > MOST_PART:
+                continue
+            for share, split in ((1, 1), (2, 1), *((1, n) for n in SPLITS[1:])):
+                tile = replace(base, share=share, split=split)
+                if share > 1 and not (swapped or (work.groups == 1 and not work.ragged)):
+                    continue
+                if split > 1 and (columns // 8 % split or work.lines < split):
+                    continue
+                tile = staged(tile, is_float=work.is_float)
+                room = tile.stages * (ROWS + columns) * LINE
+                if tile.stages < LEAST_STAGES or (split > 1 and room < ROWS * columns * 4):
+                    continue
+                if share > 1 and cut_of(tile, work).a < 2:
+                    continue
+                yield tile
+
+
+@lru_cache(maxsize=4096)
+def tile_of(work: Work) -> Tile:
+    """The tile that takes least."""
+    return min(ways(work), key=lambda tile: time_us(tile, work))
+
+
+# ---- the product --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def program_of(kinds: tuple[str, str], tile: Tile) -> Program:
+    """The kernel for codes of x and of the weights."""
+    a, b = (KINDS[kind] for kind in (reversed(kinds) if tile.swapped else kinds))
+    facts = cpp.numbers("DenseTile", **asdict(tile))
+    arguments = (f"Products<{a}, {b}>", facts.type)
+    return Program(
+        "matmul/dense.cu",
+        "matmul_dense",
+        arguments,
+        facts.text,
+        features=True,
+        contract=True,
+        overlaps=True,
+    )
+
+
+def promoted(a: Coded, b: Coded, depth: int) -> int | None:
+    """Columns of K whose sums share their scales, as kernels have them: 0 for all, COARSE or FINE;
+    None: fewer or others."""
+    wides = [side.scaling.wide for side in (a, b) if side.scaling.wide < depth]
+    if not wides:
+        return 0
+    return next((n for n in (COARSE, FINE) if not any(wide % n for wide in wides)), None)
+
+
+def takes(a: Coded, b: Coded, depth: int) -> bool:
+    """Whether the kernel has such scales: integers with zero points have one segment."""
+    segments = promoted(a, b, depth)
+    return segments == 0 or (segments is not None and not (a.zero_point or b.zero_point))
+
+
+def work_of(backend: Backend, a: Coded, b: Coded, columns: int, depth: int, groups: Groups) -> Work:
+    """What is to be divided: x `a` times the weights `b`."""
+    nbytes = bytes_of(a.kind, depth)
+    promote = promoted(a, b, depth)
+    assert promote is not None
+    tall = b.scaling.tall if promote else 1
+    return Work(
+        groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, tall,
+        groups.count, bool(groups.offsets or groups.counts), backend.multiprocessors,
+    )  # fmt: skip
+
+
+def bytes_of(kind: str, depth: int) -> int:
+    """Bytes of a row of codes."""
+    return -(-depth // 8) if kind == "bits" else depth
+
+
+def dense(
+    backend: Backend,
+    a: Coded,
+    b: Coded,
+    columns: int,
+    depth: int,
+    groups: Groups,
+    results: bytes,
+    *,
+    tile: Tile | None = None,
+) -> None:
+    """x times weights, both of codes.
+
+    Parameters
+    ----------
+    a, b
+        x and the weights; of kind "bits", codes are 0 and 1, eight a byte, and `sums` count ones.
+    columns, depth
+        N and K, of which each is at least 1.
+    groups
+        Which rows of x meet which weights.
+    results
+        The struct CodedResults of matmul/coded_results.cuh.
+    tile
+        How to divide the product, whatever else may be faster: for measuring.
+    """
+    work = work_of(backend, a, b, columns, depth, groups)
+    tile = tile or tile_of(work)
+    cut = cut_of(tile, work)
+    many = 1 if groups.offsets else groups.count
+    sides = [(a, groups.rows * many), (b, groups.count * columns)]
+    boxes = [ROWS, tile.columns // tile.share]
+    if tile.swapped:
+        sides.reverse()
+        boxes[0] = cut.step
+    nbytes = bytes_of(a.kind, depth)
+    maps = [
+        backend.tensor_map(side.codes, rows, nbytes, side.stride, box, "uint8", LINE)
+        for (side, rows), box in zip(sides, boxes, strict=True)
+    ]
+    backend.launch(
+        launch_of(work, tile, cut), *maps, *(side.pack() for side, _ in sides), groups.pack(),
+        results, columns, depth, work.lines, cut.a, cut.b, cut.step, *boxes,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def launch_of(work: Work, tile: Tile, cut: Cut) -> Launch:
+    """As many clusters as there are tiles, or as run at a time."""
+    clusters = -(-cut.a // tile.share) * cut.b
+    if tile.split == 1:
+        clusters = min(clusters, work.processors // tile.cluster)
+    shared = shared_bytes(tile, is_float=work.is_float)
+    grid = (clusters * tile.cluster, 1, 1)
+    return Launch(program_of(work.kinds, tile), grid, THREADS, shared)

@@ -1,0 +1,307 @@
+// x [M, K] times weights [N, K]^T, codes of a byte or bits on both sides, on Hopper's tensor cores. A block has tiles of
+// 128 rows of side a by some rows of side b, of which either is x. One warp starts copies of lines of both sides; three
+// bring scales, bias and sums of codes; two warpgroups multiply 64 rows of a each, and store their results while the
+// other one, and the copies, go on.
+#include "device/cluster.cuh"
+#include "device/overlap.cuh"
+#include "matmul/dense_results.cuh"
+
+namespace cuquant {
+
+// Lines of both sides in shared memory, one behind the other: which one comes next.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ void step() {
+        if (++stage == kStages) { stage = 0; parity ^= 1; }
+    }
+};
+
+// Products of one warpgroup: its 64 rows of a, and all of b.
+template <class Mma, class Tile>
+struct Multiplier {
+    using D = DenseTile<Mma, Tile>;
+    static constexpr int kColumns = D::kColumns, kPart = D::kPart, kSubs = D::kSubs;
+    using Product = typename Mma::Sum;
+    u32 a, b;                // of stage 0, as `swizzled` says
+    const float* scales;     // of stage 0
+    u64 *full, *empty;
+    const RemoteBarriers& others_empty;
+    int row, lane;           // the lane's first row of a
+    int edges[D::kHalves];   // eights of columns before the second block's
+
+    __device__ void release(int stage) const {
+        if (lane != 0) return;
+        barrier_arrive(empty + stage);
+        if constexpr (D::kShare > 1) others_empty.arrive(stage);
+    }
+    // All of K in the tensor cores' own sums.
+    __device__ void run(Product (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
+        int last = 0;
+#pragma unroll 1
+        for (int line = 0; line < lines; ++line) {
+            barrier_wait(full + ring.stage, ring.parity);
+            const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kLaneSteps; ++k)
+                Multiply<kColumns>::of(Mma{}, sums, own_a + 2 * k, own_b + 2 * k, line > 0 || k > 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (line > 0) release(last);
+            last = ring.stage;
+            ring.step();
+        }
+        wgmma_wait<0>();
+        if (lines > 0) release(last);
+    }
+    // Add a part's sums to those in float32.
+    __device__ void promote(const Product (&part)[kPart / 2], float* sums, const float (&sa)[2], const float* sb, int edge) const {
+        const auto add = [&](int j, const float (&s)[4]) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[4 * j + i] = __fmaf_rn(static_cast<float>(part[4 * j + i]), s[i], sums[4 * j + i]);
+        };
+        if constexpr (!D::kScaled) {
+#pragma unroll
+            for (int i = 0; i < kPart / 2; ++i) sums[i] += static_cast<float>(part[i]);
+        } else if constexpr (D::kBlocks) {
+            const float s[2] = {sa[0] * sb[0], sa[1] * sb[0]}, r[2] = {sa[0] * sb[1], sa[1] * sb[1]};
+#pragma unroll
+            for (int j = 0; j < kPart / 8; ++j) {
+                const bool first = D::kBlocks == 1 || j < edge;
+                add(j, {first ? s[0] : r[0], first ? s[0] : r[0], first ? s[1] : r[1], first ? s[1] : r[1]});
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < kPart / 8; ++j) {
+                const float2 own = *reinterpret_cast<const float2*>(sb + 8 * j + lane % 4 * 2);
+                const float s[4] = {sa[0] * own.x, sa[0] * own.y, sa[1] * own.x, sa[1] * own.y};
+                add(j, s);
+            }
+        }
+    }
+    __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
+#pragma unroll 1
+        for (int line = 0; line < lines; ++line) {
+            barrier_wait(full + ring.stage, ring.parity);
+            const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
+            const float* const own = scales + ring.stage * D::kScales;
+#pragma unroll
+            for (int s = 0; s < kSubs; ++s) {
+                float sa[2] = {};
+                if constexpr (D::kScaled) { sa[0] = own[s * D::kScalesA + row]; sa[1] = own[s * D::kScalesA + row + 8]; }
+                const float* const of_b = own + kSubs * D::kScalesA + s * D::kScalesB;
+                float block[2 * D::kHalves] = {};
+                if constexpr (D::kBlocks) {
+#pragma unroll
+                    for (int i = 0; i < 2 * D::kHalves; ++i) block[i] = of_b[i];
+                }
+#pragma unroll
+                for (int half = 0; half < D::kHalves; ++half) {
+                    Product part[kPart / 2];
+                    const u32 half_b = own_b + half * kPart * (kLine / 16);
+                    wgmma_fence();
+                    if constexpr (kSubs > 1) {
+                        Multiply<kPart>::of(Mma{}, part, own_a + 2 * s, half_b + 2 * s, false);
+                    } else {
+#pragma unroll
+                        for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, half_b + 2 * k, k > 0);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    const bool last = half == D::kHalves - 1 && s == kSubs - 1;
+                    constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
+                    if (last && !kHeld) release(ring.stage);
+                    promote(part, sums + half * kPart / 2, sa, D::kBlocks ? block + 2 * half : of_b + half * kPart, edges[half]);
+                    if (last && kHeld) release(ring.stage);
+                }
+            }
+            ring.step();
+        }
+    }
+};
+
+// The sums of a tile that the blocks of a cluster have parts of: each adds up those of its kOwn columns, in the order of
+// the blocks. What is in `shared` is not read any more.
+template <class Mma, class Tile>
+__device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::columns / 2],
+                       typename DenseTile<Mma, Tile>::Sum (&own)[Tile::columns / Tile::split / 2], u8* shared, int rank) {
+    using D = DenseTile<Mma, Tile>;
+    using Sum = typename D::Sum;
+    constexpr int kGroups = Tile::columns / 8, kEach = kGroups / Tile::split, kThreads = 32 * kMathWarps;
+    static_assert(kGroups % Tile::split == 0 && kThreads * kGroups * 16 <= D::kAtScales, "columns for each, and room");
+    named_barrier(1, kThreads);
+    const auto bits = [](Sum v) {
+        if constexpr (is_same<Sum, float>) return bits_of(v);
+        else return static_cast<u32>(v);
+    };
+    const auto value = [](u32 v) {
+        if constexpr (is_same<Sum, float>) return float_of(v);
+        else return static_cast<int>(v);
+    };
+    uint4* const to = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) to[j * kThreads] = make_uint4(bits(sums[4 * j]), bits(sums[4 * j + 1]), bits(sums[4 * j + 2]), bits(sums[4 * j + 3]));
+    cluster_sync();
+    const OfBlocks all(to + rank * kEach * kThreads);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        uint4 parts[Tile::split];
+#pragma unroll
+        for (int r = 0; r < Tile::split; ++r) parts[r] = all.load(r, j * kThreads * 16);
+        Sum total[4] = {};
+#pragma unroll
+        for (int r = 0; r < Tile::split; ++r) {
+            total[0] += value(parts[r].x); total[1] += value(parts[r].y); total[2] += value(parts[r].z); total[3] += value(parts[r].w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[4 * j + i] = total[i];
+    }
+}
+
+// `a_tiles` and `b_tiles` of the two sides; tiles of the weights begin `step` rows behind each other, and boxes have
+// `a_box` and `b_box` rows. K in bytes is `lines` lines, the last of which may have fewer.
+template <class Mma, class Tile>
+__global__ void CUQUANT_CLUSTER(Tile::share * Tile::split) __launch_bounds__(32 * (kMathWarps + 4), 1)
+matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ Coded a,
+             const __grid_constant__ Coded b, const __grid_constant__ Groups groups, const __grid_constant__ CodedResults results,
+             i64 N, i64 K, int lines, int a_tiles, int b_tiles, int step, int a_box, int b_box) {
+    using D = DenseTile<Mma, Tile>;
+    constexpr int kStages = D::kStages;
+    let_next_start();
+    extern __shared__ __align__(1024) u8 shared[];
+    float* const scales = reinterpret_cast<float*>(shared + D::kAtScales);
+    const Ends<Mma, Tile> ends(shared + D::kAtEnds);
+    u64* const full = reinterpret_cast<u64*>(shared + D::kAtBarriers);
+    u64 *const empty = full + kStages, *const end_full = empty + kStages, *const end_empty = end_full + 1;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+    if (threadIdx.x == 32 * kMathWarps) {
+        prefetch_map(&a_map);
+        prefetch_map(&b_map);
+        for (int s = 0; s < kStages; ++s) {
+            barrier_init(full + s, D::kScaled ? 1 + kStagers / 32 : 1);
+            barrier_init(empty + s, kMathWarps * D::kShare);
+        }
+        barrier_init(end_full, kStagers / 32);
+        barrier_init(end_empty, kMathWarps);
+        barrier_fence();
+    }
+    __syncthreads();
+    if constexpr (D::kShare > 1) cluster_sync();
+    wait_for_earlier();
+
+    const int rank = blockIdx.x % D::kCluster, cluster = blockIdx.x / D::kCluster, clusters = gridDim.x / D::kCluster;
+    const TileOrder order{(a_tiles + D::kShare - 1) / D::kShare, b_tiles};
+    const int first_line = lines * (D::kSplit > 1 ? rank : 0) / D::kSplit;
+    const int own_lines = lines * (D::kSplit > 1 ? rank + 1 : 1) / D::kSplit - first_line;
+    const auto locate = [&](int tile) {
+        int a_tile, b_tile;
+        order.at(tile, a_tile, b_tile);
+        return D::place(groups, N, step, a_tile * D::kShare + (D::kShare > 1 ? rank : 0), b_tile);
+    };
+    Ring<kStages> ring;
+
+    if (warp >= kMathWarps) {
+        registers_down<56>();
+        if (warp == kMathWarps) {
+            ring.parity = 1;
+            for (int tile = cluster; tile < order.count(); tile += clusters) {
+                const Place place = locate(tile);
+                if (D::is_skipped(place)) continue;
+                const int a_row = static_cast<int>(D::a_of(place).first), b_row = static_cast<int>(D::b_of(place).first);
+#pragma unroll 1
+                for (int line = first_line; line < first_line + own_lines; ++line) {
+                    barrier_wait(empty + ring.stage, ring.parity);
+                    if (lane == 0) {
+                        u64* const ready = full + ring.stage;
+                        u8* const to_b = shared + D::kAtB + ring.stage * D::kBytesB;
+                        barrier_expect(ready, (a_box + b_box * D::kShare) * kLine);
+                        copy_box(shared + ring.stage * D::kBytesA, &a_map, ready, line * kLine, a_row);
+                        if constexpr (D::kShare > 1) copy_box_to_both(to_b + rank * b_box * kLine, &b_map, ready, line * kLine, b_row + rank * b_box);
+                        else copy_box(to_b, &b_map, ready, line * kLine, b_row);
+                    }
+                    __syncwarp();
+                    ring.step();
+                }
+            }
+        } else {
+            const int thread = threadIdx.x - 32 * (kMathWarps + 1);
+            ring.parity = 1;
+            u32 end_parity = 1;
+            for (int tile = cluster; tile < order.count(); tile += clusters) {
+                const Place place = locate(tile);
+                if (D::is_skipped(place)) continue;
+                const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
+                if constexpr (D::kScaled) {
+                    StageScales<Mma, Tile> own;
+                    own.begin(a_rows, b_rows, thread);
+                    own.load(a, b, first_line, thread);
+#pragma unroll 1
+                    for (int line = first_line; line < first_line + own_lines; ++line) {
+                        barrier_wait(empty + ring.stage, ring.parity);
+                        own.store(scales + ring.stage * D::kScales, thread);
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(full + ring.stage);
+                        if (line + 1 < first_line + own_lines) own.load(a, b, line + 1, thread);
+                        ring.step();
+                    }
+                }
+                barrier_wait(end_empty, end_parity);
+                bring_end(ends, a_rows, b_rows, place, K, results.epilogue, thread);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(end_full);
+                end_parity ^= 1;
+            }
+        }
+    } else {
+        registers_up<224>();
+        const int group = warp / 4, row = warp * 16;
+        const RemoteBarriers others_empty(empty, D::kShare > 1 ? rank ^ 1 : rank);
+        Multiplier<Mma, Tile> multiplier{swizzled(shared) + group * 64 * (kLine / 16), swizzled(shared + D::kAtB), scales, full, empty,
+                                         others_empty, row + lane / 4, lane, {}};
+        const bool corrected = a.sums || b.sums;
+        u32 end_parity = 0;
+#pragma unroll 1
+        for (int tile = cluster; tile < order.count(); tile += clusters) {
+            const Place place = locate(tile);
+            if (D::is_skipped(place)) continue;
+            typename D::Sum sums[D::kColumns / 2];
+            if constexpr (D::kPromote) {
+                if constexpr (D::kBlocks == 2) {
+                    const SideRows b_rows(b, D::b_of(place));
+#pragma unroll
+                    for (int half = 0; half < D::kHalves; ++half) multiplier.edges[half] = StageScales<Mma, Tile>::second_block(b_rows, half) / 8;
+                }
+                multiplier.run_promoted(sums, ring, own_lines);
+            } else {
+                multiplier.run(sums, ring, own_lines);
+            }
+            u8* const area = shared + D::kAtAreas + warp * D::kArea;
+            const auto finish = [&](const typename D::Sum (&own)[D::kOwn / 2], int from) {
+                barrier_wait(end_full, end_parity);
+                DenseResults<Mma, Tile>(own, ends, results, place, area, row, from, lane, corrected).store(N);
+                if (lane == 0) barrier_arrive(end_empty);
+                end_parity ^= 1;
+            };
+            if constexpr (D::kSplit > 1) {
+                typename D::Sum own[D::kOwn / 2];
+                add_up<Mma, Tile>(sums, own, shared, rank);
+                finish(own, rank * D::kOwn);
+                cluster_sync();  // others may still read this block's sums
+                break;
+            } else {
+                finish(sums, 0);
+            }
+        }
+    }
+    if constexpr (D::kShare > 1) {  // the other block still gives rows, and barriers their arrivals
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+}  // namespace cuquant
