@@ -53,7 +53,7 @@ struct DenseResults {
     static constexpr int kFloatPitch = kSwapped ? 20 : kFloatPiece + 4;           // floats
     static_assert((kSwapped ? kPiece : 16) * kPitch <= D::kArea && (kSwapped ? kFloatPiece : 16) * kFloatPitch * 4 <= D::kArea, "there is room");
 
-    const Sum (&sums)[kOwn / 2];
+    const Sum* sums;  // [kOwn / 2]
     const Ends<Mma, Tile>& ends;
     const CodedResults& results;
     const Place& place;
@@ -64,7 +64,7 @@ struct DenseResults {
     int terms[2][2];
     bool corrected;
 
-    __device__ DenseResults(const Sum (&sums)[kOwn / 2], const Ends<Mma, Tile>& ends, const CodedResults& results, const Place& place,
+    __device__ DenseResults(const Sum* sums, const Ends<Mma, Tile>& ends, const CodedResults& results, const Place& place,
                             u8* area, int row, int from, int lane, bool corrected)
         : sums(sums), ends(ends), results(results), place(place), area(area), row(row), from(from), lane(lane), corrected(corrected) {
         factor = results.factor ? *results.factor : 1.0f;
@@ -165,6 +165,47 @@ struct DenseResults {
         }
     }
 
+    // Float32 results without activation and residual, and integers: straight from registers, since four lanes have
+    // neighbours that fill a sector of 32 bytes; or eight lanes, where these are of a column.
+    __device__ bool is_whole(i64 N) const {
+        const Epilogue& e = results.epilogue;
+        const bool plain = results.is_raw() || (e.out_type == kFloat && e.activation == kNone && !e.residual);
+        return plain && e.out_column == 1 && (kSwapped || !((e.out_stride | N) & 1 || reinterpret_cast<u64>(e.out) & 7));
+    }
+    template <bool kRaw>
+    __device__ void store_whole() const {
+        const int g = lane / 4, t = lane % 4;
+        u32* const out = static_cast<u32*>(results.epilogue.out) + place.column;
+        const i64 stride = results.epilogue.out_stride;
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+            u32 v[4];
+            const int column = from + 8 * j + 2 * t;
+            if constexpr (kRaw) {
+                Sum whole[4];
+                exact(j, whole);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[i] = static_cast<u32>(whole[i]);
+            } else {
+                float y[4];
+                scaled(j, y);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[i] = bits_of(y[i] + ends.bias[kSwapped ? row + g + i / 2 * 8 : column + i % 2]);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int own = row + g + 8 * h;
+                if constexpr (kSwapped) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (own < place.w.count && column + i < place.x.count) out[(place.x.first + column + i) * stride + own] = v[2 * h + i];
+                } else if (own < place.x.count && column < place.w.count) {
+                    *reinterpret_cast<uint2*>(out + (place.x.first + own) * stride + column) = make_uint2(v[2 * h], v[2 * h + 1]);
+                }
+            }
+        }
+    }
+
     // All others: by fours through floats, or the bits of integers.
     __device__ void store_any(i64 N) const {
         const Epilogue& e = results.epilogue;
@@ -213,6 +254,12 @@ struct DenseResults {
         }
     }
     __device__ void store(i64 N) const {
+        if (is_whole(N)) {
+            if constexpr (!Mma::floats && !D::kScaled) {
+                if (results.is_raw()) return store_whole<true>();
+            }
+            return store_whole<false>();
+        }
         if (!is_quick(N)) store_any(N);
         else if (results.epilogue.out_type == kHalf) store_quick<Half>();
         else store_quick<Bfloat16>();

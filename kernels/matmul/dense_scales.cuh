@@ -13,8 +13,8 @@ struct Ends {
     float *a_scale, *b_scale, *bias;
     int *a_terms, *b_terms;  // [2][rows]
 
-    __device__ explicit Ends(u8* at) {
-        a_scale = reinterpret_cast<float*>(at);
+    __device__ explicit Ends(float* at) {
+        a_scale = at;
         b_scale = a_scale + kTileRows;
         bias = D::kScaled ? a_scale : b_scale + D::kColumns;
         a_terms = reinterpret_cast<int*>(bias + D::kNamed);
@@ -39,50 +39,90 @@ struct SideRows {
     __device__ int sum(int i) const { return side.sums && i < count ? side.sums[matrix * side.rows + row + i] : 0; }
 };
 
+// Which block of a side's scales a line is in, one line after the other.
+struct BlockCursor {
+    int block = 0, in_block = 0, each, last;  // each: lines of a block
+
+    __device__ BlockCursor(const Scaling& of, int line) : last(static_cast<int>(of.across) - 1) {
+        each = static_cast<int>(min(of.wide, 1ll << 30)) / kLine;
+        if (each > 0) { block = line / each; in_block = line - block * each; }
+    }
+    __device__ void step() {
+        if (++in_block == each) { in_block = 0; block = min(block + 1, last); }
+    }
+};
+
 // One thread's share of the scales of each stage.
 template <class Mma, class Tile>
 struct StageScales {
     using D = DenseTile<Mma, Tile>;
-    static constexpr int kEach = (D::kScalesA + D::kScalesB + kStagers - 1) / kStagers;
-    i64 places[kEach];
-    float values[kEach][D::kSubs];
+    static constexpr int kStagers = D::kStagers, kEach = (D::kScalesA + D::kScalesB + kStagers - 1) / kStagers;
+    // Lines whose scales are on their way.
+    static constexpr int kAhead = !D::kFloatScales || D::kSubs > 1 ? 1 : kEach > 5 ? 2 : 4;
+    const Coded &a, &b;
+    int thread;
+    BlockCursor in_a, in_b;
+    i64 first_a, first_b;  // where the scales of the first rows lie
+    int places[kEach];     // those of others behind these; -1: there is no such row
+    float values[kAhead][kEach][D::kSubs];
 
-    __device__ static int second_block(const SideRows& b, int half) {  // from which column of half on; or more than there are
+    // From which column on the second block has them; or more than there are.
+    __device__ static int second_block(const SideRows& b) {
         const i64 tall = b.side.scaling.tall;
-        return static_cast<int>(min(tall - (b.row + half * D::kPart) % tall, static_cast<i64>(D::kColumns)));
+        return static_cast<int>(min(tall - b.row % tall, static_cast<i64>(D::kColumns)));
     }
-    __device__ void begin(const SideRows& a, const SideRows& b, int thread) {
+    __device__ StageScales(const SideRows& a_rows, const SideRows& b_rows, int line, int thread)
+        : a(a_rows.side), b(b_rows.side), thread(thread), in_a(a.scaling, line), in_b(b.scaling, line) {
+        first_a = a.scaling.place(a_rows.matrix, a_rows.row);
+        first_b = b.scaling.place(b_rows.matrix, b_rows.row);
 #pragma unroll
         for (int n = 0; n < kEach; ++n) {
             const int i = thread + n * kStagers, of_b = i - D::kScalesA;
-            if (of_b < 0) places[n] = a.place(i);
-            else if (of_b >= D::kScalesB) places[n] = -1;
-            else if (!D::kBlocks) places[n] = b.place(of_b);
-            else places[n] = b.place(of_b / 2 * D::kPart + (of_b % 2 ? second_block(b, of_b / 2) : 0));
+            if (of_b < 0) places[n] = behind(a_rows, i, first_a);
+            else if (of_b >= (D::kBlocks ? 2 : D::kColumns)) places[n] = -1;
+            else if (!D::kBlocks) places[n] = behind(b_rows, of_b, first_b);
+            else places[n] = behind(b_rows, of_b ? second_block(b_rows) : 0, first_b);
         }
     }
-    __device__ void load(const Coded& a, const Coded& b, int line, int thread) {
-#pragma unroll
-        for (int s = 0; s < D::kSubs; ++s) {
-            const u32 k = line * kLine + s * 32;
-            const auto block = [&](const Scaling& of) { return min(k / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1); };
-            const u32 in_a = block(a.scaling), in_b = block(b.scaling);
+    __device__ static int behind(const SideRows& rows, int i, i64 first) { return i < rows.count ? static_cast<int>(rows.place(i) - first) : -1; }
+    // Those of the next line, as number `own` of kAhead; `line`: which that is.
+    __device__ void load(int own, int line) {
+        if constexpr (D::kFloatScales && D::kSubs == 1) {
+            const float* const from_a = static_cast<const float*>(a.scaling.scale) + first_a + in_a.block;
+            const float* const from_b = static_cast<const float*>(b.scaling.scale) + first_b + in_b.block;
 #pragma unroll
             for (int n = 0; n < kEach; ++n) {
-                const bool of_a = thread + n * kStagers < D::kScalesA;
-                if (places[n] < 0) values[n][s] = 1.0f;
-                else values[n][s] = of_a ? a.scaling.at(places[n] + in_a) : b.scaling.at(places[n] + in_b);
+                const float* const from = thread + n * kStagers < D::kScalesA ? from_a : from_b;
+                values[own][n][0] = places[n] < 0 ? 1.0f : from[places[n]];
+            }
+            in_a.step();
+            in_b.step();
+        } else {
+#pragma unroll
+            for (int s = 0; s < D::kSubs; ++s) {
+                const u32 k = line * kLine + s * 32;
+                const auto block = [&](const Scaling& of) { return min(k / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1); };
+                const u32 block_a = block(a.scaling), block_b = block(b.scaling);
+#pragma unroll
+                for (int n = 0; n < kEach; ++n) {
+                    const bool of_a = thread + n * kStagers < D::kScalesA;
+                    const Scaling& of = of_a ? a.scaling : b.scaling;
+                    const i64 place = (of_a ? first_a : first_b) + places[n] + (of_a ? block_a : block_b);
+                    if (places[n] < 0) values[own][n][s] = 1.0f;
+                    else if constexpr (D::kFloatScales) values[own][n][s] = static_cast<const float*>(of.scale)[place];
+                    else values[own][n][s] = of.at(place);
+                }
             }
         }
     }
-    __device__ void store(float* to, int thread) const {
+    __device__ void store(int own, float* to) const {
 #pragma unroll
         for (int n = 0; n < kEach; ++n) {
             const int i = thread + n * kStagers, of_b = i - D::kScalesA;
 #pragma unroll
             for (int s = 0; s < D::kSubs; ++s) {
-                if (of_b < 0) to[s * D::kScalesA + i] = values[n][s];
-                else if (of_b < D::kScalesB) to[D::kSubs * D::kScalesA + s * D::kScalesB + of_b] = values[n][s];
+                if (of_b < 0) to[s * D::kScalesA + i] = values[own][n][s];
+                else if (of_b < D::kScalesB) to[D::kSubs * D::kScalesA + s * D::kScalesB + of_b] = values[own][n][s];
             }
         }
     }
@@ -94,6 +134,7 @@ template <class Mma, class Tile>
 __device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const SideRows& b, const Place& place, i64 K, const Epilogue& e,
                           int thread) {
     using D = DenseTile<Mma, Tile>;
+    constexpr int kStagers = D::kStagers;
     const auto side = [&](const SideRows& own, int i, float* scale, int* terms, int rows, bool is_a) {
         if constexpr (!D::kScaled) scale[i] = own.scale(i);
         if constexpr (Mma::bits) {

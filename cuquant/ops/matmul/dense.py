@@ -20,24 +20,23 @@ LINE = 128  # bytes of K of a stage
 ROWS = 128  # of side a
 THREADS = 384
 AREA = 8 * 2560  # bytes in which warps order results
+BEGUN = 8  # of the barrier by which the second pipe begins
 BARRIERS = 16  # bytes of a stage's two, and of the two at the end of a tile
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
 COLUMNS = (*range(16, 193, 16), 224, 256)
-MOST_PART = 192  # columns whose sums, and as many in float32, find registers
-MOST_FINE = 128  # of those with several sums in a line
-SPLITS = (1, 2, 4, 8)
+# Pipes, share and split.
+WAYS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
 LEAST_STAGES, MOST_STAGES = 3, 12
 
 # What takes how long: cycles of a multiprocessor, of which there are CYCLES in a microsecond.
-CYCLES = 1550.0
-WARPGROUP_CYCLES = 4.0  # two warpgroups' products of a line with a row of b
-PROMOTED_CYCLES, FINE_CYCLES = 0.4, 8.0  # more, where their sums are promoted
-BROUGHT = 30.0  # bytes to a multiprocessor in a cycle
-LEAST_LINE = 128.0  # of a line, however few columns
-END_CYCLES, COLUMN_CYCLES, SPLIT_CYCLES = 1200.0, 4.0, 1500.0  # after the products of a tile
-HIDDEN = 0.6  # of what comes after them, where other tiles are multiplied
+CYCLES = 1650.0
+COLUMN_CYCLES = 4.3  # products of a line of 128 rows with a row of b
+FINE_CYCLES = 8.0  # more, where sums are promoted four times
+BROUGHT = 36.0  # bytes to a multiprocessor in a cycle
+LEAST_LINE = 400.0  # of a line, however few columns
+END_CYCLES, RESULT_CYCLES, SPLIT_CYCLES = 1500.0, 14.0, 2000.0  # after the products of a tile
 FILL_CYCLES = 1500.0  # before the first products
 START_US, LAST_US = 2.0, 2.5  # of a kernel; and from the last bytes read to its end
 MEMORY = 3.0e6  # bytes a microsecond
@@ -51,13 +50,16 @@ class Tile:
     ----------
     columns
         Rows of side b of a block.
+    pipes
+        2: each of the two warpgroups has tiles of its own; 1: they have halves of the same one.
     stages
-        Lines of both sides in shared memory.
+        Lines of both sides in shared memory, of a pipe.
     promote
         Bytes of K whose products the tensor cores add up before they meet others in float32; 0: all
         of them.
     scaled
-        Whether each of those sums is multiplied by its scales.
+        Whether each of those sums is multiplied by its scales: 1 where all of them are float32, or
+        2; 0: scales follow at the end.
     blocks
         Blocks of scales that the columns of a part are of, 1 or 2; 0: each column has its own.
     swapped
@@ -69,9 +71,10 @@ class Tile:
     """
 
     columns: int
+    pipes: int = 1
     stages: int = 0
     promote: int = 0
-    scaled: bool = False
+    scaled: int = 0
     blocks: int = 0
     swapped: bool = False
     share: int = 1
@@ -93,10 +96,11 @@ class Work(NamedTuple):
         N, and K in lines of LINE bytes.
     kinds
         KINDS of x and of the weights.
-    promote, tall
-        Bytes of K that share their scales, 0 where all of them do; and rows of the weights that do.
-    groups, ragged
-        How many, and whether only the device knows their rows.
+    promote, scaled, tall
+        Bytes of K that share their scales, 0 where all of them do; as Tile says; and rows of the
+        weights that share theirs.
+    groups, told
+        How many, and how only the device knows their rows: by "offsets" or "counts"; else "".
     processors
         Multiprocessors.
     """
@@ -105,10 +109,11 @@ class Work(NamedTuple):
     columns: int
     lines: int
     kinds: tuple[str, str]
-    promote: int
-    tall: int
+    promote: int = 0
+    scaled: int = 0
+    tall: int = 1
     groups: int = 1
-    ragged: bool = False
+    told: str = ""
     processors: int = 132
 
     @property
@@ -123,13 +128,8 @@ def scales_of(tile: Tile) -> int:
     """Scales of a stage: DenseTile's kScales."""
     if not tile.scaled:
         return 0
-    of_b = 2 * halves_of(tile) if tile.blocks else tile.columns
+    of_b = 4 if tile.blocks else tile.columns
     return (LINE // FINE if tile.promote == FINE else 1) * (ROWS + of_b)
-
-
-def halves_of(tile: Tile) -> int:
-    """Parts of b whose sums are promoted one after the other."""
-    return 2 if tile.promote and tile.columns > MOST_PART else 1
 
 
 def shared_bytes(tile: Tile, *, is_float: bool) -> int:
@@ -138,7 +138,7 @@ def shared_bytes(tile: Tile, *, is_float: bool) -> int:
     ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
     ends += 0 if is_float else 2 * sides
     stage = sides * LINE + scales_of(tile) * 4 + BARRIERS
-    return tile.stages * stage + ends * 4 + AREA + BARRIERS
+    return tile.pipes * (tile.stages * stage + ends * 4 + BARRIERS) + AREA + BEGUN
 
 
 @lru_cache(maxsize=4096)
@@ -169,7 +169,7 @@ def cut_of(tile: Tile, work: Work) -> Cut:
 
     Where x is side b, the rows of the weights are divided evenly among the blocks of all rounds.
     """
-    groups = Groups(work.groups, work.rows, offsets=int(work.ragged))
+    groups = Groups(work.groups, work.rows, offsets=int(work.told == "offsets"))
     x_tiles = groups.tiles(tile.columns if tile.swapped else ROWS)
     if not tile.swapped:
         return Cut(x_tiles, -(-work.columns // tile.columns), tile.columns)
@@ -185,39 +185,37 @@ def time_us(tile: Tile, work: Work) -> float:
     """About how many microseconds a product takes that is divided so."""
     cut = cut_of(tile, work)
     lines = -(-work.lines // tile.split)
-    multiplied = tile.columns * WARPGROUP_CYCLES
-    if tile.promote:
-        multiplied += tile.columns * (FINE_CYCLES if tile.promote == FINE else PROMOTED_CYCLES)
+    multiplied = tile.columns * COLUMN_CYCLES
+    if tile.promote == FINE:
+        multiplied += tile.columns * FINE_CYCLES
     brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
-    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE)
-    end = END_CYCLES + tile.columns / tile.split * COLUMN_CYCLES + (SPLIT_CYCLES if tile.split > 1 else 0)
-    rounds = -(-cut.blocks(tile) // (work.processors // tile.cluster * tile.cluster))
-    hidden = HIDDEN if rounds > 1 else 0.0
-    busy = rounds * (lines * line + end * (1 - hidden)) + FILL_CYCLES
-    read = (work.columns * work.groups + work.rows * (1 if work.ragged else work.groups)) * work.lines * LINE
+    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE / tile.pipes)
+    end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
+    end += SPLIT_CYCLES if tile.split > 1 else 0
+    at_once = work.processors // tile.cluster * tile.cluster
+    rounds = -(-cut.blocks(tile) // at_once)
+    ends = 1 if tile.pipes > 1 else rounds
+    busy = rounds * lines * line + ends * end + FILL_CYCLES
+    rows = work.rows * (1 if work.told == "offsets" else work.groups)
+    read = (work.columns * work.groups + rows) * work.lines * LINE
     return START_US + max(busy / CYCLES, read / MEMORY + LAST_US)
 
 
 def ways(work: Work) -> Iterator[Tile]:
     """All tiles that can multiply."""
-    scaled = work.promote > 0
     for swapped in (False, True):
         for columns in COLUMNS:
-            most = MOST_FINE if work.promote == FINE else COLUMNS[-1]
-            if columns > most:
-                continue
-            base = Tile(columns, promote=work.promote, scaled=scaled, swapped=swapped)
-            part = columns // halves_of(base)
-            if scaled and not swapped and work.tall >= part:
-                whole = work.tall % part == 0 or work.tall >= work.columns
+            base = Tile(columns, promote=work.promote, scaled=work.scaled, swapped=swapped)
+            if work.scaled and not swapped and work.tall >= columns:
+                whole = work.tall % columns == 0 or work.tall >= work.columns
                 base = replace(base, blocks=1 if whole else 2 if work.tall % 8 == 0 else 0)
-            if scaled and not base.blocks and columns > MOST_PART:
-                continue
-            for share, split in ((1, 1), (2, 1), *((1, n) for n in SPLITS[1:])):
-                tile = replace(base, share=share, split=split)
-                if share > 1 and not (swapped or (work.groups == 1 and not work.ragged)):
+            for pipes, share, split in WAYS:
+                if share > 1 and not (swapped or (work.groups == 1 and not work.told)):
                     continue
                 if split > 1 and (columns // 8 % split or work.lines < split):
+                    continue
+                tile = replace(base, pipes=pipes, share=share, split=split)
+                if columns * pipes > _most(work, pipes):
                     continue
                 tile = staged(tile, is_float=work.is_float)
                 room = tile.stages * (ROWS + columns) * LINE
@@ -226,6 +224,11 @@ def ways(work: Work) -> Iterator[Tile]:
                 if share > 1 and cut_of(tile, work).a < 2:
                     continue
                 yield tile
+
+
+def _most(work: Work, pipes: int) -> int:
+    """Columns of all pipes of a block for which there are registers."""
+    return 128 if work.promote == FINE else 192 if work.promote and pipes == 1 else 256
 
 
 @lru_cache(maxsize=4096)
@@ -274,10 +277,16 @@ def work_of(backend: Backend, a: Coded, b: Coded, columns: int, depth: int, grou
     nbytes = bytes_of(a.kind, depth)
     promote = promoted(a, b, depth)
     assert promote is not None
+    floats = all(
+        side.scaling.scale and side.scaling.dtype == "float32" and not side.scaling.global_scale
+        for side in (a, b)
+    )
+    scaled = (1 if floats else 2) if promote else 0
     tall = b.scaling.tall if promote else 1
+    told = "offsets" if groups.offsets else "counts" if groups.counts else ""
     return Work(
-        groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, tall,
-        groups.count, bool(groups.offsets or groups.counts), backend.multiprocessors,
+        groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, scaled,
+        tall, groups.count, told, backend.multiprocessors,
     )  # fmt: skip
 
 
