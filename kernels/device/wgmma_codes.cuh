@@ -20,6 +20,13 @@ struct Products {
 
 #ifndef CUQUANT_EMULATOR
 
+// The larger one; NaN if one is.
+__device__ inline float max_or_nan(float x, float y) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+    return most;
+}
+
 // A place in the shared memory of all blocks of a cluster, which lies in each where `own` does in this one.
 struct OfBlocks {
     u32 own;

@@ -8,129 +8,102 @@
 
 namespace cuquant {
 
-// Lines of both sides in shared memory, one behind the other: which one comes next.
-template <int kStages>
-struct Ring {
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ void step() {
-        if (++stage == kStages) { stage = 0; parity ^= 1; }
-    }
-};
-
 // Products of one warpgroup: its rows of a, 64 or twice as many, and all of b.
 template <class Mma, class Tile>
 struct Multiplier {
     using D = DenseTile<Mma, Tile>;
-    static constexpr int kColumns = D::kColumns, kSubs = D::kSubs, kWaves = D::kWaves;
-    static constexpr int kRows16 = 64 * kLine / 16;  // of a wave, as `swizzled` counts
+    static constexpr int kColumns = D::kColumns, kPart = D::kPart, kSubs = D::kSubs;
     using Product = typename Mma::Sum;
-    const Pipe<Mma, Tile>& pipe;
+    const Stages<Mma, Tile>& stages;
     u32 a, b;  // of stage 0, as `swizzled` says
     const RemoteBarriers& others_empty;
-    int row, lane;      // row: the lane's first of a
-    u64* begun;         // what another warpgroup waits for before its first products; or null
-    int edge;           // eights of columns before the second block's
+    int row, lane;  // row: the lane's first of a
+    int edge;       // eights of columns before the second block's
 
     __device__ void release(int stage) const {
         if (lane != 0) return;
-        barrier_arrive(pipe.empty + stage);
+        barrier_arrive(stages.empty + stage);
         if constexpr (D::kShare > 1) others_empty.arrive(stage);
     }
-    __device__ void note(int line, int lines) {
-        if (begun && 2 * line >= lines) {
-            if (threadIdx.x % 128 == 0) barrier_arrive(begun);
-            begun = nullptr;
-        }
-    }
-    // All of K in the tensor cores' own sums.
-    __device__ void run(Product (&sums)[kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines) {
+    // All of K in the tensor cores' own sums. `next`: who waits until these lines have come.
+    __device__ void run(Product (&sums)[D::kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines, u64* next) const {
         int last = 0;
 #pragma unroll 1
         for (int line = 0; line < lines; ++line) {
-            barrier_wait(pipe.full + ring.stage, ring.parity);
+            barrier_wait(stages.full + ring.stage, ring.parity);
             const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kLaneSteps; ++k)
 #pragma unroll
-                for (int w = 0; w < kWaves; ++w)
-                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * kRows16 + 2 * k, own_b + 2 * k, line > 0 || k > 0);
+                for (int w = 0; w < D::kWaves; ++w)
+                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * (64 * kLine / 16) + 2 * k, own_b + 2 * k, line > 0 || k > 0);
             wgmma_commit();
-            note(line, lines);
             wgmma_wait<1>();
             if (line > 0) release(last);
             last = ring.stage;
             ring.step();
         }
+        if (D::kTurns > 1 && threadIdx.x % 128 == 0) barrier_arrive(next);
         wgmma_wait<0>();
         if (lines > 0) release(last);
     }
     // Add a part's sums to those in float32.
-    __device__ void promote(const Product (&part)[kColumns / 2], float (&sums)[kColumns / 2], const float (&sa)[2], const float* sb) const {
+    __device__ void promote(const Product (&part)[kPart / 2], float* sums, const float (&sa)[2], const float* sb) const {
         const auto add = [&](int j, const float (&s)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[4 * j + i] = __fmaf_rn(static_cast<float>(part[4 * j + i]), s[i], sums[4 * j + i]);
         };
         if constexpr (!D::kScaled) {
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; ++i) sums[i] += static_cast<float>(part[i]);
+            for (int i = 0; i < kPart / 2; ++i) sums[i] += static_cast<float>(part[i]);
         } else if constexpr (D::kBlocks) {
             const float s[2] = {sa[0] * sb[0], sa[1] * sb[0]}, r[2] = {sa[0] * sb[1], sa[1] * sb[1]};
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
+            for (int j = 0; j < kPart / 8; ++j) {
                 const bool first = D::kBlocks == 1 || j < edge;
                 add(j, {first ? s[0] : r[0], first ? s[0] : r[0], first ? s[1] : r[1], first ? s[1] : r[1]});
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
+            for (int j = 0; j < kPart / 8; ++j) {
                 const float2 own = *reinterpret_cast<const float2*>(sb + 8 * j + lane % 4 * 2);
                 const float s[4] = {sa[0] * own.x, sa[0] * own.y, sa[1] * own.x, sa[1] * own.y};
                 add(j, s);
             }
         }
     }
-    __device__ void run_promoted(float (&sums)[kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines) {
+    __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
 #pragma unroll
-        for (int w = 0; w < kWaves; ++w)
-#pragma unroll
-            for (int i = 0; i < kColumns / 2; ++i) sums[w][i] = 0.0f;
+        for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
 #pragma unroll 1
         for (int line = 0; line < lines; ++line) {
-            barrier_wait(pipe.full + ring.stage, ring.parity);
+            barrier_wait(stages.full + ring.stage, ring.parity);
             const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
-            const float* const own = pipe.scales + ring.stage * D::kScales;
+            const float* const own = stages.scales + ring.stage * D::kScales;
 #pragma unroll
             for (int s = 0; s < kSubs; ++s) {
                 const float* const of_b = own + kSubs * D::kScalesA + s * D::kScalesB;
-                float sa[kWaves][2] = {}, block[2] = {};
-                if constexpr (D::kScaled) {
-#pragma unroll
-                    for (int w = 0; w < kWaves; ++w)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) sa[w][h] = own[s * D::kScalesA + row + 64 * w + 8 * h];
-                }
+                float sa[2] = {}, block[4] = {};
+                if constexpr (D::kScaled) { sa[0] = own[s * D::kScalesA + row]; sa[1] = own[s * D::kScalesA + row + 8]; }
                 if constexpr (D::kBlocks) { block[0] = of_b[0]; block[1] = of_b[1]; }
 #pragma unroll
-                for (int w = 0; w < kWaves; ++w) {
-                    Product part[kColumns / 2];
-                    const u32 part_a = own_a + w * kRows16;
+                for (int half = 0; half < D::kHalves; ++half) {
+                    Product part[kPart / 2];
+                    const u32 half_b = own_b + half * kPart * (kLine / 16);
                     wgmma_fence();
                     if constexpr (kSubs > 1) {
-                        Multiply<kColumns>::of(Mma{}, part, part_a + 2 * s, own_b + 2 * s, false);
+                        Multiply<kPart>::of(Mma{}, part, own_a + 2 * s, half_b + 2 * s, false);
                     } else {
 #pragma unroll
-                        for (int k = 0; k < kLaneSteps; ++k) Multiply<kColumns>::of(Mma{}, part, part_a + 2 * k, own_b + 2 * k, k > 0);
+                        for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, half_b + 2 * k, k > 0);
                     }
                     wgmma_commit();
-                    if (w == 0 && s == 0) note(line, lines);
                     wgmma_wait<0>();
-                    const bool last = w == kWaves - 1 && s == kSubs - 1;
+                    const bool last = half == D::kHalves - 1 && s == kSubs - 1;
                     constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
                     if (last && !kHeld) release(ring.stage);
-                    promote(part, sums[w], sa[w], D::kBlocks ? block : of_b);
+                    promote(part, sums + half * kPart / 2, sa, D::kBlocks ? block + half : of_b);
                     if (last && kHeld) release(ring.stage);
                 }
             }
@@ -142,7 +115,7 @@ struct Multiplier {
 // The sums of a tile that the blocks of a cluster have parts of: each adds up those of its kOwn columns, in the order of
 // the blocks. What is in `shared` is not read any more.
 template <class Mma, class Tile>
-__device__ void add_up(const typename DenseTile<Mma, Tile>::Sum* sums,
+__device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::columns / 2],
                        typename DenseTile<Mma, Tile>::Sum (&own)[Tile::columns / Tile::split / 2], u8* shared, int rank) {
     using D = DenseTile<Mma, Tile>;
     using Sum = typename D::Sum;
@@ -188,13 +161,12 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
     constexpr int kStages = D::kStages;
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
+    const Stages<Mma, Tile> stages(shared);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
-    u64* const begun = reinterpret_cast<u64*>(shared + D::kAtBarriers) + D::kPipes * D::kPipeBarriers;
     if (threadIdx.x == 32 * kMathWarps) {
         prefetch_map(&a_map);
         prefetch_map(&b_map);
-        for (int p = 0; p < D::kPipes; ++p) Pipe<Mma, Tile>(shared, p).init();
-        barrier_init(begun, 1);
+        stages.init();
         barrier_fence();
     }
     __syncthreads();
@@ -205,23 +177,21 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
     const TileWalk<D> walk{{(a_tiles + D::kShare - 1) / D::kShare, b_tiles}, groups, N, step, cluster, clusters, D::kShare > 1 ? rank : 0};
     const int first_line = lines * (D::kSplit > 1 ? rank : 0) / D::kSplit;
     const int own_lines = lines * (D::kSplit > 1 ? rank + 1 : 1) / D::kSplit - first_line;
+    Ring<kStages> ring;
     if (warp >= kMathWarps) {
-        registers_down<72>();
-        const int own_warp = warp - kMathWarps;
-        if (own_warp < D::kPipes) {
-            const Pipe<Mma, Tile> pipe(shared, own_warp);
-            Ring<kStages> ring;
-            ring.parity = 1;
-            walk.each(own_warp, [&](const Place& place) {
+        registers_down<D::kFew>();
+        ring.parity = 1;
+        if (warp == kMathWarps) {
+            walk.each([&](const Place& place, int) {
                 const int a_row = static_cast<int>(D::a_of(place).first), b_row = static_cast<int>(D::b_of(place).first);
 #pragma unroll 1
                 for (int line = first_line; line < first_line + own_lines; ++line) {
-                    barrier_wait(pipe.empty + ring.stage, ring.parity);
+                    barrier_wait(stages.empty + ring.stage, ring.parity);
                     if (lane == 0) {
-                        u64* const ready = pipe.full + ring.stage;
-                        u8* const to_b = pipe.b + ring.stage * D::kBytesB;
+                        u64* const ready = stages.full + ring.stage;
+                        u8* const to_b = stages.b + ring.stage * D::kBytesB;
                         barrier_expect(ready, (a_box + b_box * D::kShare) * kLine);
-                        copy_box(pipe.a + ring.stage * D::kBytesA, &a_map, ready, line * kLine, a_row);
+                        copy_box(stages.a + ring.stage * D::kBytesA, &a_map, ready, line * kLine, a_row);
                         if constexpr (D::kShare > 1) copy_box_to_both(to_b + rank * b_box * kLine, &b_map, ready, line * kLine, b_row + rank * b_box);
                         else copy_box(to_b, &b_map, ready, line * kLine, b_row);
                     }
@@ -230,22 +200,17 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                 }
             });
         } else {
-            const int number = (own_warp - D::kPipes) * 32 / D::kStagers, thread = threadIdx.x - 32 * (kMathWarps + D::kPipes) - number * D::kStagers;
-            const Pipe<Mma, Tile> pipe(shared, number);
-            const Ends<Mma, Tile> ends(pipe.ends);
-            Ring<kStages> ring;
-            ring.parity = 1;
-            u32 end_parity = 1;
-            walk.each(number, [&](const Place& place) {
+            const int thread = threadIdx.x - 32 * (kMathWarps + 1);
+            walk.each([&](const Place& place, int number) {
                 if constexpr (D::kScaled) {
                     StageScales<Mma, Tile> own(SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), first_line, thread);
                     constexpr int kAhead = StageScales<Mma, Tile>::kAhead;
                     const int end = first_line + own_lines;
                     const auto give = [&](int i) {
-                        barrier_wait(pipe.empty + ring.stage, ring.parity);
-                        own.store(i, pipe.scales + ring.stage * D::kScales);
+                        barrier_wait(stages.empty + ring.stage, ring.parity);
+                        own.store(i, stages.scales + ring.stage * D::kScales);
                         __syncwarp();
-                        if (lane == 0) barrier_arrive(pipe.full + ring.stage);
+                        if (lane == 0) barrier_arrive(stages.full + ring.stage);
                         ring.step();
                     };
                     if constexpr (kAhead == 1) {
@@ -268,54 +233,49 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                         }
                     }
                 }
-                barrier_wait(pipe.end_empty, end_parity);
+                const int turn = number % D::kTurns;
+                barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
+                const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
                 bring_end(ends, SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), place, K, results.epilogue, thread);
                 __syncwarp();
-                if (lane == 0) barrier_arrive(pipe.end_full);
-                end_parity ^= 1;
+                if (lane == 0) barrier_arrive(stages.end_full + turn);
             });
         }
     } else {
-        registers_up<216>();
-        const int group = warp / 4, number = D::kPipes > 1 ? group : 0, row = D::kPipes > 1 ? warp % 4 * 16 : warp * 16;
-        const Pipe<Mma, Tile> pipe(shared, number);
-        const Ends<Mma, Tile> ends(pipe.ends);
-        const RemoteBarriers others_empty(pipe.empty, D::kShare > 1 ? rank ^ 1 : rank);
-        // The second pipe begins when the first one is within its first tile, so that they never store at the same time.
-        const bool apart = D::kPipes > 1 && walk.order.count() > D::kPipes * clusters;
-        Multiplier<Mma, Tile> multiplier{pipe, swizzled(pipe.a) + (D::kPipes > 1 ? 0 : group * 64 * (kLine / 16)), swizzled(pipe.b), others_empty,
-                                         row + lane / 4, lane, apart && number == 0 ? begun : nullptr, 0};
-        if (apart && number == 1) barrier_wait(begun, 0);
+        registers_up<D::kMany>();
+        // In turns, a warpgroup waits until all lines of the other one's tile have come: barriers of stages tell their last phase alone.
+        const int group = warp / 4, turn = D::kTurns > 1 ? group : 0, row = D::kTurns > 1 ? warp % 4 * 16 : warp * 16;
+        const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
+        const RemoteBarriers others_empty(stages.empty, D::kShare > 1 ? rank ^ 1 : rank);
+        Multiplier<Mma, Tile> multiplier{stages, swizzled(stages.a) + (D::kTurns > 1 ? 0 : group * (64 * kLine / 16)), swizzled(stages.b),
+                                         others_empty, row + lane / 4, lane, 0};
         const bool corrected = a.sums || b.sums;
-        u32 end_parity = 0;
-        Ring<kStages> ring;
         u8* const area = shared + D::kAtAreas + warp * D::kArea;
-        walk.each(number, [&](const Place& place) {
+        walk.each([&](const Place& place, int number) {
+            if (D::kTurns > 1 && number % 2 != turn) return ring.skip(own_lines);
+            const u32 parity = number / D::kTurns & 1;
             typename D::Sum sums[D::kWaves][D::kColumns / 2];
             if constexpr (D::kPromote) {
-                if constexpr (D::kBlocks == 2) {
-                    multiplier.edge = StageScales<Mma, Tile>::second_block(SideRows(b, D::b_of(place))) / 8;
-                }
-                multiplier.run_promoted(sums, ring, own_lines);
+                if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(SideRows(b, D::b_of(place))) / 8;
+                multiplier.run_promoted(sums[0], ring, own_lines);
             } else {
-                multiplier.run(sums, ring, own_lines);
+                if (D::kTurns > 1) barrier_wait(stages.turn + turn, parity ^ (turn == 0));
+                multiplier.run(sums, ring, own_lines, stages.turn + (turn ^ 1));
             }
             if constexpr (D::kSplit > 1) {
                 typename D::Sum own[D::kOwn / 2];
-                add_up<Mma, Tile>(&sums[0][0], own, shared, rank);
-                barrier_wait(pipe.end_full, end_parity);
-                DenseResults<Mma, Tile>(own, ends, results, place, area, row, rank * D::kOwn, lane, corrected).store(N);
+                add_up<Mma, Tile>(sums[0], own, shared, rank);
+                barrier_wait(stages.end_full, parity);
+                DenseResults<Mma, Tile>(own, ends, results, place, area, row, rank * D::kOwn, lane).store(N, corrected);
                 cluster_sync();  // others may still read this block's sums
             } else {
-                barrier_wait(pipe.end_full, end_parity);
+                barrier_wait(stages.end_full + turn, parity);
 #pragma unroll
                 for (int w = 0; w < D::kWaves; ++w)
-                    DenseResults<Mma, Tile>(sums[w], ends, results, place, area, row + 64 * w, 0, lane, corrected).store(N);
+                    DenseResults<Mma, Tile>(sums[w], ends, results, place, area, row + 64 * w, 0, lane).store(N, corrected);
             }
-            if (lane == 0) barrier_arrive(pipe.end_empty);
-            end_parity ^= 1;
+            if (lane == 0) barrier_arrive(stages.end_empty + turn);
         });
-        multiplier.note(1, 1);
     }
     if constexpr (D::kShare > 1) {  // the other block still gives rows, and barriers their arrivals
         cluster_arrive();

@@ -53,7 +53,7 @@ struct DenseResults {
     static constexpr int kFloatPitch = kSwapped ? 20 : kFloatPiece + 4;           // floats
     static_assert((kSwapped ? kPiece : 16) * kPitch <= D::kArea && (kSwapped ? kFloatPiece : 16) * kFloatPitch * 4 <= D::kArea, "there is room");
 
-    const Sum* sums;  // [kOwn / 2]
+    Sum (&sums)[kOwn / 2];
     const Ends<Mma, Tile>& ends;
     const CodedResults& results;
     const Place& place;
@@ -61,59 +61,48 @@ struct DenseResults {
     int row, from;   // the warp's first of a's rows, and the first of b's
     int lane;
     float factor, scale[2];
-    int terms[2][2];
-    bool corrected;
 
-    __device__ DenseResults(const Sum* sums, const Ends<Mma, Tile>& ends, const CodedResults& results, const Place& place,
-                            u8* area, int row, int from, int lane, bool corrected)
-        : sums(sums), ends(ends), results(results), place(place), area(area), row(row), from(from), lane(lane), corrected(corrected) {
+    __device__ DenseResults(Sum (&sums)[kOwn / 2], const Ends<Mma, Tile>& ends, const CodedResults& results, const Place& place, u8* area,
+                            int row, int from, int lane)
+        : sums(sums), ends(ends), results(results), place(place), area(area), row(row), from(from), lane(lane) {
         factor = results.factor ? *results.factor : 1.0f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int own = row + lane / 4 + 8 * h;
-            if constexpr (!D::kScaled) scale[h] = ends.a_scale[own];
-            if constexpr (!Mma::floats) {
-                terms[h][0] = ends.a_terms[own];
-                if constexpr (!Mma::bits) terms[h][1] = ends.a_terms[kTileRows + own];
-            }
-        }
+        for (int h = 0; h < 2; ++h)
+            if constexpr (!D::kScaled) scale[h] = ends.a_scale[row + lane / 4 + 8 * h];
     }
+    // A lane has two neighbours in each of two rows of a, of each eight columns of b: the first of those.
+    __device__ int column_of(int j) const { return from + 8 * j + lane % 4 * 2; }
 
-    // A lane's sums of eight columns of b: two neighbours in each of two rows of a.
-    __device__ void exact(int j, Sum (&t)[4]) const {
-        const int column = from + 8 * j + lane % 4 * 2;
+    // Sums of products of codes less their zero points, or of -1 and 1.
+    __device__ void correct() const {
+        int a[2][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // the compiler would work all results out before a loop that stores them
-            if constexpr (is_same<Sum, float>) t[i] = float_of(anew(bits_of(sums[4 * j + i])));
-            else t[i] = anew(sums[4 * j + i]);
-        }
-        if constexpr (Mma::bits) {
-            const int2 b = *reinterpret_cast<const int2*>(ends.b_terms + column);
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) t[i] = 4 * t[i] + terms[i / 2][0] + (i % 2 ? b.y : b.x);
-        } else if constexpr (!Mma::floats && !D::kScaled) {
-            if (corrected) {
-                const int2 p = *reinterpret_cast<const int2*>(ends.b_terms + column);
-                const int2 q = *reinterpret_cast<const int2*>(ends.b_terms + D::kColumns + column);
+            for (int i = 0; i < 2; ++i) a[i][h] = ends.a_terms[i * kTileRows + row + lane / 4 + 8 * h];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) t[i] += terms[i / 2][0] * (i % 2 ? p.y : p.x) + terms[i / 2][1] * (i % 2 ? q.y : q.x);
-            }
-        }
-    }
-    __device__ void scaled(int j, float (&y)[4]) const {
-        Sum t[4];
-        exact(j, t);
-        if constexpr (D::kScaled) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) y[i] = t[i] * factor;
-        } else {
-            const float2 b = *reinterpret_cast<const float2*>(ends.b_scale + from + 8 * j + lane % 4 * 2);
+        for (int j = 0; j < kGroups; ++j) {
+            if (j % 4 == 0) __syncwarp();  // else the compiler loads all terms at once, which have no registers
+            const int2 p = *reinterpret_cast<const int2*>(ends.b_terms + column_of(j));
+            int2 q = {};
+            if constexpr (!Mma::bits) q = *reinterpret_cast<const int2*>(ends.b_terms + D::kColumns + column_of(j));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float own = i % 2 ? b.y : b.x, x = static_cast<float>(t[i]);
-                y[i] = (kSwapped ? x * own * scale[i / 2] : x * scale[i / 2] * own) * factor;
+                Sum& sum = sums[4 * j + i];
+                const int own_p = i % 2 ? p.y : p.x, own_q = i % 2 ? q.y : q.x;
+                if constexpr (Mma::bits) sum = 4 * sum + a[0][i / 2] + own_p;
+                else sum += a[0][i / 2] * own_p + a[1][i / 2] * own_q;
             }
         }
+    }
+    __device__ float2 b_scale(int j) const {
+        if constexpr (D::kScaled) return make_float2(1.0f, 1.0f);
+        else return *reinterpret_cast<const float2*>(ends.b_scale + column_of(j));
+    }
+    __device__ float scaled(Sum sum, int h, float other) const {
+        const float x = static_cast<float>(sum);
+        if constexpr (D::kScaled) return x * factor;
+        else return (kSwapped ? x * other * scale[h] : x * scale[h] * other) * factor;
     }
 
     // Results of 16 bits without a residual, whole vectors of them.
@@ -125,41 +114,53 @@ struct DenseResults {
     template <class T>
     __device__ void store_quick() const {
         const Epilogue& e = results.epilogue;
-        const bool relu = e.activation == kRelu;
+        const float least = e.activation == kRelu ? 0.0f : float_of(0xFF800000u);
         const int g = lane / 4, t = lane % 4;
+        constexpr int kEights = kPiece / 8, kVectors = kSwapped ? 2 : kEights, kLines = kSwapped ? kPiece : 16, kAtOnce = 32 / kVectors;
+        // A lane stores vectors of 16 bytes, kAtOnce rows of the output apart.
+        const int line = lane / kVectors, vector = lane % kVectors * 8;
+        const int first_m = (kSwapped ? from : row) + line, first_n = (kSwapped ? row : from) + vector;
+        const i64 stride = e.out_stride;
+        T* to = static_cast<T*>(e.out) + (place.x.first + first_m) * stride + place.column + first_n;
+        const u8* const own = area + line * kPitch + vector * 2;
+        u8* const pairs_at = area + g * kPitch + t * 4;
+        const u32 matrices_at = shared_address(area) + lane % 8 * kPitch + lane / 8 % 2 * 16;
         float own_bias[2] = {};
         if constexpr (kSwapped) { own_bias[0] = ends.bias[row + g]; own_bias[1] = ends.bias[row + g + 8]; }
 #pragma unroll
         for (int first = 0; first < kOwn; first += kPiece) {
+            float2 other[kEights], bias[kEights];  // before results are stored, which they do not wait for
 #pragma unroll
-            for (int j = first / 8; j < (first + kPiece) / 8; ++j) {
+            for (int j = 0; j < kEights; ++j) {
+                other[j] = b_scale(first / 8 + j);
+                bias[j] = kSwapped ? make_float2(0.0f, 0.0f) : *reinterpret_cast<const float2*>(ends.bias + column_of(first / 8 + j));
+            }
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
                 float y[4];
-                scaled(j, y);
-                float2 bias = make_float2(0.0f, 0.0f);
-                if constexpr (!kSwapped) bias = *reinterpret_cast<const float2*>(ends.bias + from + 8 * j + 2 * t);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    y[i] += kSwapped ? own_bias[i / 2] : i % 2 ? bias.y : bias.x;
-                    if (relu) y[i] = activated(kRelu, y[i]);
+                    y[i] = scaled(sums[first / 2 + 4 * j + i], i / 2, i % 2 ? other[j].y : other[j].x);
+                    y[i] = max_or_nan(y[i] + (kSwapped ? own_bias[i / 2] : i % 2 ? bias[j].y : bias[j].x), least);
                 }
                 const u32 pairs[2] = {pair_of<T>(y[0], y[1]), pair_of<T>(y[2], y[3])};
-                const int in_piece = 8 * j - first;
                 if constexpr (kSwapped) {
-                    store_matrices_transposed(shared_address(area) + (in_piece + lane % 8) * kPitch + lane / 8 % 2 * 16, pairs);
+                    store_matrices_transposed(matrices_at + j * 8 * kPitch, pairs);
                 } else {
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) *reinterpret_cast<u32*>(area + (g + 8 * h) * kPitch + (in_piece + 2 * t) * 2) = pairs[h];
+                    for (int h = 0; h < 2; ++h) *reinterpret_cast<u32*>(pairs_at + h * 8 * kPitch + j * 16) = pairs[h];
                 }
             }
             __syncwarp();
-            constexpr int kVectors = kSwapped ? 2 : kPiece / 8, kLines = kSwapped ? kPiece : 16;
+            const int in_m = kSwapped ? first : 0, in_n = kSwapped ? 0 : first;
+            T* at = to + in_m * stride + in_n;
 #pragma unroll
-            for (int v = 0; v < (kVectors * kLines + 31) / 32; ++v) {
-                const int own = lane + 32 * v, line = own / kVectors, vector = own % kVectors;
-                const int m = kSwapped ? from + first + line : row + line, n = (kSwapped ? row : from + first) + 8 * vector;
-                if ((kVectors * kLines % 32 && line >= kLines) || m >= place.x.count || n >= place.w.count) continue;
-                store16(static_cast<T*>(e.out) + (place.x.first + m) * e.out_stride + place.column + n,
-                        *reinterpret_cast<const uint4*>(area + line * kPitch + vector * 16));
+            for (int v = 0; v < (kLines + kAtOnce - 1) / kAtOnce; ++v) {
+                const int more = v * kAtOnce;
+                const bool inside = line + more < kLines && lane < kAtOnce * kVectors;
+                if (inside && first_m + in_m + more < place.x.count && first_n + in_n < place.w.count)
+                    store16(at, *reinterpret_cast<const uint4*>(own + more * kPitch));
+                at += kAtOnce * stride;
             }
             __syncwarp();
         }
@@ -175,32 +176,27 @@ struct DenseResults {
     template <bool kRaw>
     __device__ void store_whole() const {
         const int g = lane / 4, t = lane % 4;
-        u32* const out = static_cast<u32*>(results.epilogue.out) + place.column;
         const i64 stride = results.epilogue.out_stride;
+        const int first_m = kSwapped ? from + 2 * t : row + g, first_n = kSwapped ? row + g : from + 2 * t;
+        u32* const to = static_cast<u32*>(results.epilogue.out) + (place.x.first + first_m) * stride + place.column + first_n;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             u32 v[4];
-            const int column = from + 8 * j + 2 * t;
-            if constexpr (kRaw) {
-                Sum whole[4];
-                exact(j, whole);
+            const float2 other = kRaw ? make_float2(0.0f, 0.0f) : b_scale(j);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = static_cast<u32>(whole[i]);
-            } else {
-                float y[4];
-                scaled(j, y);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = bits_of(y[i] + ends.bias[kSwapped ? row + g + i / 2 * 8 : column + i % 2]);
+            for (int i = 0; i < 4; ++i) {
+                const Sum sum = sums[4 * j + i];
+                if constexpr (kRaw) v[i] = static_cast<u32>(sum);
+                else v[i] = bits_of(scaled(sum, i / 2, i % 2 ? other.y : other.x) + ends.bias[kSwapped ? row + g + i / 2 * 8 : column_of(j) + i % 2]);
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int own = row + g + 8 * h;
                 if constexpr (kSwapped) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        if (own < place.w.count && column + i < place.x.count) out[(place.x.first + column + i) * stride + own] = v[2 * h + i];
-                } else if (own < place.x.count && column < place.w.count) {
-                    *reinterpret_cast<uint2*>(out + (place.x.first + own) * stride + column) = make_uint2(v[2 * h], v[2 * h + 1]);
+                        if (first_n + 8 * h < place.w.count && first_m + 8 * j + i < place.x.count) to[(8 * j + i) * stride + 8 * h] = v[2 * h + i];
+                } else if (first_m + 8 * h < place.x.count && first_n + 8 * j < place.w.count) {
+                    *reinterpret_cast<uint2*>(to + 8 * h * stride + 8 * j) = make_uint2(v[2 * h], v[2 * h + 1]);
                 }
             }
         }
@@ -236,26 +232,31 @@ struct DenseResults {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < kFloatPiece / 8; ++j) {
-            float y[4];
-            scaled(first / 8 + j, y);
-            if constexpr (!Mma::floats && !D::kScaled) {
-                if (raw) {
-                    Sum whole[4];
-                    exact(first / 8 + j, whole);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) y[i] = float_of(static_cast<u32>(whole[i]));
-                }
-            }
+            const float2 other = b_scale(first / 8 + j);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                Sum sum = sums[first / 2 + 4 * j + i];
+                float y;
+                // The compiler would work all results out before the loop that stores them.
+                if constexpr (is_same<Sum, float>) {
+                    sum = float_of(anew(bits_of(sum)));
+                    y = scaled(sum, i / 2, i % 2 ? other.y : other.x);
+                } else {
+                    sum = anew(sum);
+                    y = raw ? float_of(sum) : scaled(sum, i / 2, i % 2 ? other.y : other.x);
+                }
                 const int a = g + i / 2 * 8, b = 8 * j + 2 * t + i % 2;
-                to[kSwapped ? b * kFloatPitch + a : a * kFloatPitch + b] = y[i];
+                to[kSwapped ? b * kFloatPitch + a : a * kFloatPitch + b] = y;
             }
         }
     }
-    __device__ void store(i64 N) const {
+    __device__ void store(i64 N, bool corrected) const {
+        if constexpr (Mma::bits) correct();
+        else if constexpr (!Mma::floats && !D::kScaled) {
+            if (corrected) correct();
+        }
         if (is_whole(N)) {
-            if constexpr (!Mma::floats && !D::kScaled) {
+            if constexpr (!is_same<Sum, float>) {
                 if (results.is_raw()) return store_whole<true>();
             }
             return store_whole<false>();

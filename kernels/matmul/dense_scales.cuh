@@ -56,7 +56,7 @@ struct BlockCursor {
 template <class Mma, class Tile>
 struct StageScales {
     using D = DenseTile<Mma, Tile>;
-    static constexpr int kStagers = D::kStagers, kEach = (D::kScalesA + D::kScalesB + kStagers - 1) / kStagers;
+    static constexpr int kEach = (D::kScalesA + D::kScalesB + kStagers - 1) / kStagers;
     // Lines whose scales are on their way.
     static constexpr int kAhead = !D::kFloatScales || D::kSubs > 1 ? 1 : kEach > 5 ? 2 : 4;
     const Coded &a, &b;
@@ -71,6 +71,8 @@ struct StageScales {
         const i64 tall = b.side.scaling.tall;
         return static_cast<int>(min(tall - b.row % tall, static_cast<i64>(D::kColumns)));
     }
+    // The first column of block `i` of those that are staged: of one, of two, or of both halves.
+    __device__ static int first_of(const SideRows& b, int i) { return i == 0 ? 0 : D::kBlocks == 1 ? i * D::kPart : second_block(b); }
     __device__ StageScales(const SideRows& a_rows, const SideRows& b_rows, int line, int thread)
         : a(a_rows.side), b(b_rows.side), thread(thread), in_a(a.scaling, line), in_b(b.scaling, line) {
         first_a = a.scaling.place(a_rows.matrix, a_rows.row);
@@ -79,9 +81,9 @@ struct StageScales {
         for (int n = 0; n < kEach; ++n) {
             const int i = thread + n * kStagers, of_b = i - D::kScalesA;
             if (of_b < 0) places[n] = behind(a_rows, i, first_a);
-            else if (of_b >= (D::kBlocks ? 2 : D::kColumns)) places[n] = -1;
+            else if (of_b >= (D::kBlocks == 1 ? D::kHalves : D::kBlocks ? 2 : D::kColumns)) places[n] = -1;
             else if (!D::kBlocks) places[n] = behind(b_rows, of_b, first_b);
-            else places[n] = behind(b_rows, of_b ? second_block(b_rows) : 0, first_b);
+            else places[n] = behind(b_rows, first_of(b_rows, of_b), first_b);
         }
     }
     __device__ static int behind(const SideRows& rows, int i, i64 first) { return i < rows.count ? static_cast<int>(rows.place(i) - first) : -1; }
@@ -134,7 +136,6 @@ template <class Mma, class Tile>
 __device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const SideRows& b, const Place& place, i64 K, const Epilogue& e,
                           int thread) {
     using D = DenseTile<Mma, Tile>;
-    constexpr int kStagers = D::kStagers;
     const auto side = [&](const SideRows& own, int i, float* scale, int* terms, int rows, bool is_a) {
         if constexpr (!D::kScaled) scale[i] = own.scale(i);
         if constexpr (Mma::bits) {

@@ -9,6 +9,7 @@ namespace cuquant {
 constexpr int kLine = 128;              // bytes of K of a stage: what the copy engine swizzles
 constexpr int kTileRows = 128;          // of side a, 64 of each warpgroup
 constexpr int kMathWarps = 8, kLaneSteps = 4;  // that multiply; and products of 32 bytes in a line
+constexpr int kStagers = 96;            // threads that bring scales, bias and sums of codes
 
 // Rows of a side that a tile has, counted through all its matrices.
 struct Rows { i64 first; int count; };
@@ -20,40 +21,44 @@ struct Place {
 
 // Tile, which dense.py prints:
 //   columns   rows of side b; side a has kTileRows
-//   pipes     2: each of the two warpgroups has tiles, and stages, of its own, so that one stores results while the other
-//             multiplies; 1: they have 64 rows each of the same tile
-//   stages    lines of both sides in shared memory, of a pipe
+//   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each has
+//             64 rows of every tile
+//   stages    lines of both sides in shared memory
 //   promote   bytes of K whose products the tensor cores add up, 32 or 128, before they meet others in float32; 0: all
 //   scaled    1 or 2: each such sum is multiplied by its scales, which change along K; 1: all of them are float32
-//   blocks    how many blocks of scales the columns are of, 1 or 2; 0: each has its own scale
+//   blocks    how many blocks of scales the columns of a part are of, 1 or 2; 0: each has its own scale
 //   swapped   side a is the weights, whose rows are the output's columns; else it is x
 //   share     2: the two blocks of a cluster have the same rows of b, of which each brings half to both
 //   split     blocks of a cluster that share K of a tile
 template <class Mma, class Tile>
 struct DenseTile {
-    static constexpr int kColumns = Tile::columns, kPipes = Tile::pipes, kStages = Tile::stages, kPromote = Tile::promote;
+    static constexpr int kColumns = Tile::columns, kTurns = Tile::turns, kStages = Tile::stages, kPromote = Tile::promote;
     static constexpr int kBlocks = Tile::blocks, kShare = Tile::share, kSplit = Tile::split, kCluster = kShare * kSplit;
     static constexpr bool kScaled = Tile::scaled, kFloatScales = Tile::scaled == 1, kSwapped = Tile::swapped;
-    static_assert(kSplit == 1 || kShare * kPipes == 1, "K is shared by whole blocks, of a cluster that shares nothing else");
-    static constexpr int kPipeWarps = kMathWarps / kPipes, kWaves = kPipes;  // times 64 rows of a warpgroup
-    static constexpr int kStagers = kPipes > 1 ? 32 : 96;  // threads of a pipe that bring scales, bias and sums of codes
-    static_assert(kColumns * kWaves <= 256 && (!kPromote || kColumns <= 192), "sums have registers, and those that are promoted too");
-    static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;  // sums of a line
-    static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks, and room
+    static_assert(kSplit == 1 || kShare * kTurns == 1, "K is shared by whole blocks, of a cluster that shares nothing else");
+    static_assert(kTurns == 1 || !kPromote, "who promotes leaves the tensor cores to the other warpgroup of its tile");
+    static constexpr int kTileWarps = kMathWarps / kTurns, kWaves = kTurns;  // of a tile; and times 64 rows of a warpgroup
+    static_assert(kColumns * kWaves <= 256, "sums have registers");
+    // Sums that are promoted leave room for those of half the columns.
+    static constexpr int kHalves = kPromote && kColumns > 192 ? 2 : 1, kPart = kColumns / kHalves;
+    // Registers: a block has those it was launched with, of which warps that bring a scale of every column have more.
+    static constexpr int kFew = Tile::scaled && !Tile::blocks ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
+    static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
+    static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;                  // sums of a line
+    static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks of each half
     static constexpr int kScales = kScaled ? kSubs * (kScalesA + kScalesB) : 0;    // of a stage
     static constexpr int kOwn = kColumns / kSplit;  // columns whose sums a block finishes
     using Sum = Choice<(kPromote > 0), float, typename Mma::Sum>;
     // What a warp stores at a time, rows of the output, lies in this many bytes.
     static constexpr int kArea = 2560;
 
-    // Of a pipe: stages, then what lies beside them; and at the end places of warps, and barriers.
+    // In shared memory: stages, their scales, the ends of as many tiles as there are turns, places of warps, barriers.
     static constexpr int kBytesA = kTileRows * kLine, kBytesB = kColumns * kLine, kRing = kStages * (kBytesA + kBytesB);
     static constexpr int kTerms = Mma::floats ? 0 : 2;
     static constexpr int kNamed = kSwapped ? kTileRows : kColumns;  // of bias
     // Scales of both sides, bias, and what is added to sums of integers.
     static constexpr int kEnds = (kScaled ? 0 : kTileRows + kColumns) + kNamed + kTerms * (kTileRows + kColumns);
-    static constexpr int kBeside = (kStages * kScales + kEnds) * 4, kPipeBarriers = 2 * kStages + 2;
-    static constexpr int kAtBeside = kPipes * kRing, kAtAreas = kAtBeside + kPipes * kBeside;
+    static constexpr int kAtEnds = kRing + kStages * kScales * 4, kAtAreas = kAtEnds + kTurns * kEnds * 4;
     static constexpr int kAtBarriers = kAtAreas + kMathWarps * kArea;
 
     __device__ static Place place(const Groups& groups, i64 N, int step, int a_tile, int b_tile) {
@@ -82,7 +87,7 @@ struct TileOrder {
     }
 };
 
-// Pipes take tiles in turn.
+// The tiles of a block, which all its warps walk through.
 template <class D>
 struct TileWalk {
     TileOrder order;
@@ -90,44 +95,65 @@ struct TileWalk {
     i64 N;
     int step, cluster, clusters, rank;  // rank: of the blocks that have neighbours on side a
 
-    // `take` does what a warp of a pipe does with a tile.
+    // `take` is given a tile, and its number among those that have rows.
     template <class Take>
-    __device__ void each(int pipe, const Take& take) const {
+    __device__ void each(const Take& take) const {
+        int number = 0;
 #pragma unroll 1
-        for (int tile = cluster + pipe * clusters; tile < order.count(); tile += clusters * D::kPipes) {
+        for (int tile = cluster; tile < order.count(); tile += clusters) {
             int a_tile, b_tile;
             order.at(tile, a_tile, b_tile);
             const Place place = D::place(groups, N, step, a_tile * D::kShare + rank, b_tile);
-            if (!D::is_skipped(place)) take(place);
+            if (!D::is_skipped(place)) take(place, number++);
         }
     }
 };
 
-// What a pipe has in shared memory.
+// What a block has in shared memory.
 template <class Mma, class Tile>
-struct Pipe {
+struct Stages {
     using D = DenseTile<Mma, Tile>;
-    u8 *a, *b;  // stages
+    u8 *a, *b;
     float *scales, *ends;
-    u64 *full, *empty, *end_full, *end_empty;
+    u64 *full, *empty, *end_full, *end_empty, *turn;
 
-    __device__ Pipe(u8* shared, int number) {
-        a = shared + number * D::kRing;
+    __device__ explicit Stages(u8* shared) {
+        a = shared;
         b = a + D::kStages * D::kBytesA;
-        scales = reinterpret_cast<float*>(shared + D::kAtBeside + number * D::kBeside);
-        ends = scales + D::kStages * D::kScales;
-        full = reinterpret_cast<u64*>(shared + D::kAtBarriers) + number * D::kPipeBarriers;
+        scales = reinterpret_cast<float*>(shared + D::kRing);
+        ends = reinterpret_cast<float*>(shared + D::kAtEnds);
+        full = reinterpret_cast<u64*>(shared + D::kAtBarriers);
         empty = full + D::kStages;
         end_full = empty + D::kStages;
-        end_empty = end_full + 1;
+        end_empty = end_full + 2;
+        turn = end_empty + 2;
     }
     __device__ void init() const {
         for (int s = 0; s < D::kStages; ++s) {
-            barrier_init(full + s, D::kScaled ? 1 + D::kStagers / 32 : 1);
-            barrier_init(empty + s, D::kPipeWarps * D::kShare);
+            barrier_init(full + s, D::kScaled ? 1 + kStagers / 32 : 1);
+            barrier_init(empty + s, D::kTileWarps * D::kShare);
         }
-        barrier_init(end_full, D::kStagers / 32);
-        barrier_init(end_empty, D::kPipeWarps);
+        for (int t = 0; t < D::kTurns; ++t) {
+            barrier_init(end_full + t, kStagers / 32);
+            barrier_init(end_empty + t, D::kTileWarps);
+            barrier_init(turn + t, 1);
+        }
+    }
+};
+
+// Lines of both sides in shared memory, one behind the other: which one comes next.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ void step() {
+        if (++stage == kStages) { stage = 0; parity ^= 1; }
+    }
+    __device__ void skip(int lines) {
+        const int rounds = (stage + lines) / kStages;
+        stage += lines - rounds * kStages;
+        parity ^= rounds & 1;
     }
 };
 

@@ -20,11 +20,10 @@ LINE = 128  # bytes of K of a stage
 ROWS = 128  # of side a
 THREADS = 384
 AREA = 8 * 2560  # bytes in which warps order results
-BEGUN = 8  # of the barrier by which the second pipe begins
-BARRIERS = 16  # bytes of a stage's two, and of the two at the end of a tile
+BARRIERS, OTHER_BARRIERS = 16, 48  # bytes of a stage's two, and of the others
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
 COLUMNS = (*range(16, 193, 16), 224, 256)
-# Pipes, share and split.
+# Turns, share and split.
 WAYS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
@@ -50,10 +49,10 @@ class Tile:
     ----------
     columns
         Rows of side b of a block.
-    pipes
-        2: each of the two warpgroups has tiles of its own; 1: they have halves of the same one.
+    turns
+        2: the two warpgroups take tiles in turn; 1: each has 64 rows of every tile.
     stages
-        Lines of both sides in shared memory, of a pipe.
+        Lines of both sides in shared memory.
     promote
         Bytes of K whose products the tensor cores add up before they meet others in float32; 0: all
         of them.
@@ -71,7 +70,7 @@ class Tile:
     """
 
     columns: int
-    pipes: int = 1
+    turns: int = 1
     stages: int = 0
     promote: int = 0
     scaled: int = 0
@@ -138,7 +137,7 @@ def shared_bytes(tile: Tile, *, is_float: bool) -> int:
     ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
     ends += 0 if is_float else 2 * sides
     stage = sides * LINE + scales_of(tile) * 4 + BARRIERS
-    return tile.pipes * (tile.stages * stage + ends * 4 + BARRIERS) + AREA + BEGUN
+    return tile.stages * stage + tile.turns * ends * 4 + AREA + OTHER_BARRIERS
 
 
 @lru_cache(maxsize=4096)
@@ -189,16 +188,31 @@ def time_us(tile: Tile, work: Work) -> float:
     if tile.promote == FINE:
         multiplied += tile.columns * FINE_CYCLES
     brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
-    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE / tile.pipes)
+    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE)
     end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
     end += SPLIT_CYCLES if tile.split > 1 else 0
     at_once = work.processors // tile.cluster * tile.cluster
     rounds = -(-cut.blocks(tile) // at_once)
-    ends = 1 if tile.pipes > 1 else rounds
+    ends = 1 if tile.turns > 1 else rounds
     busy = rounds * lines * line + ends * end + FILL_CYCLES
     rows = work.rows * (1 if work.told == "offsets" else work.groups)
     read = (work.columns * work.groups + rows) * work.lines * LINE
     return START_US + max(busy / CYCLES, read / MEMORY + LAST_US)
+
+
+def halves_of(tile: Tile) -> int:
+    """Parts of the columns whose sums are promoted one after the other."""
+    return 2 if tile.promote and tile.columns > 192 else 1
+
+
+def blocks_of(tile: Tile, work: Work) -> int:
+    """Blocks of scales that the columns of a part are of: see Tile."""
+    part = tile.columns // halves_of(tile)
+    if not tile.scaled or tile.swapped or work.tall < min(part, work.columns):
+        return 0
+    if work.tall % part == 0 or work.tall >= work.columns:
+        return 1
+    return 2 if work.tall % 8 == 0 else 0
 
 
 def ways(work: Work) -> Iterator[Tile]:
@@ -206,16 +220,16 @@ def ways(work: Work) -> Iterator[Tile]:
     for swapped in (False, True):
         for columns in COLUMNS:
             base = Tile(columns, promote=work.promote, scaled=work.scaled, swapped=swapped)
-            if work.scaled and not swapped and work.tall >= columns:
-                whole = work.tall % columns == 0 or work.tall >= work.columns
-                base = replace(base, blocks=1 if whole else 2 if work.tall % 8 == 0 else 0)
-            for pipes, share, split in WAYS:
+            base = replace(base, blocks=blocks_of(base, work))
+            if work.promote and columns > 192 and base.scaled and base.blocks != 1:
+                continue
+            for turns, share, split in WAYS:
                 if share > 1 and not (swapped or (work.groups == 1 and not work.told)):
                     continue
                 if split > 1 and (columns // 8 % split or work.lines < split):
                     continue
-                tile = replace(base, pipes=pipes, share=share, split=split)
-                if columns * pipes > _most(work, pipes):
+                tile = replace(base, turns=turns, share=share, split=split)
+                if columns * turns > _most(work) or (turns > 1 and work.promote):
                     continue
                 tile = staged(tile, is_float=work.is_float)
                 room = tile.stages * (ROWS + columns) * LINE
@@ -226,9 +240,9 @@ def ways(work: Work) -> Iterator[Tile]:
                 yield tile
 
 
-def _most(work: Work, pipes: int) -> int:
-    """Columns of all pipes of a block for which there are registers."""
-    return 128 if work.promote == FINE else 192 if work.promote and pipes == 1 else 256
+def _most(work: Work) -> int:
+    """Columns of a tile for which there are registers, in two of which two tiles are begun."""
+    return 128 if work.promote == FINE else 256
 
 
 @lru_cache(maxsize=4096)

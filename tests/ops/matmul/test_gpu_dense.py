@@ -77,16 +77,16 @@ for _by, _counts in {
 # Each way to divide, whatever the rule would choose.
 for _swapped in (False, True):
     for _columns in (16, 48, 112, 128, 192, 224, 256):
-        for _pipes, _share, _split in WAYS:
-            if _columns // 8 % _split or _columns * _pipes > 256 or (_columns > 192 and _split > 1):
+        for _turns, _share, _split in WAYS:
+            if _columns // 8 % _split or _columns * _turns > 256 or (_columns > 192 and _split > 1):
                 continue
-            _way = dict(pipes=_pipes, swapped=_swapped, share=_share, split=_split)
-            _id = f"{_columns}-{'swapped' if _swapped else 'straight'}-{_pipes}-{_share}-{_split}"
-            _shape = (1300, 1000, 2000) if _pipes > 1 else (300, 1000, 2000)
+            _way = dict(swapped=_swapped, turns=_turns, share=_share, split=_split)
+            _id = f"{_columns}-{'swapped' if _swapped else 'straight'}-{_turns}-{_share}-{_split}"
+            _shape = (1300, 1000, 2000) if _split == 1 else (300, 1000, 2000)
             CASES[f"tile-{_id}"] = Case(INT, INT, _shape, "bfloat16", tile=tile(_columns, **_way))
-            if _columns > 192:
+            _blocks = 0 if _swapped else 1 if 128 % _columns == 0 or _columns == 256 else 2
+            if _turns > 1 or (_columns > 192 and _blocks != 1):
                 continue
-            _blocks = 0 if _swapped else 1 if 128 % _columns == 0 else 2
             _way |= dict(promote=128, scaled=1, blocks=_blocks)
             CASES[f"tile-blocks-{_id}"] = Case(
                 *sides("fp8_e4m3", LINE, BLOCK), _shape, "bfloat16",
