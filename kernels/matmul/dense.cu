@@ -73,41 +73,83 @@ struct Multiplier {
             }
         }
     }
+    __device__ void multiply(Product (&part)[kPart / 2], int stage, int half, int sub) const {
+        const u32 own_a = a + stage * (D::kBytesA / 16), own_b = b + stage * (D::kBytesB / 16) + half * kPart * (kLine / 16);
+        wgmma_fence();
+        if constexpr (kSubs > 1) {
+            Multiply<kPart>::of(Mma{}, part, own_a + 2 * sub, own_b + 2 * sub, false);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, own_b + 2 * k, k > 0);
+        }
+        wgmma_commit();
+    }
+    struct LineScales { float a[2], b[2]; const float* columns; };
+    __device__ LineScales scales_of(int stage, int sub) const {
+        const float* const own = stages.scales + stage * D::kScales;
+        LineScales s = {};
+        s.columns = own + kSubs * D::kScalesA + sub * D::kScalesB;
+        if constexpr (D::kScaled) { s.a[0] = own[sub * D::kScalesA + row]; s.a[1] = own[sub * D::kScalesA + row + 8]; }
+        if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
+        return s;
+    }
+    __device__ void promote_all(const Product (&part)[kPart / 2], float* sums, const LineScales& s, int half, int stage, bool last) const {
+        constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
+        if (last && !kHeld) release(stage);
+        promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
+        if (last && kHeld) release(stage);
+    }
     __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
-#pragma unroll 1
-        for (int line = 0; line < lines; ++line) {
-            barrier_wait(stages.full + ring.stage, ring.parity);
-            const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
-            const float* const own = stages.scales + ring.stage * D::kScales;
-#pragma unroll
-            for (int s = 0; s < kSubs; ++s) {
-                const float* const of_b = own + kSubs * D::kScalesA + s * D::kScalesB;
-                float sa[2] = {}, block[4] = {};
-                if constexpr (D::kScaled) { sa[0] = own[s * D::kScalesA + row]; sa[1] = own[s * D::kScalesA + row + 8]; }
-                if constexpr (D::kBlocks) { block[0] = of_b[0]; block[1] = of_b[1]; }
-#pragma unroll
-                for (int half = 0; half < D::kHalves; ++half) {
-                    Product part[kPart / 2];
-                    const u32 half_b = own_b + half * kPart * (kLine / 16);
-                    wgmma_fence();
-                    if constexpr (kSubs > 1) {
-                        Multiply<kPart>::of(Mma{}, part, own_a + 2 * s, half_b + 2 * s, false);
-                    } else {
-#pragma unroll
-                        for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, half_b + 2 * k, k > 0);
-                    }
-                    wgmma_commit();
+        if constexpr (D::kDouble) {  // one line is multiplied while the sums of the one before are promoted
+            Product part[2][kPart / 2];
+            const auto begin = [&](Product (&to)[kPart / 2], const Ring<D::kStages>& at) {
+                barrier_wait(stages.full + at.stage, at.parity);
+                multiply(to, at.stage, 0, 0);
+            };
+            const auto step = [&](Product (&now)[kPart / 2], Product (&next)[kPart / 2], bool more) {
+                const int stage = ring.stage;
+                const LineScales s = scales_of(stage, 0);
+                ring.step();
+                if (more) {
+                    begin(next, ring);
+                    wgmma_wait<1>();
+                } else {
                     wgmma_wait<0>();
-                    const bool last = half == D::kHalves - 1 && s == kSubs - 1;
-                    constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
-                    if (last && !kHeld) release(ring.stage);
-                    promote(part, sums + half * kPart / 2, sa, D::kBlocks ? block + half : of_b);
-                    if (last && kHeld) release(ring.stage);
                 }
+                promote_all(now, sums, s, 0, stage, true);
+            };
+            begin(part[0], ring);
+            int line = 0;
+#pragma unroll 1
+            for (; line + 2 < lines; line += 2) {
+                step(part[0], part[1], true);
+                step(part[1], part[0], true);
             }
-            ring.step();
+            if (line + 1 < lines) {
+                step(part[0], part[1], true);
+                step(part[1], part[0], false);
+            } else {
+                step(part[0], part[1], false);
+            }
+        } else {
+#pragma unroll 1
+            for (int line = 0; line < lines; ++line) {
+                barrier_wait(stages.full + ring.stage, ring.parity);
+#pragma unroll
+                for (int sub = 0; sub < kSubs; ++sub) {
+                    const LineScales s = scales_of(ring.stage, sub);
+#pragma unroll
+                    for (int half = 0; half < D::kHalves; ++half) {
+                        Product part[kPart / 2];
+                        multiply(part, ring.stage, half, sub);
+                        wgmma_wait<0>();
+                        promote_all(part, sums, s, half, ring.stage, half == D::kHalves - 1 && sub == kSubs - 1);
+                    }
+                }
+                ring.step();
+            }
         }
     }
 };

@@ -251,8 +251,7 @@ struct DenseResults {
         }
     }
     __device__ void store(i64 N, bool corrected) const {
-        if constexpr (Mma::bits) correct();
-        else if constexpr (!Mma::floats && !D::kScaled) {
+        if constexpr (!Mma::floats && !D::kScaled) {
             if (corrected) correct();
         }
         if (is_whole(N)) {

@@ -138,9 +138,10 @@ __device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const Si
     using D = DenseTile<Mma, Tile>;
     const auto side = [&](const SideRows& own, int i, float* scale, int* terms, int rows, bool is_a) {
         if constexpr (!D::kScaled) scale[i] = own.scale(i);
-        if constexpr (Mma::bits) {
+        if constexpr (D::kTerms == 0) {
+        } else if constexpr (Mma::bits) {
             terms[i] = (is_a ? static_cast<int>(K) : 0) - 2 * own.sum(i);
-        } else if constexpr (!Mma::floats) {
+        } else {
             const int zero = own.zero(i), sum = own.sum(i);
             terms[i] = is_a ? -zero : sum - static_cast<int>(K) * zero;
             terms[rows + i] = is_a ? -sum : zero;

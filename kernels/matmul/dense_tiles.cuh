@@ -41,9 +41,13 @@ struct DenseTile {
     static_assert(kColumns * kWaves <= 256, "sums have registers");
     // Sums that are promoted leave room for those of half the columns.
     static constexpr int kHalves = kPromote && kColumns > 192 ? 2 : 1, kPart = kColumns / kHalves;
-    // Registers: a block has those it was launched with, of which warps that bring a scale of every column have more.
-    static constexpr int kFew = Tile::scaled && !Tile::blocks ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
+    // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have them where
+    // sums are few too.
+    static constexpr bool kFewSums = kColumns * kTurns * (kPromote ? 2 : 1) <= 128;
+    static constexpr int kFew = (kScaled && !kBlocks) || kFewSums ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
     static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
+    // There are registers for the sums of two lines.
+    static constexpr bool kDouble = kPromote == 128 && kColumns <= (kScaled && !kBlocks ? 64 : 128);
     static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;                  // sums of a line
     static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks of each half
     static constexpr int kScales = kScaled ? kSubs * (kScalesA + kScalesB) : 0;    // of a stage
@@ -54,7 +58,7 @@ struct DenseTile {
 
     // In shared memory: stages, their scales, the ends of as many tiles as there are turns, places of warps, barriers.
     static constexpr int kBytesA = kTileRows * kLine, kBytesB = kColumns * kLine, kRing = kStages * (kBytesA + kBytesB);
-    static constexpr int kTerms = Mma::floats ? 0 : 2;
+    static constexpr int kTerms = Mma::floats || kScaled ? 0 : 2;
     static constexpr int kNamed = kSwapped ? kTileRows : kColumns;  // of bias
     // Scales of both sides, bias, and what is added to sums of integers.
     static constexpr int kEnds = (kScaled ? 0 : kTileRows + kColumns) + kNamed + kTerms * (kTileRows + kColumns);

@@ -135,7 +135,7 @@ def shared_bytes(tile: Tile, *, is_float: bool) -> int:
     """Dynamic shared memory of a block."""
     sides = ROWS + tile.columns
     ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
-    ends += 0 if is_float else 2 * sides
+    ends += 0 if is_float or tile.scaled else 2 * sides
     stage = sides * LINE + scales_of(tile) * 4 + BARRIERS
     return tile.stages * stage + tile.turns * ends * 4 + AREA + OTHER_BARRIERS
 
