@@ -44,7 +44,7 @@ struct DenseTile {
     // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have them where
     // sums are few too.
     static constexpr bool kFewSums = kColumns * kTurns * (kPromote ? 2 : 1) <= 128;
-    static constexpr int kFew = (kScaled && !kBlocks) || kFewSums ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
+    static constexpr int kFew = (kScaled && !(kBlocks && kFloatScales)) || kFewSums ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
     static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
     // There are registers for the sums of two lines.
     static constexpr bool kDouble = kPromote == 128 && kColumns <= (kScaled && !kBlocks ? 64 : 128);

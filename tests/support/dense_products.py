@@ -121,7 +121,9 @@ class Operand:
         self.numbers = numbers
         sums = numbers if side.kind == "bits" else None
         if side.kind == "bits":
-            self.sums = ((sums / (1 if self.scale is None else self._spread(values)) + 1) / 2).sum(-1)
+            self.sums = ((sums / (1 if self.scale is None else self._spread(values)) + 1) / 2).sum(
+                -1
+            )
         else:
             self.sums = self.plain.reshape(matrices, rows, depth).sum(-1)
         self.sums = self.sums.astype(np.int32).reshape(-1, 1)
@@ -136,7 +138,13 @@ class Operand:
         if self.scale is not None:
             matrix = self.scale.shape[1] * self.scale.shape[2]
             scaling = Scaling(
-                to(self.scale), 0, self.tall, self.wide, self.scale.shape[2], matrix, self.side.dtype
+                to(self.scale),
+                0,
+                self.tall,
+                self.wide,
+                self.scale.shape[2],
+                matrix,
+                self.side.dtype,
             )
         zero = to(self.zero) if self.zero is not None else 0
         return Coded(
@@ -219,7 +227,9 @@ def multiply(case: Case, cupy, backend, seed: int = 0) -> Outcome:
         wanted[where] = flat[where] @ w.numbers[g].T
         size[where] = np.abs(flat[where]) @ np.abs(w.numbers[g]).T
         written[where] = True
-    untouched = bool(np.all(got[~written] == dtype.type(77)) and np.all(got[:, n:] == dtype.type(77)))
+    untouched = bool(
+        np.all(got[~written] == dtype.type(77)) and np.all(got[:, n:] == dtype.type(77))
+    )
     is_float = case.x.kind.startswith("fp8")
     if case.out == "int32":
         return Outcome(got[written][:, :n], wanted[written], 0.5, untouched)

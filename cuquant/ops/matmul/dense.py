@@ -4,6 +4,7 @@ A block multiplies 128 rows of one side, `a`, by up to 256 of the other, `b`; ei
 one, and how large tiles are, follows from a model of the time.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -12,8 +13,9 @@ from typing import NamedTuple
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED
+from cuquant.gpu.rates import H100
 from cuquant.ops import cpp
-from cuquant.ops.matmul.coded import Coded, Groups
+from cuquant.ops.matmul.coded import LEAST_BLOCK, Coded, Groups
 
 ARCH = 90
 LINE = 128  # bytes of K of a stage
@@ -24,21 +26,37 @@ BARRIERS, OTHER_BARRIERS = 16, 48  # bytes of a stage's two, and of the others
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
 COLUMNS = (*range(16, 193, 16), 224, 256)
 # Turns, share and split.
-WAYS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+WAYS = ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+MOST_SCALED = {
+    0: 160,
+    1: 256,
+    2: 192,
+}  # columns whose sums, and scales, find registers: by Tile.blocks
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
 LEAST_STAGES, MOST_STAGES = 3, 12
 
-# What takes how long: cycles of a multiprocessor, of which there are CYCLES in a microsecond.
-CYCLES = 1650.0
-COLUMN_CYCLES = 4.3  # products of a line of 128 rows with a row of b
-FINE_CYCLES = 8.0  # more, where sums are promoted four times
-BROUGHT = 36.0  # bytes to a multiprocessor in a cycle
+# What takes how long: cycles of a multiprocessor, of which there are CYCLES in a microsecond. Fitted
+# to products on an H200, whose clock follows its power: what counts is how ways compare.
+CYCLES = 1600.0
+DIRECT = 4.5  # products of a line of 128 rows with a row of b
+PROMOTED = {0: 6.0, 1: 5.5, 2: 6.4}  # where their sums are promoted, by Tile.blocks
+UNSCALED = 4.8  # where these have no scales
+HALVES = 0.89  # of that, in two parts
+LINE_CYCLES, PROMOTED_LINE = 40.0, 150.0  # of a line, beside: warps wait for each other
+FINE_TIMES = 4.0  # where there are four sums of a line
+SCALE_CYCLES = 9.0  # of a line, to bring the scale of a row of b that no other row has
+BROUGHT = 46.0  # bytes to a multiprocessor in a cycle
 LEAST_LINE = 400.0  # of a line, however few columns
-END_CYCLES, RESULT_CYCLES, SPLIT_CYCLES = 1500.0, 14.0, 2000.0  # after the products of a tile
-FILL_CYCLES = 1500.0  # before the first products
-START_US, LAST_US = 2.0, 2.5  # of a kernel; and from the last bytes read to its end
-MEMORY = 3.0e6  # bytes a microsecond
+END_CYCLES, RESULT_CYCLES = (
+    1000.0,
+    10.0,
+)  # after the products of a tile, and for each of its columns
+ADDED_CYCLES, ADDED_COLUMN = 1500.0, 30.0  # likewise, where blocks add up their sums
+FILL_CYCLES = 2000.0  # before the first products
+START_US, LAST_US = 2.0, 2.0  # of a kernel; and from the last bytes read to its end
+READ = 1.1  # by how much faster memory is read than rates say, which are those of a whole kernel
+CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.85}  # part of the multiprocessors that clusters find
 
 
 @dataclass(frozen=True)
@@ -100,8 +118,8 @@ class Work(NamedTuple):
         weights that share theirs.
     groups, told
         How many, and how only the device knows their rows: by "offsets" or "counts"; else "".
-    processors
-        Multiprocessors.
+    processors, read
+        Multiprocessors, and bytes of memory that are read in a microsecond.
     """
 
     rows: int
@@ -114,6 +132,7 @@ class Work(NamedTuple):
     groups: int = 1
     told: str = ""
     processors: int = 132
+    read: float = H100.read
 
     @property
     def is_float(self) -> bool:
@@ -184,20 +203,36 @@ def time_us(tile: Tile, work: Work) -> float:
     """About how many microseconds a product takes that is divided so."""
     cut = cut_of(tile, work)
     lines = -(-work.lines // tile.split)
-    multiplied = tile.columns * COLUMN_CYCLES
-    if tile.promote == FINE:
-        multiplied += tile.columns * FINE_CYCLES
     brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
-    line = max(multiplied, brought * LINE / BROUGHT, LEAST_LINE)
+    line = max(
+        _multiplied(tile, work) + (PROMOTED_LINE if tile.promote else LINE_CYCLES),
+        brought * LINE / BROUGHT,
+        LEAST_LINE,
+    )
     end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
-    end += SPLIT_CYCLES if tile.split > 1 else 0
-    at_once = work.processors // tile.cluster * tile.cluster
+    end += ADDED_CYCLES + tile.columns * ADDED_COLUMN if tile.split > 1 else 0
+    at_once = int(work.processors * CLUSTERS[tile.cluster]) // tile.cluster * tile.cluster
     rounds = -(-cut.blocks(tile) // at_once)
     ends = 1 if tile.turns > 1 else rounds
-    busy = rounds * lines * line + ends * end + FILL_CYCLES
+    busy = START_US + (rounds * lines * line + ends * end + FILL_CYCLES) / CYCLES
     rows = work.rows * (1 if work.told == "offsets" else work.groups)
-    read = (work.columns * work.groups + rows) * work.lines * LINE
-    return START_US + max(busy / CYCLES, read / MEMORY + LAST_US)
+    moved = (work.columns * work.groups + rows) * work.lines * LINE
+    reading = START_US + LAST_US + moved / (work.read * READ)
+    return (busy**4 + reading**4) ** 0.25  # the longer one, and a little more where both are long
+
+
+def _multiplied(tile: Tile, work: Work) -> float:
+    """Cycles of the products of a line."""
+    if not tile.promote:
+        return tile.columns * DIRECT
+    each = (PROMOTED[tile.blocks] if tile.scaled else UNSCALED) * (
+        HALVES if halves_of(tile) > 1 else 1
+    )
+    if tile.promote == FINE:
+        each *= FINE_TIMES
+    if tile.scaled and (tile.swapped or work.tall < LEAST_BLOCK):
+        each += SCALE_CYCLES
+    return tile.columns * each
 
 
 def halves_of(tile: Tile) -> int:
@@ -207,12 +242,14 @@ def halves_of(tile: Tile) -> int:
 
 def blocks_of(tile: Tile, work: Work) -> int:
     """Blocks of scales that the columns of a part are of: see Tile."""
-    part = tile.columns // halves_of(tile)
-    if not tile.scaled or tile.swapped or work.tall < min(part, work.columns):
+    part, tall = tile.columns // halves_of(tile), work.tall
+    if not tile.scaled or tile.swapped:
         return 0
-    if work.tall % part == 0 or work.tall >= work.columns:
+    if tall % part == 0 or tall >= work.columns:
         return 1
-    return 2 if work.tall % 8 == 0 else 0
+    # Tiles begin on multiples of this many columns of a block.
+    begin = math.gcd(tall, tile.columns)
+    return 2 if begin % ALIGNED == 0 and tall - begin + part <= 2 * tall else 0
 
 
 def ways(work: Work) -> Iterator[Tile]:
@@ -221,7 +258,7 @@ def ways(work: Work) -> Iterator[Tile]:
         for columns in COLUMNS:
             base = Tile(columns, promote=work.promote, scaled=work.scaled, swapped=swapped)
             base = replace(base, blocks=blocks_of(base, work))
-            if work.promote and columns > 192 and base.scaled and base.blocks != 1:
+            if base.scaled and columns > MOST_SCALED[base.blocks]:
                 continue
             for turns, share, split in WAYS:
                 if share > 1 and not (swapped or (work.groups == 1 and not work.told)):
@@ -235,7 +272,8 @@ def ways(work: Work) -> Iterator[Tile]:
                 room = tile.stages * (ROWS + columns) * LINE
                 if tile.stages < LEAST_STAGES or (split > 1 and room < ROWS * columns * 4):
                     continue
-                if share > 1 and cut_of(tile, work).a < 2:
+                cut = cut_of(tile, work)
+                if (share > 1 and cut.a < 2) or (split > 1 and cut.blocks(tile) > work.processors):
                     continue
                 yield tile
 
@@ -300,7 +338,7 @@ def work_of(backend: Backend, a: Coded, b: Coded, columns: int, depth: int, grou
     told = "offsets" if groups.offsets else "counts" if groups.counts else ""
     return Work(
         groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, scaled,
-        tall, groups.count, told, backend.multiprocessors,
+        tall, groups.count, told, backend.multiprocessors, backend.rates.read,
     )  # fmt: skip
 
 

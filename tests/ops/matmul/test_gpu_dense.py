@@ -57,7 +57,9 @@ for _shape in ((5, 300, 1000), (200, 520, 640), (512, 768, 4096), (129, 33, 77))
         }.items():  # fmt: skip
             CASES[f"{_name}-{_kind}-{_shape}"] = Case(*sides(_kind, *_blocks), _shape, "bfloat16")
 for _dtype in ("float16", "bfloat16", "e8m0"):
-    CASES[f"scales-{_dtype}"] = Case(*sides("fp8_e4m3", (1, 32), (1, 32), dtype=_dtype), (70, 90, 256))
+    CASES[f"scales-{_dtype}"] = Case(
+        *sides("fp8_e4m3", (1, 32), (1, 32), dtype=_dtype), (70, 90, 256)
+    )
 for _shape in SHAPES:
     _zeros = Side("uint8", (1, 0), zeros=True)
     CASES[f"zeros-{_shape}"] = Case(_zeros, _zeros, _shape)
