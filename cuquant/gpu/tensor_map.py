@@ -26,8 +26,8 @@ def tensor_map(
 ) -> bytes:
     """The CUtensorMap of rows of a type of DATA_TYPES, copied by boxes of `height` x `width`.
 
-    Boxes of LINE bytes a row are swizzled, others lie as they are. `stride` is from row to row, in bytes;
-    it, `pointer` and the bytes of `width` are multiples of 16.
+    Boxes of LINE bytes a row are swizzled, others lie as they are. `stride` is from row to row, in
+    bytes; it, `pointer` and the bytes of `width` are multiples of 16.
 
     Raises
     ------

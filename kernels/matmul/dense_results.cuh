@@ -111,7 +111,8 @@ struct DenseResults {
         return !e.residual && (e.activation == kNone || e.activation == kRelu) && e.out_column == 1 && N % 8 == 0 &&
                (e.out_type == kHalf || e.out_type == kBfloat16) && !((reinterpret_cast<u64>(e.out) | static_cast<u64>(e.out_stride) * 2) & 15);
     }
-    template <class T>
+    // kBare: nothing happens to sums that scales have met.
+    template <class T, bool kBare>
     __device__ void store_quick() const {
         const Epilogue& e = results.epilogue;
         const float least = e.activation == kRelu ? 0.0f : float_of(0xFF800000u);
@@ -131,7 +132,7 @@ struct DenseResults {
         for (int first = 0; first < kOwn; first += kPiece) {
             float2 other[kEights], bias[kEights];  // before results are stored, which they do not wait for
 #pragma unroll
-            for (int j = 0; j < kEights; ++j) {
+            for (int j = 0; j < kEights && !kBare; ++j) {
                 other[j] = b_scale(first / 8 + j);
                 bias[j] = kSwapped ? make_float2(0.0f, 0.0f) : *reinterpret_cast<const float2*>(ends.bias + column_of(first / 8 + j));
             }
@@ -140,7 +141,10 @@ struct DenseResults {
                 float y[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    y[i] = scaled(sums[first / 2 + 4 * j + i], i / 2, i % 2 ? other[j].y : other[j].x);
+                    const Sum sum = sums[first / 2 + 4 * j + i];
+                    y[i] = static_cast<float>(sum);
+                    if constexpr (kBare) continue;
+                    y[i] = scaled(sum, i / 2, i % 2 ? other[j].y : other[j].x);
                     y[i] = max_or_nan(y[i] + (kSwapped ? own_bias[i / 2] : i % 2 ? bias[j].y : bias[j].x), least);
                 }
                 const u32 pairs[2] = {pair_of<T>(y[0], y[1]), pair_of<T>(y[2], y[3])};
@@ -260,9 +264,13 @@ struct DenseResults {
             }
             return store_whole<false>();
         }
-        if (!is_quick(N)) store_any(N);
-        else if (results.epilogue.out_type == kHalf) store_quick<Half>();
-        else store_quick<Bfloat16>();
+        if (!is_quick(N)) return store_any(N);
+        const Epilogue& e = results.epilogue;
+        if constexpr (D::kScaled) {
+            if (!e.bias && !results.factor && e.activation == kNone) return e.out_type == kHalf ? store_quick<Half, true>() : store_quick<Bfloat16, true>();
+        }
+        if (e.out_type == kHalf) store_quick<Half, false>();
+        else store_quick<Bfloat16, false>();
     }
 };
 

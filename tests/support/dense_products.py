@@ -155,7 +155,7 @@ class Operand:
 
 @dataclass
 class Outcome:
-    """What came, what is wanted, by how much it may be off; and which elements must be untouched."""
+    """What came, what is wanted, and by how much it may be off; `untouched`: all else was left."""
 
     got: np.ndarray
     wanted: np.ndarray

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from cuquant.gpu.backend import Backend
@@ -24,7 +25,7 @@ THREADS = 384
 AREA = 8 * 2560  # bytes in which warps order results
 BARRIERS, OTHER_BARRIERS = 16, 48  # bytes of a stage's two, and of the others
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
-COLUMNS = (*range(16, 193, 16), 224, 256)
+COLUMNS = (16, 32, 64, 96, 112, 128, 144, 192, 224, 256)  # of a tile: a program each
 # Turns, share and split.
 WAYS = ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 MOST_SCALED = {
@@ -36,17 +37,19 @@ ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by s
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
 LEAST_STAGES, MOST_STAGES = 3, 12
 
-# What takes how long: cycles of a multiprocessor, of which there are CYCLES in a microsecond. Fitted
-# to products on an H200, whose clock follows its power: what counts is how ways compare.
-CYCLES = 1600.0
-DIRECT = 4.5  # products of a line of 128 rows with a row of b
-PROMOTED = {0: 6.0, 1: 5.5, 2: 6.4}  # where their sums are promoted, by Tile.blocks
+# What takes how long, in cycles of a multiprocessor: so long that it does OPERATIONS in one where
+# large products reach what Rates say. Fitted to an H200, whose clock follows its power: what counts
+# is how ways compare.
+OPERATIONS = 6630
+DIRECT = {1: 4.9, 2: 4.4}  # products of a line of 128 rows with a row of b, by Tile.turns
+PROMOTED = {0: 6.0, 1: 5.3, 2: 6.4}  # where their sums are promoted, by Tile.blocks
 UNSCALED = 4.8  # where these have no scales
-HALVES = 0.89  # of that, in two parts
-LINE_CYCLES, PROMOTED_LINE = 40.0, 150.0  # of a line, beside: warps wait for each other
+DOUBLE, MOST_DOUBLE = 0.94, 128  # of that, up to so many columns: with the sums of two lines
+LINE_CYCLES, PROMOTED_LINE = 50.0, 150.0  # of a line, beside: warps wait for each other
 FINE_TIMES = 4.0  # where there are four sums of a line
-SCALE_CYCLES = 9.0  # of a line, to bring the scale of a row of b that no other row has
-BROUGHT = 46.0  # bytes to a multiprocessor in a cycle
+# Of a line, to bring the scale of a row of b that no other row has: more do not stay in L1.
+SCALE_CYCLES, MORE_CYCLES, FEW_COLUMNS = 3.0, 6.0, 64
+BROUGHT = 48.0  # bytes to a multiprocessor in a cycle
 LEAST_LINE = 400.0  # of a line, however few columns
 END_CYCLES, RESULT_CYCLES = (
     1000.0,
@@ -118,8 +121,8 @@ class Work(NamedTuple):
         weights that share theirs.
     groups, told
         How many, and how only the device knows their rows: by "offsets" or "counts"; else "".
-    processors, read
-        Multiprocessors, and bytes of memory that are read in a microsecond.
+    processors, read, codes
+        Multiprocessors; and of Rates.
     """
 
     rows: int
@@ -133,6 +136,12 @@ class Work(NamedTuple):
     told: str = ""
     processors: int = 132
     read: float = H100.read
+    codes: float = H100.codes
+
+    @property
+    def cycles(self) -> float:
+        """In a microsecond."""
+        return self.codes / (self.processors * OPERATIONS)
 
     @property
     def is_float(self) -> bool:
@@ -204,34 +213,38 @@ def time_us(tile: Tile, work: Work) -> float:
     cut = cut_of(tile, work)
     lines = -(-work.lines // tile.split)
     brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
-    line = max(
-        _multiplied(tile, work) + (PROMOTED_LINE if tile.promote else LINE_CYCLES),
-        brought * LINE / BROUGHT,
-        LEAST_LINE,
-    )
+    beside = PROMOTED_LINE if tile.promote else LINE_CYCLES
+    line = _longer(_multiplied(tile, work) + beside, brought * LINE / BROUGHT, LEAST_LINE, power=8)
     end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
     end += ADDED_CYCLES + tile.columns * ADDED_COLUMN if tile.split > 1 else 0
     at_once = int(work.processors * CLUSTERS[tile.cluster]) // tile.cluster * tile.cluster
     rounds = -(-cut.blocks(tile) // at_once)
-    ends = 1 if tile.turns > 1 else rounds
-    busy = START_US + (rounds * lines * line + ends * end + FILL_CYCLES) / CYCLES
+    ends = (
+        2 if tile.turns > 1 else rounds
+    )  # one warpgroup stores all rows, but of the last tile only
+    busy = START_US + (rounds * lines * line + ends * end + FILL_CYCLES) / work.cycles
     rows = work.rows * (1 if work.told == "offsets" else work.groups)
     moved = (work.columns * work.groups + rows) * work.lines * LINE
     reading = START_US + LAST_US + moved / (work.read * READ)
-    return (busy**4 + reading**4) ** 0.25  # the longer one, and a little more where both are long
+    return _longer(busy, reading, power=4)
+
+
+def _longer(*times: float, power: int) -> float:
+    """The longest one, and a little more where others are nearly as long."""
+    return sum(time**power for time in times) ** (1 / power)
 
 
 def _multiplied(tile: Tile, work: Work) -> float:
     """Cycles of the products of a line."""
     if not tile.promote:
-        return tile.columns * DIRECT
-    each = (PROMOTED[tile.blocks] if tile.scaled else UNSCALED) * (
-        HALVES if halves_of(tile) > 1 else 1
-    )
+        return tile.columns * DIRECT[tile.turns]
+    each = PROMOTED[tile.blocks] if tile.scaled else UNSCALED
     if tile.promote == FINE:
         each *= FINE_TIMES
+    elif tile.columns <= MOST_DOUBLE:
+        each *= DOUBLE
     if tile.scaled and (tile.swapped or work.tall < LEAST_BLOCK):
-        each += SCALE_CYCLES
+        each += SCALE_CYCLES + (MORE_CYCLES if tile.columns > FEW_COLUMNS else 0)
     return tile.columns * each
 
 
@@ -338,7 +351,7 @@ def work_of(backend: Backend, a: Coded, b: Coded, columns: int, depth: int, grou
     told = "offsets" if groups.offsets else "counts" if groups.counts else ""
     return Work(
         groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, scaled,
-        tall, groups.count, told, backend.multiprocessors, backend.rates.read,
+        tall, groups.count, told, backend.multiprocessors, backend.rates.read, backend.rates.codes,
     )  # fmt: skip
 
 
@@ -402,3 +415,31 @@ def launch_of(work: Work, tile: Tile, cut: Cut) -> Launch:
     shared = shared_bytes(tile, is_float=work.is_float)
     grid = (clusters * tile.cluster, 1, 1)
     return Launch(program_of(work.kinds, tile), grid, THREADS, shared)
+
+
+# ---- what is compiled ahead ---------------------------------------------------------------------
+
+FLOATS = ("fp8_e4m3", "fp8_e5m2")
+PAIRS = (
+    *product(("int8", "uint8"), repeat=2), *product(FLOATS, repeat=2), ("bits", "bits"),
+)  # fmt: skip
+# Rows of x, columns and K of products that are divided in different ways.
+USUAL = (
+    (1, 4096, 4096), (16, 14336, 4096), (64, 4096, 4096), (64, 14336, 4096), (128, 576, 7168),
+    (256, 14336, 4096), (1024, 14336, 4096), (4096, 576, 7168), (4096, 4096, 4096),
+    (4096, 14336, 4096),
+)  # fmt: skip
+# Columns and rows of the weights' blocks, 0 for all of them, and how Tile has their scales.
+SCALINGS = ((0, 1, 0), (COARSE, 128, 1), (COARSE, 1, 1), (COARSE, 128, 2), (FINE, 1, 2))
+SCALED_PAIRS = (("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"))
+
+
+def programs() -> list[Program]:
+    """Those of usual products."""
+    found: dict[Program, None] = {}
+    for kinds, (rows, columns, depth) in product(PAIRS, USUAL):
+        lines = -(-bytes_of(kinds[0], depth) // LINE)
+        for promote, tall, scaled in SCALINGS if kinds in SCALED_PAIRS else SCALINGS[:1]:
+            work = Work(rows, columns, lines, kinds, promote, scaled, tall)
+            found[program_of(kinds, tile_of(work))] = None
+    return list(found)
