@@ -64,6 +64,8 @@ class Rates:
         Bytes of its memory, read in order.
     tensor, float32
         Operations (two of a multiply-add) of cuBLAS: with float16 and bfloat16, and with float32.
+    codes
+        Operations of matmul/dense.cu, whose sides are codes of 8 bits.
     tiles
         Of Hopper's tiles; nothing else reads them.
     """
@@ -71,10 +73,11 @@ class Rates:
     read: float
     tensor: float
     float32: float
+    codes: float = 1.4e9
     tiles: TileCosts = H100_TILES
 
 
-H100 = Rates(read=3.15e6, tensor=670e6, float32=44e6)
+H100 = Rates(read=3.15e6, tensor=670e6, float32=44e6, codes=1.4e9)
 MEASURED = {"NVIDIA H100 80GB HBM3": H100}
 """By CUDA's name of the device; `cuquant bench calibrate` prints such a row."""
 
@@ -119,6 +122,7 @@ def reckoned(
     tensor, float32 = PER_CLOCK[max(known for known in PER_CLOCK if known <= max(arch, 75))]
     cycles = multiprocessors * clock / 1e3  # of all multiprocessors, in a microsecond
     peaks = (2 * memory_clock / 1e3 * bus_bits / 8, tensor * cycles, float32 * cycles)
-    read, *rest = (part * peak for part, peak in zip(PART_OF_PEAK, peaks, strict=True))
+    read, tensor, float32 = (part * peak for part, peak in zip(PART_OF_PEAK, peaks, strict=True))
     memory = H100_TILES.memory * read / H100.read
-    return Rates(read, *rest, tiles=H100_TILES._replace(memory=memory))
+    codes = 2 * tensor  # the tensor cores' rate with 8 bits
+    return Rates(read, tensor, float32, codes, tiles=H100_TILES._replace(memory=memory))

@@ -6,9 +6,11 @@ from functools import lru_cache
 from cuquant.gpu import driver
 
 MAP_BYTES = 128
-COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles
-# cuTensorMapEncodeTiled's words for types of 16 bits, and for what the copies do.
-DATA_TYPES = {"uint16": 1, "float16": 6, "bfloat16": 9}
+LINE = 128  # bytes of a row of a box that the copy swizzles
+COLUMNS = LINE // 2  # of such a box, of 16 bits each
+# cuTensorMapEncodeTiled's words for types, and for what the copies do; and bytes of an element.
+DATA_TYPES = {"uint8": 0, "uint16": 1, "float16": 6, "bfloat16": 9}
+SIZES = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2}
 STRAIGHT, SWIZZLE_128, PROMOTE_256 = 0, 3, 3
 
 
@@ -22,10 +24,10 @@ def tensor_map(
     dtype: str,
     width: int = COLUMNS,
 ) -> bytes:
-    """The CUtensorMap of rows of a type of 16 bits, copied by boxes of `height` x `width`.
+    """The CUtensorMap of rows of a type of DATA_TYPES, copied by boxes of `height` x `width`.
 
-    Boxes of 64 columns are swizzled, others lie as they are. `stride` is from row to row, in bytes;
-    it, `pointer` and the bytes of `width` are multiples of 16.
+    Boxes of LINE bytes a row are swizzled, others lie as they are. `stride` is from row to row, in
+    bytes; it, `pointer` and the bytes of `width` are multiples of 16.
 
     Raises
     ------
@@ -46,7 +48,7 @@ def tensor_map(
         (ctypes.c_uint32 * 2)(width, height),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
-        SWIZZLE_128 if width == COLUMNS else STRAIGHT,
+        SWIZZLE_128 if width * SIZES[dtype] == LINE else STRAIGHT,
         PROMOTE_256,
         0,
     )

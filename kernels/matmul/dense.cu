@@ -1,0 +1,328 @@
+// x [M, K] times weights [N, K]^T, codes of a byte or bits on both sides, on Hopper's tensor cores. A block has tiles of
+// 128 rows of side a by some rows of side b, of which either is x. One warp starts copies of lines of both sides; three
+// bring scales, bias and sums of codes; two warpgroups multiply 64 rows of a each, and store their results while the
+// other one, and the copies, go on.
+#include "device/cluster.cuh"
+#include "device/overlap.cuh"
+#include "matmul/dense_results.cuh"
+
+namespace cuquant {
+
+// Products of one warpgroup: its rows of a, 64 or twice as many, and all of b.
+template <class Mma, class Tile>
+struct Multiplier {
+    using D = DenseTile<Mma, Tile>;
+    static constexpr int kColumns = D::kColumns, kPart = D::kPart, kSubs = D::kSubs;
+    using Product = typename Mma::Sum;
+    const Stages<Mma, Tile>& stages;
+    u32 a, b;  // of stage 0, as `swizzled` says
+    const RemoteBarriers& others_empty;
+    int row, lane;  // row: the lane's first of a
+    int edge;       // eights of columns before the second block's
+
+    __device__ void release(int stage) const {
+        if (lane != 0) return;
+        barrier_arrive(stages.empty + stage);
+        if constexpr (D::kShare > 1) others_empty.arrive(stage);
+    }
+    // All of K in the tensor cores' own sums. `next`: who waits until these lines have come.
+    __device__ void run(Product (&sums)[D::kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines, u64* next) const {
+        int last = 0;
+#pragma unroll 1
+        for (int line = 0; line < lines; ++line) {
+            barrier_wait(stages.full + ring.stage, ring.parity);
+            const u32 own_a = a + ring.stage * (D::kBytesA / 16), own_b = b + ring.stage * (D::kBytesB / 16);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kLaneSteps; ++k)
+#pragma unroll
+                for (int w = 0; w < D::kWaves; ++w)
+                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * (64 * kLine / 16) + 2 * k, own_b + 2 * k, line > 0 || k > 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (line > 0) release(last);
+            last = ring.stage;
+            ring.step();
+        }
+        if (D::kTurns > 1 && threadIdx.x % 128 == 0) barrier_arrive(next);
+        wgmma_wait<0>();
+        if (lines > 0) release(last);
+    }
+    // Add a part's sums to those in float32.
+    __device__ void promote(const Product (&part)[kPart / 2], float* sums, const float (&sa)[2], const float* sb) const {
+        const auto add = [&](int j, const float (&s)[4]) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[4 * j + i] = __fmaf_rn(static_cast<float>(part[4 * j + i]), s[i], sums[4 * j + i]);
+        };
+        if constexpr (!D::kScaled) {
+#pragma unroll
+            for (int i = 0; i < kPart / 2; ++i) sums[i] += static_cast<float>(part[i]);
+        } else if constexpr (D::kBlocks) {
+            const float s[2] = {sa[0] * sb[0], sa[1] * sb[0]}, r[2] = {sa[0] * sb[1], sa[1] * sb[1]};
+#pragma unroll
+            for (int j = 0; j < kPart / 8; ++j) {
+                const bool first = D::kBlocks == 1 || j < edge;
+                add(j, {first ? s[0] : r[0], first ? s[0] : r[0], first ? s[1] : r[1], first ? s[1] : r[1]});
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < kPart / 8; ++j) {
+                const float2 own = *reinterpret_cast<const float2*>(sb + 8 * j + lane % 4 * 2);
+                const float s[4] = {sa[0] * own.x, sa[0] * own.y, sa[1] * own.x, sa[1] * own.y};
+                add(j, s);
+            }
+        }
+    }
+    __device__ void multiply(Product (&part)[kPart / 2], int stage, int half, int sub) const {
+        const u32 own_a = a + stage * (D::kBytesA / 16), own_b = b + stage * (D::kBytesB / 16) + half * kPart * (kLine / 16);
+        wgmma_fence();
+        if constexpr (kSubs > 1) {
+            Multiply<kPart>::of(Mma{}, part, own_a + 2 * sub, own_b + 2 * sub, false);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, own_b + 2 * k, k > 0);
+        }
+        wgmma_commit();
+    }
+    struct LineScales { float a[2], b[2]; const float* columns; };
+    __device__ LineScales scales_of(int stage, int sub) const {
+        const float* const own = stages.scales + stage * D::kScales;
+        LineScales s = {};
+        s.columns = own + kSubs * D::kScalesA + sub * D::kScalesB;
+        if constexpr (D::kScaled) { s.a[0] = own[sub * D::kScalesA + row]; s.a[1] = own[sub * D::kScalesA + row + 8]; }
+        if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
+        return s;
+    }
+    __device__ void promote_all(const Product (&part)[kPart / 2], float* sums, const LineScales& s, int half, int stage, bool last) const {
+        constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
+        if (last && !kHeld) release(stage);
+        promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
+        if (last && kHeld) release(stage);
+    }
+    __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
+        if constexpr (D::kDouble) {  // one line is multiplied while the sums of the one before are promoted
+            Product part[2][kPart / 2];
+            const auto begin = [&](Product (&to)[kPart / 2], const Ring<D::kStages>& at) {
+                barrier_wait(stages.full + at.stage, at.parity);
+                multiply(to, at.stage, 0, 0);
+            };
+            const auto step = [&](Product (&now)[kPart / 2], Product (&next)[kPart / 2], bool more) {
+                const int stage = ring.stage;
+                const LineScales s = scales_of(stage, 0);
+                ring.step();
+                if (more) {
+                    begin(next, ring);
+                    wgmma_wait<1>();
+                } else {
+                    wgmma_wait<0>();
+                }
+                promote_all(now, sums, s, 0, stage, true);
+            };
+            begin(part[0], ring);
+            int line = 0;
+#pragma unroll 1
+            for (; line + 2 < lines; line += 2) {
+                step(part[0], part[1], true);
+                step(part[1], part[0], true);
+            }
+            if (line + 1 < lines) {
+                step(part[0], part[1], true);
+                step(part[1], part[0], false);
+            } else {
+                step(part[0], part[1], false);
+            }
+        } else {
+#pragma unroll 1
+            for (int line = 0; line < lines; ++line) {
+                barrier_wait(stages.full + ring.stage, ring.parity);
+#pragma unroll
+                for (int sub = 0; sub < kSubs; ++sub) {
+                    const LineScales s = scales_of(ring.stage, sub);
+#pragma unroll
+                    for (int half = 0; half < D::kHalves; ++half) {
+                        Product part[kPart / 2];
+                        multiply(part, ring.stage, half, sub);
+                        wgmma_wait<0>();
+                        promote_all(part, sums, s, half, ring.stage, half == D::kHalves - 1 && sub == kSubs - 1);
+                    }
+                }
+                ring.step();
+            }
+        }
+    }
+};
+
+// The sums of a tile that the blocks of a cluster have parts of: each adds up those of its kOwn columns, in the order of
+// the blocks. What is in `shared` is not read any more.
+template <class Mma, class Tile>
+__device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::columns / 2],
+                       typename DenseTile<Mma, Tile>::Sum (&own)[Tile::columns / Tile::split / 2], u8* shared, int rank) {
+    using D = DenseTile<Mma, Tile>;
+    using Sum = typename D::Sum;
+    constexpr int kGroups = Tile::columns / 8, kEach = kGroups / Tile::split, kThreads = 32 * kMathWarps;
+    static_assert(kGroups % Tile::split == 0 && kThreads * kGroups * 16 <= D::kRing, "columns for each, and room");
+    named_barrier(1, kThreads);
+    const auto bits = [](Sum v) {
+        if constexpr (is_same<Sum, float>) return bits_of(v);
+        else return static_cast<u32>(v);
+    };
+    const auto value = [](u32 v) {
+        if constexpr (is_same<Sum, float>) return float_of(v);
+        else return static_cast<int>(v);
+    };
+    uint4* const to = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) to[j * kThreads] = make_uint4(bits(sums[4 * j]), bits(sums[4 * j + 1]), bits(sums[4 * j + 2]), bits(sums[4 * j + 3]));
+    cluster_sync();
+    const OfBlocks all(to + rank * kEach * kThreads);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        uint4 parts[Tile::split];
+#pragma unroll
+        for (int r = 0; r < Tile::split; ++r) parts[r] = all.load(r, j * kThreads * 16);
+        Sum total[4] = {};
+#pragma unroll
+        for (int r = 0; r < Tile::split; ++r) {
+            total[0] += value(parts[r].x); total[1] += value(parts[r].y); total[2] += value(parts[r].z); total[3] += value(parts[r].w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[4 * j + i] = total[i];
+    }
+}
+
+// `a_tiles` and `b_tiles` of the two sides; tiles of the weights begin `step` rows behind each other, and boxes have
+// `a_box` and `b_box` rows. K in bytes is `lines` lines, the last of which may have fewer.
+template <class Mma, class Tile>
+__global__ void CUQUANT_CLUSTER(Tile::share * Tile::split) __launch_bounds__(32 * (kMathWarps + 4), 1)
+matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ Coded a,
+             const __grid_constant__ Coded b, const __grid_constant__ Groups groups, const __grid_constant__ CodedResults results,
+             i64 N, i64 K, int lines, int a_tiles, int b_tiles, int step, int a_box, int b_box) {
+    using D = DenseTile<Mma, Tile>;
+    constexpr int kStages = D::kStages;
+    let_next_start();
+    extern __shared__ __align__(1024) u8 shared[];
+    const Stages<Mma, Tile> stages(shared);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+    if (threadIdx.x == 32 * kMathWarps) {
+        prefetch_map(&a_map);
+        prefetch_map(&b_map);
+        stages.init();
+        barrier_fence();
+    }
+    __syncthreads();
+    if constexpr (D::kShare > 1) cluster_sync();
+    wait_for_earlier();
+
+    const int rank = blockIdx.x % D::kCluster, cluster = blockIdx.x / D::kCluster, clusters = gridDim.x / D::kCluster;
+    const TileWalk<D> walk{{(a_tiles + D::kShare - 1) / D::kShare, b_tiles}, groups, N, step, cluster, clusters, D::kShare > 1 ? rank : 0};
+    const int first_line = lines * (D::kSplit > 1 ? rank : 0) / D::kSplit;
+    const int own_lines = lines * (D::kSplit > 1 ? rank + 1 : 1) / D::kSplit - first_line;
+    Ring<kStages> ring;
+    if (warp >= kMathWarps) {
+        registers_down<D::kFew>();
+        ring.parity = 1;
+        if (warp == kMathWarps) {
+            walk.each([&](const Place& place, int) {
+                const int a_row = static_cast<int>(D::a_of(place).first), b_row = static_cast<int>(D::b_of(place).first);
+#pragma unroll 1
+                for (int line = first_line; line < first_line + own_lines; ++line) {
+                    barrier_wait(stages.empty + ring.stage, ring.parity);
+                    if (lane == 0) {
+                        u64* const ready = stages.full + ring.stage;
+                        u8* const to_b = stages.b + ring.stage * D::kBytesB;
+                        barrier_expect(ready, (a_box + b_box * D::kShare) * kLine);
+                        copy_box(stages.a + ring.stage * D::kBytesA, &a_map, ready, line * kLine, a_row);
+                        if constexpr (D::kShare > 1) copy_box_to_both(to_b + rank * b_box * kLine, &b_map, ready, line * kLine, b_row + rank * b_box);
+                        else copy_box(to_b, &b_map, ready, line * kLine, b_row);
+                    }
+                    __syncwarp();
+                    ring.step();
+                }
+            });
+        } else {
+            const int thread = threadIdx.x - 32 * (kMathWarps + 1);
+            walk.each([&](const Place& place, int number) {
+                if constexpr (D::kScaled) {
+                    StageScales<Mma, Tile> own(SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), first_line, thread);
+                    constexpr int kAhead = StageScales<Mma, Tile>::kAhead;
+                    const int end = first_line + own_lines;
+                    const auto give = [&](int i) {
+                        barrier_wait(stages.empty + ring.stage, ring.parity);
+                        own.store(i, stages.scales + ring.stage * D::kScales);
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(stages.full + ring.stage);
+                        ring.step();
+                    };
+                    if constexpr (kAhead == 1) {
+#pragma unroll 1
+                        for (int line = first_line; line < end; ++line) {
+                            own.load(0, line);
+                            give(0);
+                        }
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < kAhead; ++i) own.load(i, min(first_line + i, lines - 1));
+#pragma unroll 1
+                        for (int line = first_line; line < end; line += kAhead) {
+#pragma unroll
+                            for (int i = 0; i < kAhead; ++i) {
+                                if (line + i >= end) break;
+                                give(i);
+                                own.load(i, min(line + i + kAhead, lines - 1));
+                            }
+                        }
+                    }
+                }
+                const int turn = number % D::kTurns;
+                barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
+                const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
+                bring_end(ends, SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), place, K, results.epilogue, thread);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(stages.end_full + turn);
+            });
+        }
+    } else {
+        registers_up<D::kMany>();
+        // In turns, a warpgroup waits until all lines of the other one's tile have come: barriers of stages tell their last phase alone.
+        const int group = warp / 4, turn = D::kTurns > 1 ? group : 0, row = D::kTurns > 1 ? warp % 4 * 16 : warp * 16;
+        const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
+        const RemoteBarriers others_empty(stages.empty, D::kShare > 1 ? rank ^ 1 : rank);
+        Multiplier<Mma, Tile> multiplier{stages, swizzled(stages.a) + (D::kTurns > 1 ? 0 : group * (64 * kLine / 16)), swizzled(stages.b),
+                                         others_empty, row + lane / 4, lane, 0};
+        const bool corrected = a.sums || b.sums;
+        u8* const area = shared + D::kAtAreas + warp * D::kArea;
+        walk.each([&](const Place& place, int number) {
+            if (D::kTurns > 1 && number % 2 != turn) return ring.skip(own_lines);
+            const u32 parity = number / D::kTurns & 1;
+            typename D::Sum sums[D::kWaves][D::kColumns / 2];
+            if constexpr (D::kPromote) {
+                if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(SideRows(b, D::b_of(place))) / 8;
+                multiplier.run_promoted(sums[0], ring, own_lines);
+            } else {
+                if (D::kTurns > 1) barrier_wait(stages.turn + turn, parity ^ (turn == 0));
+                multiplier.run(sums, ring, own_lines, stages.turn + (turn ^ 1));
+            }
+            if constexpr (D::kSplit > 1) {
+                typename D::Sum own[D::kOwn / 2];
+                add_up<Mma, Tile>(sums[0], own, shared, rank);
+                barrier_wait(stages.end_full, parity);
+                DenseResults<Mma, Tile>(own, ends, results, place, area, row, rank * D::kOwn, lane).store(N, corrected);
+                cluster_sync();  // others may still read this block's sums
+            } else {
+                barrier_wait(stages.end_full + turn, parity);
+#pragma unroll
+                for (int w = 0; w < D::kWaves; ++w)
+                    DenseResults<Mma, Tile>(sums[w], ends, results, place, area, row + 64 * w, 0, lane).store(N, corrected);
+            }
+            if (lane == 0) barrier_arrive(stages.end_empty + turn);
+        });
+    }
+    if constexpr (D::kShare > 1) {  // the other block still gives rows, and barriers their arrivals
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+}  // namespace cuquant

@@ -1,0 +1,164 @@
+// How matmul/dense.cu's work is divided: what a block has in shared memory, and which tiles it takes.
+#pragma once
+#include "device/wgmma_codes.cuh"
+#include "matmul/coded.cuh"
+#include "matmul/grouped.cuh"
+
+namespace cuquant {
+
+constexpr int kLine = 128;              // bytes of K of a stage: what the copy engine swizzles
+constexpr int kTileRows = 128;          // of side a, 64 of each warpgroup
+constexpr int kMathWarps = 8, kLaneSteps = 4;  // that multiply; and products of 32 bytes in a line
+constexpr int kStagers = 96;            // threads that bring scales, bias and sums of codes
+
+// Rows of a side that a tile has, counted through all its matrices.
+struct Rows { i64 first; int count; };
+
+struct Place {
+    Rows x, w;
+    i64 column;  // of the output
+};
+
+// Tile, which dense.py prints:
+//   columns   rows of side b; side a has kTileRows
+//   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each has
+//             64 rows of every tile
+//   stages    lines of both sides in shared memory
+//   promote   bytes of K whose products the tensor cores add up, 32 or 128, before they meet others in float32; 0: all
+//   scaled    1 or 2: each such sum is multiplied by its scales, which change along K; 1: all of them are float32
+//   blocks    how many blocks of scales the columns of a part are of, 1 or 2; 0: each has its own scale
+//   swapped   side a is the weights, whose rows are the output's columns; else it is x
+//   share     2: the two blocks of a cluster have the same rows of b, of which each brings half to both
+//   split     blocks of a cluster that share K of a tile
+template <class Mma, class Tile>
+struct DenseTile {
+    static constexpr int kColumns = Tile::columns, kTurns = Tile::turns, kStages = Tile::stages, kPromote = Tile::promote;
+    static constexpr int kBlocks = Tile::blocks, kShare = Tile::share, kSplit = Tile::split, kCluster = kShare * kSplit;
+    static constexpr bool kScaled = Tile::scaled, kFloatScales = Tile::scaled == 1, kSwapped = Tile::swapped;
+    static_assert(kSplit == 1 || kShare * kTurns == 1, "K is shared by whole blocks, of a cluster that shares nothing else");
+    static_assert(kTurns == 1 || !kPromote, "who promotes leaves the tensor cores to the other warpgroup of its tile");
+    static constexpr int kTileWarps = kMathWarps / kTurns, kWaves = kTurns;  // of a tile; and times 64 rows of a warpgroup
+    static_assert(kColumns * kWaves <= 256, "sums have registers");
+    // Sums that are promoted leave room for those of half the columns.
+    static constexpr int kHalves = kPromote && kColumns > 192 ? 2 : 1, kPart = kColumns / kHalves;
+    // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have them where
+    // sums are few too.
+    static constexpr bool kFewSums = kColumns * kTurns * (kPromote ? 2 : 1) <= 128;
+    static constexpr int kFew = (kScaled && !(kBlocks && kFloatScales)) || kFewSums ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
+    static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
+    // There are registers for the sums of two lines.
+    static constexpr bool kDouble = kPromote == 128 && kColumns <= (kScaled && !kBlocks ? 64 : 128);
+    static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;                  // sums of a line
+    static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks of each half
+    static constexpr int kScales = kScaled ? kSubs * (kScalesA + kScalesB) : 0;    // of a stage
+    static constexpr int kOwn = kColumns / kSplit;  // columns whose sums a block finishes
+    using Sum = Choice<(kPromote > 0), float, typename Mma::Sum>;
+    // What a warp stores at a time, rows of the output, lies in this many bytes.
+    static constexpr int kArea = 2560;
+
+    // In shared memory: stages, their scales, the ends of as many tiles as there are turns, places of warps, barriers.
+    static constexpr int kBytesA = kTileRows * kLine, kBytesB = kColumns * kLine, kRing = kStages * (kBytesA + kBytesB);
+    static constexpr int kTerms = Mma::floats || kScaled ? 0 : 2;
+    static constexpr int kNamed = kSwapped ? kTileRows : kColumns;  // of bias
+    // Scales of both sides, bias, and what is added to sums of integers.
+    static constexpr int kEnds = (kScaled ? 0 : kTileRows + kColumns) + kNamed + kTerms * (kTileRows + kColumns);
+    static constexpr int kAtEnds = kRing + kStages * kScales * 4, kAtAreas = kAtEnds + kTurns * kEnds * 4;
+    static constexpr int kAtBarriers = kAtAreas + kMathWarps * kArea;
+
+    __device__ static Place place(const Groups& groups, i64 N, int step, int a_tile, int b_tile) {
+        const GroupTile rows = tile_of<kSwapped ? kColumns : kTileRows>(groups, kSwapped ? b_tile : a_tile);
+        const i64 column = static_cast<i64>(kSwapped ? a_tile : b_tile) * step;
+        const i64 first = min(rows.group, groups.count - 1) * N + column;
+        const int count = static_cast<int>(max(min(N - column, static_cast<i64>(step)), 0ll));
+        return {{rows.first, static_cast<int>(rows.count)}, {first, count}, column};
+    }
+    // The other block of a cluster needs what this one brings.
+    __device__ static bool is_skipped(const Place& p) { return p.x.count == 0 && (kSwapped || kShare == 1); }
+    __device__ static const Rows& a_of(const Place& p) { return kSwapped ? p.w : p.x; }
+    __device__ static const Rows& b_of(const Place& p) { return kSwapped ? p.x : p.w; }
+};
+
+// In which order tiles are taken: bands of side a, so that what blocks read at a time is little of both sides.
+struct TileOrder {
+    static constexpr int kBand = 8;
+    int a, b;
+
+    __device__ int count() const { return a * b; }
+    __device__ void at(int index, int& a_tile, int& b_tile) const {
+        const int band = index / (kBand * b), in_band = index - band * kBand * b, wide = min(kBand, a - band * kBand);
+        a_tile = band * kBand + in_band % wide;
+        b_tile = in_band / wide;
+    }
+};
+
+// The tiles of a block, which all its warps walk through.
+template <class D>
+struct TileWalk {
+    TileOrder order;
+    const Groups& groups;
+    i64 N;
+    int step, cluster, clusters, rank;  // rank: of the blocks that have neighbours on side a
+
+    // `take` is given a tile, and its number among those that have rows.
+    template <class Take>
+    __device__ void each(const Take& take) const {
+        int number = 0;
+#pragma unroll 1
+        for (int tile = cluster; tile < order.count(); tile += clusters) {
+            int a_tile, b_tile;
+            order.at(tile, a_tile, b_tile);
+            const Place place = D::place(groups, N, step, a_tile * D::kShare + rank, b_tile);
+            if (!D::is_skipped(place)) take(place, number++);
+        }
+    }
+};
+
+// What a block has in shared memory.
+template <class Mma, class Tile>
+struct Stages {
+    using D = DenseTile<Mma, Tile>;
+    u8 *a, *b;
+    float *scales, *ends;
+    u64 *full, *empty, *end_full, *end_empty, *turn;
+
+    __device__ explicit Stages(u8* shared) {
+        a = shared;
+        b = a + D::kStages * D::kBytesA;
+        scales = reinterpret_cast<float*>(shared + D::kRing);
+        ends = reinterpret_cast<float*>(shared + D::kAtEnds);
+        full = reinterpret_cast<u64*>(shared + D::kAtBarriers);
+        empty = full + D::kStages;
+        end_full = empty + D::kStages;
+        end_empty = end_full + 2;
+        turn = end_empty + 2;
+    }
+    __device__ void init() const {
+        for (int s = 0; s < D::kStages; ++s) {
+            barrier_init(full + s, D::kScaled ? 1 + kStagers / 32 : 1);
+            barrier_init(empty + s, D::kTileWarps * D::kShare);
+        }
+        for (int t = 0; t < D::kTurns; ++t) {
+            barrier_init(end_full + t, kStagers / 32);
+            barrier_init(end_empty + t, D::kTileWarps);
+            barrier_init(turn + t, 1);
+        }
+    }
+};
+
+// Lines of both sides in shared memory, one behind the other: which one comes next.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ void step() {
+        if (++stage == kStages) { stage = 0; parity ^= 1; }
+    }
+    __device__ void skip(int lines) {
+        const int rounds = (stage + lines) / kStages;
+        stage += lines - rounds * kStages;
+        parity ^= rounds & 1;
+    }
+};
+
+}  // namespace cuquant
