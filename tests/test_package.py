@@ -52,6 +52,7 @@ LAYERS = [
     ["ops.matmul.operands", "ops.matmul.experts", "ops.matmul.coded"],
     ["ops.matmul.byte_rows", "ops.matmul.patches"],
     ["ops.matmul.dense_warps", "ops.matmul.dense"],
+    ["ops.matmul.coded_kernels"],
     ["ops.matmul.route", "ops.matmul.stream_rows", "ops.matmul.hopper_tiles", "ops.matmul.q8_1"],
     ["ops.matmul.any", "ops.matmul.stream", "ops.matmul.hopper", "ops.matmul.ggml"],
     ["ops.matmul.vendor"],

@@ -1,6 +1,6 @@
 """Products of plain arrays of integers on a GPU, b as [..., K, N].
 
-Integers of 8 and 4 bits, and signs, are rows of bytes for matmul/dense_warps.cu, whose sums are
+Integers of 8 and 4 bits, and signs, are rows of bytes for products of codes, whose sums are
 those of int64 modulo 2^32.
 """
 
@@ -18,7 +18,7 @@ from cuquant.formats import Format
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import aligned
 from cuquant.gpu.jit import Program
-from cuquant.ops.matmul import dense_warps
+from cuquant.ops.matmul import coded_kernels, dense_warps
 from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, program_of, signs_of
 from cuquant.ops.matmul.coded import SUM_BYTES, Coded, Groups, Scaling, add_up
 from cuquant.ops.matmul.epilogue import Epilogue
@@ -226,7 +226,8 @@ def multiply_integers(
         results = epilogue.pack(backend) + struct.pack("<2Q", factor, 0)
         with sides.coded() as (x, w):
             product = *sides.rows, a.depth
-            run = dense_warps.prepare(x, w, product, sides.groups, max(a.depth, 1))
+            segment = max(a.depth, 1)
+            run = coded_kernels.prepare(backend, x, w, product, sides.groups, segment)
             run(backend, x, results)
         return out
 

@@ -21,7 +21,7 @@ from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
-from cuquant.ops.matmul import dense_warps, q8_1
+from cuquant.ops.matmul import dense, dense_warps, q8_1
 from cuquant.ops.matmul.choose import (
     FAMILIES,
     PLAIN_ROWS,
@@ -368,6 +368,8 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
                     shape, groups = (tile.tokens, CODED_COLUMNS, depth), Groups(1, tile.tokens)
                     run = dense_warps.prepare(*pair, shape, groups, segment)
                     run(plan, pair[0], bytes(80))
+    if plan.programs and arch == dense.ARCH:
+        plan.programs.update(dict.fromkeys(dense.programs()))
     if plan.programs:
         rows = Rows("offsets", None, (1,), 1)
         ids = rows.ids(plan, _Nothing((2,)))

@@ -60,8 +60,10 @@ __global__ void __launch_bounds__(256) code_bytes(Rows<Format, Word> from, u8* _
     *reinterpret_cast<u64*>(out + row * stride + k) = bytes;
 }
 
-// Sums of bytes, signed or not, of `segment` columns each: sums[row, s] = codes[row, s * segment ..].
-template <int kSigned>
+enum Summed { kUnsignedBytes = 0, kSignedBytes = 1, kOnes = 2 };  // bytes, or the ones of their bits
+
+// Sums of `segment` bytes each: sums[row, s] = codes[row, s * segment ..].
+template <int kSummed>
 __global__ void __launch_bounds__(256) code_sums(
     const u8* __restrict__ codes, int* __restrict__ sums, i64 rows, i64 depth, i64 stride, i64 segment, i64 segments) {
     const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(256) code_sums(
         for (int w = 0; w < 4; ++w) {
             const i64 left = end - (k + 4 * w);
             const u32 mask = left >= 4 ? ~0u : left <= 0 ? 0u : (1u << 8 * static_cast<int>(left)) - 1;
-            if constexpr (kSigned) sum = __dp4a(0x01010101, static_cast<int>(words[w] & mask), sum);
+            if constexpr (kSummed == kOnes) sum += __popc(words[w] & mask);
+            else if constexpr (kSummed == kSignedBytes) sum = __dp4a(0x01010101, static_cast<int>(words[w] & mask), sum);
             else sum = static_cast<int>(__dp4a(0x01010101u, words[w] & mask, static_cast<u32>(sum)));
         }
     }

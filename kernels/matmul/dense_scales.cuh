@@ -35,7 +35,12 @@ struct SideRows {
     // Where the scales of row i lie, from its first block along K on; -1: there is no such row.
     __device__ i64 place(int i) const { return i < count ? side.scaling.place(matrix, row + i) : -1; }
     __device__ float scale(int i) const { return i < count ? side.scaling.at(place(i)) : 1.0f; }
-    __device__ int zero(int i) const { return side.zero_point && i < count ? side.zero_point[side.scaling.scale ? place(i) : 0] : 0; }
+    // Zero points are signed where codes of `kind` are.
+    __device__ int zero(int i, int kind) const {
+        if (!side.zero_point || i >= count) return 0;
+        const u8 point = side.zero_point[place(i)];
+        return kind == kSigned8 ? static_cast<signed char>(point) : point;
+    }
     __device__ int sum(int i) const { return side.sums && i < count ? side.sums[matrix * side.rows + row + i] : 0; }
 };
 
@@ -142,7 +147,7 @@ __device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const Si
         } else if constexpr (Mma::bits) {
             terms[i] = (is_a ? static_cast<int>(K) : 0) - 2 * own.sum(i);
         } else {
-            const int zero = own.zero(i), sum = own.sum(i);
+            const int zero = own.zero(i, is_a ? Mma::a : Mma::b), sum = own.sum(i);
             terms[i] = is_a ? -zero : sum - static_cast<int>(K) * zero;
             terms[rows + i] = is_a ? -sum : zero;
         }

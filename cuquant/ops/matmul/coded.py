@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from cuquant.formats import Codebook, Format
+from cuquant.formats import Codebook, Format, get_format
 from cuquant.formats.codecs import Minifloat, Uniform
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
@@ -25,7 +25,9 @@ LEAST_BLOCK = 16  # columns: a step of the tensor cores
 # Of matmul/coded.cuh's ScaleType, and of the codes of matmul/dense_warps.cu.
 SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "e8m0": 3, "e4m3": 4}
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
+BITS = "bits"  # a kind of ops/matmul/dense.py, eight codes a byte
 AS_STORED, AS_INT8, AS_E4M3 = 0, 1, 2  # matmul/codes.cu's Made
+SUMMED = {"uint8": 0, "int8": 1, BITS: 2}  # and its Summed
 WHOLE_E4M3 = 16  # integers up to here are e4m3's
 # Small floats whose numbers e4m3 has, all of them.
 IN_E4M3 = ((4, 3), (2, 1), (2, 3), (3, 2))
@@ -43,6 +45,20 @@ def codes_of(first: Format, second: Format) -> tuple[str, str] | None:
         if None not in kinds:
             return kinds  # type: ignore[return-value]
     return None
+
+
+def are_bits(backend: Backend, first: Weight, second: Weight) -> bool:
+    """Whether two arrays of -1 and 1 lie as kernels multiply bits: rows of whole vectors, and a
+    scale for each row or for all."""
+    sides = first, second
+    depth = first.stored[-1]
+    return (
+        all(side.fmt.codec == get_format("int1").codec for side in sides)
+        and all(side.fmt.row_packing.order == "low" for side in sides)
+        and depth % (8 * ALIGNMENT) == 0
+        and segment_of(first.fmt, second.fmt, depth) == depth
+        and all(backend.pointer(side.parts["packed"]) % ALIGNMENT == 0 for side in sides)
+    )
 
 
 def _has_scaling(fmt: Format) -> bool:
@@ -216,7 +232,7 @@ class _Side:
         fmt = weight.fmt
         minifloat = isinstance(fmt.codec, Minifloat)
         made = AS_E4M3 if kind == "fp8_e4m3" else AS_INT8
-        if kind == "uint8" or (minifloat and fmt.bits == 8):
+        if kind in ("uint8", BITS) or (minifloat and fmt.bits == 8):
             made = AS_STORED
         return cls(weight, kind, made)
 
@@ -231,21 +247,25 @@ class _Side:
 
     @property
     def stride(self) -> int:
-        return -(-self.depth // ALIGNMENT) * ALIGNMENT
+        nbytes = self.depth // 8 if self.kind == BITS else self.depth
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     @property
-    def has_zeros(self) -> bool:
-        return self.kind == "uint8"
+    def is_summed(self) -> bool:
+        """Whether products need the sums of the other side's codes, or how many ones it has."""
+        return self.kind in ("uint8", BITS)
 
     def is_ready(self, backend: Backend) -> bool:
         """Whether its bytes are codes as kernels read them."""
+        if self.kind == BITS:  # as are_bits said
+            return True
         stays = self.weight.fmt.bits == 8 and self.weight.fmt.row_packing.order == "low"
         stays &= self.made == AS_STORED or isinstance(self.weight.fmt.codec, Uniform)
         whole = self.depth % ALIGNMENT == 0
         return stays and whole and backend.pointer(self.weight.parts["packed"]) % ALIGNMENT == 0
 
     def coded(self, backend: Backend, codes: int, sums: int) -> Coded:
-        points = self.weight.parts.get("zero_point") if self.has_zeros else None
+        points = self.weight.parts.get("zero_point") if self.kind == "uint8" else None
         *_, rows, _ = 1, *self.weight.stored
         zero_point = 0 if points is None else backend.pointer(points)
         scaling = Scaling.of(backend, self.weight)
@@ -266,7 +286,9 @@ class _Side:
 
     def make_sums(self, backend: Backend, codes: int, segment: int, to: int) -> None:
         """Write the sums of its codes to an address."""
-        add_up(backend, self.kind, codes, (self.rows, self.depth, self.stride), segment, to)
+        columns = self.stride if self.kind == BITS else self.depth
+        shape = self.rows, columns, self.stride
+        add_up(backend, self.kind, codes, shape, min(segment, columns), to)
 
 
 def add_up(
@@ -275,7 +297,7 @@ def add_up(
     """Write the sums of rows of codes to an address; `shape` is rows, columns, bytes of a row."""
     rows, depth, _ = shape
     segments = -(-depth // segment)
-    program = Program("matmul/codes.cu", "code_sums", (int(kind == "int8"),))
+    program = Program("matmul/codes.cu", "code_sums", (SUMMED[kind],))
     launch = Launch(program, (-(-rows * segments // WARPS), 1, 1), THREADS)
     backend.launch(launch, codes, to, *shape, segment, segments)
 
@@ -287,8 +309,7 @@ def sides(
     """Both sides as kernels read them, while the context lasts."""
     pair = _Side.of(x, kinds[0]), _Side.of(weights, kinds[1])
     ready = [side.is_ready(backend) for side in pair]
-    zeros = [side.has_zeros for side in pair]
-    summed = zeros[::-1]  # a side's sums meet the zero points of the other
+    summed = [side.is_summed for side in pair][::-1]
     codes_bytes = [side.rows * side.stride for side in pair]
     sums_bytes = [side.rows * -(-side.depth // segment) * SUM_BYTES for side in pair]
     wanted = *(not own for own in ready), *summed

@@ -12,11 +12,20 @@ from cuquant import interop
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
-from cuquant.ops.matmul import dense_warps
+from cuquant.ops.matmul import coded_kernels, dense
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.coded import Coded, Groups, codes_of, segment_of, sides, tall_of
+from cuquant.ops.matmul.coded import (
+    BITS,
+    Coded,
+    Groups,
+    are_bits,
+    codes_of,
+    segment_of,
+    sides,
+    tall_of,
+)
+from cuquant.ops.matmul.coded_kernels import Run
 from cuquant.ops.matmul.coded_plans import keep
-from cuquant.ops.matmul.dense_warps import Run
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.experts import Rows, as_int64, offsets_of
 from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
@@ -207,10 +216,11 @@ def run(
     results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
-    with sides(backend, x, w, pair.kinds, segment) as (first, second):
+    bits = backend.arch == dense.ARCH and are_bits(backend, x, w)
+    with sides(backend, x, w, (BITS, BITS) if bits else pair.kinds, segment) as (first, second):
         invariant = finish.batch_invariant
         arguments = first, second, shape, groups, segment
-        launch = dense_warps.prepare(*arguments, batch_invariant=invariant)
+        launch = coded_kernels.prepare(backend, *arguments, batch_invariant=invariant)
         launch(backend, first, results)
         in_place = not (first.sums or second.sums) and all(
             side.codes == backend.pointer(weight.parts["packed"])

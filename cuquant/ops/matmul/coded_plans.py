@@ -4,7 +4,6 @@ As prepared.py has it for plain x: what a call needs is kept by all that it depe
 addresses, as long as the weights' components live. Of x every component has an address.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,11 +14,11 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
 from cuquant.ops.matmul import prepared
 from cuquant.ops.matmul.coded import Coded
+from cuquant.ops.matmul.coded_kernels import Run
 from cuquant.ops.matmul.epilogue import PACK
 from cuquant.ops.matmul.prepared import ADDRESS, MOST, SIGNATURE, Call
 from cuquant.ops.remember import Remembered
 
-Run = Callable[[Any, Coded, bytes], None]
 NO_NUMBERS = bytes(16)  # of a CodedResults: no factor, no scale of the output
 
 

@@ -5,7 +5,7 @@ one, and how large tiles are, follows from a model of the time.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -34,6 +34,7 @@ MOST_SCALED = {
     2: 192,
 }  # columns whose sums, and scales, find registers: by Tile.blocks
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
+INVARIANT_ROWS = 64  # of x: rows that must not depend on their number suit tiles for so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
 LEAST_STAGES, MOST_STAGES = 3, 12
 
@@ -302,6 +303,13 @@ def tile_of(work: Work) -> Tile:
     return min(ways(work), key=lambda tile: time_us(tile, work))
 
 
+def invariant_tile(work: Work) -> Tile:
+    """The fastest one for INVARIANT_ROWS, of those whose blocks have all of K."""
+    work = work._replace(rows=INVARIANT_ROWS, groups=1, told="")
+    whole = (tile for tile in ways(work) if tile.cluster == 1)
+    return min(whole, key=lambda tile: time_us(tile, work))
+
+
 # ---- the product --------------------------------------------------------------------------------
 
 
@@ -404,6 +412,29 @@ def dense(
         launch_of(work, tile, cut), *maps, *(side.pack() for side, _ in sides), groups.pack(),
         results, columns, depth, work.lines, cut.a, cut.b, cut.step, *boxes,
     )  # fmt: skip
+
+
+def prepare(
+    backend: Backend,
+    a: Coded,
+    b: Coded,
+    columns: int,
+    depth: int,
+    groups: Groups,
+    *,
+    batch_invariant: bool = False,
+) -> Callable[[Backend, Coded, bytes], None]:
+    """What multiplies x and these weights, called with x at any addresses and a CodedResults.
+
+    `batch_invariant`: by one tile, and all of K by one block, however many rows x has.
+    """
+    work = work_of(backend, a, b, columns, depth, groups)
+    tile = invariant_tile(work) if batch_invariant else tile_of(work)
+
+    def run(backend: Backend, x: Coded, results: bytes) -> None:
+        dense(backend, x, b, columns, depth, groups, results, tile=tile)
+
+    return run
 
 
 @lru_cache(maxsize=4096)

@@ -197,6 +197,7 @@ def test_a_call_alike_is_made_by_the_plan_of_the_one_before(to, monkeypatch):
         ("uint8:row", "uint8:row"),
         ("fp8_e4m3:128", "fp8_e4m3:128x128"),
         ("mxfp8", "nvfp4"),
+        ("int1", "int1"),
     ],
 )
 def test_larger_products(formats):
