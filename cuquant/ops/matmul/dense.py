@@ -340,9 +340,10 @@ def promoted(a: Coded, b: Coded, depth: int) -> int | None:
 
 
 def takes(a: Coded, b: Coded, depth: int) -> bool:
-    """Whether the kernel has such scales: integers with zero points have one segment."""
+    """Whether the kernel has such scales: bits, and integers with zero points, have one segment."""
     segments = promoted(a, b, depth)
-    return segments == 0 or (segments is not None and not (a.zero_point or b.zero_point))
+    corrected = a.kind == "bits" or a.zero_point or b.zero_point
+    return segments == 0 or (segments is not None and not corrected)
 
 
 def work_of(

@@ -131,6 +131,7 @@ def test_zero_points_have_one_segment():
     assert rules.takes(side("uint8", 1000, zero_point=8), side("int8", 1000), 1000)
     assert not rules.takes(side("uint8", 128, zero_point=8), side("int8", 1000), 1000)
     assert not rules.takes(side("int8", 16), side("int8", 16), 1000)
+    assert not rules.takes(side("bits", 128), side("bits", 128), 1000)
 
 
 def test_small_floats_are_promoted_where_that_is_wanted():

@@ -9,7 +9,7 @@ from dense_products import Case, Side, multiply
 
 from cuquant.gpu import arrays, jit
 from cuquant.gpu.rates import H100
-from cuquant.ops.matmul.dense import WAYS, Tile, staged
+from cuquant.ops.matmul.dense import MOST_SCALED, WAYS, Tile, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +92,7 @@ for _swapped in (False, True):
             _shape = (1300, 1000, 2000) if _split == 1 else (300, 1000, 2000)
             CASES[f"tile-{_id}"] = Case(INT, INT, _shape, "bfloat16", tile=tile(_columns, **_way))
             _blocks = 0 if _swapped else 1 if 128 % _columns == 0 or _columns == 256 else 2
-            if _turns > 1 or (_columns > 192 and _blocks != 1):
+            if _turns > 1 or _columns > MOST_SCALED[_blocks]:
                 continue
             _way |= dict(promote=128, scaled=1, blocks=_blocks)
             CASES[f"tile-blocks-{_id}"] = Case(
