@@ -28,11 +28,8 @@ KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # Code
 COLUMNS = (16, 32, 64, 96, 112, 128, 144, 192, 224, 256)  # of a tile: a program each
 # Turns, share and split.
 WAYS = ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
-MOST_SCALED = {
-    0: 160,
-    1: 256,
-    2: 192,
-}  # columns whose sums, and scales, find registers: by Tile.blocks
+# Columns whose sums, and scales that change along K, find registers: by Tile.blocks.
+MOST_SCALED = {0: 160, 1: 256, 2: 160}
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
 LEAST_STAGES, MOST_STAGES = 3, 12
@@ -225,9 +222,11 @@ def time_us(tile: Tile, work: Work) -> float:
     end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
     end += ADDED_CYCLES + tile.columns * ADDED_COLUMN if tile.split > 1 else 0
     rounds = -(-cut.blocks(tile) // (clusters_at_once(tile, work) * tile.cluster))
-    ends = (
-        2 if tile.turns > 1 else rounds
-    )  # one warpgroup stores all rows, but of the last tile only
+    ends = rounds
+    if (
+        tile.turns > 1
+    ):  # one warpgroup stores all rows, but only those of the last tile are waited for
+        ends = 2
     busy = START_US + (rounds * lines * line + ends * end + FILL_CYCLES) / work.cycles
     rows = work.rows * (1 if work.told == "offsets" else work.groups)
     moved = (work.columns * work.groups + rows) * work.lines * LINE
