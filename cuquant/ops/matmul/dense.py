@@ -189,6 +189,7 @@ class Cut(NamedTuple):
         return -(-self.a // tile.share) * tile.share * self.b * tile.split
 
 
+@lru_cache(maxsize=4096)
 def cut_of(tile: Tile, work: Work) -> Cut:
     """How many tiles there are.
 
