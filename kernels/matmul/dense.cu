@@ -1,19 +1,22 @@
-// x [M, K] times weights [N, K]^T, codes of a byte or bits on both sides, on Hopper's tensor cores. A block has tiles of
-// 128 rows of side a by some rows of side b, of which either is x. One warp starts copies of lines of both sides; three
-// bring scales, bias and sums of codes; two warpgroups multiply 64 rows of a each, and store their results while the
-// other one, and the copies, go on.
+// x [M, K] times weights [N, K]^T, codes of a byte or bits on both sides, on Hopper's tensor cores. A block has
+// tiles of 128 rows of side a by some rows of side b, of which either is x. One warp starts copies of lines of both
+// sides; three bring scales, bias and sums of codes; two warpgroups multiply, and store results while copies go on.
 #include "device/cluster.cuh"
 #include "device/overlap.cuh"
 #include "matmul/dense_results.cuh"
 
 namespace cuquant {
 
+template <class Mma>
+using Product = typename Mma::Sum;
+
 // Products of one warpgroup: its rows of a, 64 or twice as many, and all of b.
 template <class Mma, class Tile>
 struct Multiplier {
     using D = DenseTile<Mma, Tile>;
     static constexpr int kColumns = D::kColumns, kPart = D::kPart, kSubs = D::kSubs;
-    using Product = typename Mma::Sum;
+    static constexpr int kRows16 = 64 * kLine / 16;  // a warpgroup's rows of a, as `swizzled` counts
+    using Part = Product<Mma>[kPart / 2];
     const Stages<Mma, Tile>& stages;
     u32 a, b;  // of stage 0, as `swizzled` says
     const RemoteBarriers& others_empty;
@@ -26,7 +29,8 @@ struct Multiplier {
         if constexpr (D::kShare > 1) others_empty.arrive(stage);
     }
     // All of K in the tensor cores' own sums. `next`: who waits until these lines have come.
-    __device__ void run(Product (&sums)[D::kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines, u64* next) const {
+    __device__ void run(Product<Mma> (&sums)[D::kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines,
+                        u64* next) const {
         int last = 0;
 #pragma unroll 1
         for (int line = 0; line < lines; ++line) {
@@ -37,7 +41,7 @@ struct Multiplier {
             for (int k = 0; k < kLaneSteps; ++k)
 #pragma unroll
                 for (int w = 0; w < D::kWaves; ++w)
-                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * (64 * kLine / 16) + 2 * k, own_b + 2 * k, line > 0 || k > 0);
+                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * kRows16 + 2 * k, own_b + 2 * k, line + k > 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (line > 0) release(last);
@@ -49,10 +53,10 @@ struct Multiplier {
         if (lines > 0) release(last);
     }
     // Add a part's sums to those in float32.
-    __device__ void promote(const Product (&part)[kPart / 2], float* sums, const float (&sa)[2], const float* sb) const {
+    __device__ void promote(const Part& part, float* sums, const float (&sa)[2], const float* sb) const {
         const auto add = [&](int j, const float (&s)[4]) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[4 * j + i] = __fmaf_rn(static_cast<float>(part[4 * j + i]), s[i], sums[4 * j + i]);
+            for (int i = 4 * j; i < 4 * j + 4; ++i) sums[i] = __fmaf_rn(static_cast<float>(part[i]), s[i % 4], sums[i]);
         };
         if constexpr (!D::kScaled) {
 #pragma unroll
@@ -73,8 +77,9 @@ struct Multiplier {
             }
         }
     }
-    __device__ void multiply(Product (&part)[kPart / 2], int stage, int half, int sub) const {
-        const u32 own_a = a + stage * (D::kBytesA / 16), own_b = b + stage * (D::kBytesB / 16) + half * kPart * (kLine / 16);
+    __device__ void multiply(Part& part, int stage, int half, int sub) const {
+        const u32 own_a = a + stage * (D::kBytesA / 16);
+        const u32 own_b = b + stage * (D::kBytesB / 16) + half * kPart * (kLine / 16);
         wgmma_fence();
         if constexpr (kSubs > 1) {
             Multiply<kPart>::of(Mma{}, part, own_a + 2 * sub, own_b + 2 * sub, false);
@@ -93,7 +98,8 @@ struct Multiplier {
         if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
         return s;
     }
-    __device__ void promote_all(const Product (&part)[kPart / 2], float* sums, const LineScales& s, int half, int stage, bool last) const {
+    __device__ void promote_all(const Part& part, float* sums, const LineScales& s, int half, int stage,
+                                bool last) const {
         constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
         if (last && !kHeld) release(stage);
         promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
@@ -103,12 +109,12 @@ struct Multiplier {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
         if constexpr (D::kDouble) {  // one line is multiplied while the sums of the one before are promoted
-            Product part[2][kPart / 2];
-            const auto begin = [&](Product (&to)[kPart / 2], const Ring<D::kStages>& at) {
+            Part part[2];
+            const auto begin = [&](Part& to, const Ring<D::kStages>& at) {
                 barrier_wait(stages.full + at.stage, at.parity);
                 multiply(to, at.stage, 0, 0);
             };
-            const auto step = [&](Product (&now)[kPart / 2], Product (&next)[kPart / 2], bool more) {
+            const auto step = [&](Part& now, Part& next, bool more) {
                 const int stage = ring.stage;
                 const LineScales s = scales_of(stage, 0);
                 ring.step();
@@ -142,7 +148,7 @@ struct Multiplier {
                     const LineScales s = scales_of(ring.stage, sub);
 #pragma unroll
                     for (int half = 0; half < D::kHalves; ++half) {
-                        Product part[kPart / 2];
+                        Part part;
                         multiply(part, ring.stage, half, sub);
                         wgmma_wait<0>();
                         promote_all(part, sums, s, half, ring.stage, half == D::kHalves - 1 && sub == kSubs - 1);
@@ -154,11 +160,14 @@ struct Multiplier {
     }
 };
 
-// The sums of a tile that the blocks of a cluster have parts of: each adds up those of its kOwn columns, in the order of
-// the blocks. What is in `shared` is not read any more.
+// The sums of a tile that the blocks of a cluster have parts of: each adds up those of its kOwn columns, in the order
+// of the blocks. What is in `shared` is not read any more.
 template <class Mma, class Tile>
-__device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::columns / 2],
-                       typename DenseTile<Mma, Tile>::Sum (&own)[Tile::columns / Tile::split / 2], u8* shared, int rank) {
+using SumOf = typename DenseTile<Mma, Tile>::Sum;
+
+template <class Mma, class Tile>
+__device__ void add_up(const SumOf<Mma, Tile> (&sums)[Tile::columns / 2],
+                       SumOf<Mma, Tile> (&own)[Tile::columns / Tile::split / 2], u8* shared, int rank) {
     using D = DenseTile<Mma, Tile>;
     using Sum = typename D::Sum;
     constexpr int kGroups = Tile::columns / 8, kEach = kGroups / Tile::split, kThreads = 32 * kMathWarps;
@@ -174,7 +183,10 @@ __device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::co
     };
     uint4* const to = reinterpret_cast<uint4*>(shared) + threadIdx.x;
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) to[j * kThreads] = make_uint4(bits(sums[4 * j]), bits(sums[4 * j + 1]), bits(sums[4 * j + 2]), bits(sums[4 * j + 3]));
+    for (int j = 0; j < kGroups; ++j) {
+        const Sum* const s = sums + 4 * j;
+        to[j * kThreads] = make_uint4(bits(s[0]), bits(s[1]), bits(s[2]), bits(s[3]));
+    }
     cluster_sync();
     const OfBlocks all(to + rank * kEach * kThreads);
 #pragma unroll
@@ -185,7 +197,8 @@ __device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::co
         Sum total[4] = {};
 #pragma unroll
         for (int r = 0; r < Tile::split; ++r) {
-            total[0] += value(parts[r].x); total[1] += value(parts[r].y); total[2] += value(parts[r].z); total[3] += value(parts[r].w);
+            total[0] += value(parts[r].x); total[1] += value(parts[r].y);
+            total[2] += value(parts[r].z); total[3] += value(parts[r].w);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) own[4 * j + i] = total[i];
@@ -196,8 +209,9 @@ __device__ void add_up(const typename DenseTile<Mma, Tile>::Sum (&sums)[Tile::co
 // `a_box` and `b_box` rows. K in bytes is `lines` lines, the last of which may have fewer.
 template <class Mma, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::share * Tile::split) __launch_bounds__(32 * (kMathWarps + 4), 1)
-matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ Coded a,
-             const __grid_constant__ Coded b, const __grid_constant__ Groups groups, const __grid_constant__ CodedResults results,
+matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+             const __grid_constant__ Coded a, const __grid_constant__ Coded b, const __grid_constant__ Groups groups,
+             const __grid_constant__ CodedResults results,
              i64 N, i64 K, int lines, int a_tiles, int b_tiles, int step, int a_box, int b_box) {
     using D = DenseTile<Mma, Tile>;
     constexpr int kStages = D::kStages;
@@ -216,7 +230,8 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
     wait_for_earlier();
 
     const int rank = blockIdx.x % D::kCluster, cluster = blockIdx.x / D::kCluster, clusters = gridDim.x / D::kCluster;
-    const TileWalk<D> walk{{(a_tiles + D::kShare - 1) / D::kShare, b_tiles}, groups, N, step, cluster, clusters, D::kShare > 1 ? rank : 0};
+    const TileOrder order{(a_tiles + D::kShare - 1) / D::kShare, b_tiles};
+    const TileWalk<D> walk{order, groups, N, step, cluster, clusters, D::kShare > 1 ? rank : 0};
     const int first_line = lines * (D::kSplit > 1 ? rank : 0) / D::kSplit;
     const int own_lines = lines * (D::kSplit > 1 ? rank + 1 : 1) / D::kSplit - first_line;
     Ring<kStages> ring;
@@ -225,7 +240,8 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
         ring.parity = 1;
         if (warp == kMathWarps) {
             walk.each([&](const Place& place, int) {
-                const int a_row = static_cast<int>(D::a_of(place).first), b_row = static_cast<int>(D::b_of(place).first);
+                const int a_row = static_cast<int>(D::a_of(place).first);
+                const int b_row = static_cast<int>(D::b_of(place).first) + (D::kShare > 1 ? rank * b_box : 0);
 #pragma unroll 1
                 for (int line = first_line; line < first_line + own_lines; ++line) {
                     barrier_wait(stages.empty + ring.stage, ring.parity);
@@ -234,8 +250,10 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                         u8* const to_b = stages.b + ring.stage * D::kBytesB;
                         barrier_expect(ready, (a_box + b_box * D::kShare) * kLine);
                         copy_box(stages.a + ring.stage * D::kBytesA, &a_map, ready, line * kLine, a_row);
-                        if constexpr (D::kShare > 1) copy_box_to_both(to_b + rank * b_box * kLine, &b_map, ready, line * kLine, b_row + rank * b_box);
-                        else copy_box(to_b, &b_map, ready, line * kLine, b_row);
+                        const int k = line * kLine;
+                        u8* const own_b = to_b + (D::kShare > 1 ? rank * b_box * kLine : 0);
+                        if constexpr (D::kShare > 1) copy_box_to_both(own_b, &b_map, ready, k, b_row);
+                        else copy_box(own_b, &b_map, ready, k, b_row);
                     }
                     __syncwarp();
                     ring.step();
@@ -245,7 +263,8 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
             const int thread = threadIdx.x - 32 * (kMathWarps + 1);
             walk.each([&](const Place& place, int number) {
                 if constexpr (D::kScaled) {
-                    StageScales<Mma, Tile> own(SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), first_line, thread);
+                    const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
+                    StageScales<Mma, Tile> own(a_rows, b_rows, first_line, thread);
                     constexpr int kAhead = StageScales<Mma, Tile>::kAhead;
                     const int end = first_line + own_lines;
                     const auto give = [&](int i) {
@@ -278,19 +297,22 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                 const int turn = number % D::kTurns;
                 barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
                 const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
-                bring_end(ends, SideRows(a, D::a_of(place)), SideRows(b, D::b_of(place)), place, K, results.epilogue, thread);
+                const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
+                bring_end(ends, a_rows, b_rows, place, K, results.epilogue, thread);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(stages.end_full + turn);
             });
         }
     } else {
         registers_up<D::kMany>();
-        // In turns, a warpgroup waits until all lines of the other one's tile have come: barriers of stages tell their last phase alone.
+        // In turns, a warpgroup waits until all lines of the other one's tile have come: barriers of stages tell their
+        // last phase alone.
         const int group = warp / 4, turn = D::kTurns > 1 ? group : 0, row = D::kTurns > 1 ? warp % 4 * 16 : warp * 16;
         const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
         const RemoteBarriers others_empty(stages.empty, D::kShare > 1 ? rank ^ 1 : rank);
-        Multiplier<Mma, Tile> multiplier{stages, swizzled(stages.a) + (D::kTurns > 1 ? 0 : group * (64 * kLine / 16)), swizzled(stages.b),
-                                         others_empty, row + lane / 4, lane, 0};
+        const u32 own_a = swizzled(stages.a) + (D::kTurns > 1 ? 0 : group * Multiplier<Mma, Tile>::kRows16);
+        Multiplier<Mma, Tile> multiplier{stages, own_a, swizzled(stages.b), others_empty, row + lane / 4, lane, 0};
+        using Results = DenseResults<Mma, Tile>;
         const bool corrected = a.sums || b.sums;
         u8* const area = shared + D::kAtAreas + warp * D::kArea;
         walk.each([&](const Place& place, int number) {
@@ -298,7 +320,8 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
             const u32 parity = number / D::kTurns & 1;
             typename D::Sum sums[D::kWaves][D::kColumns / 2];
             if constexpr (D::kPromote) {
-                if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(SideRows(b, D::b_of(place))) / 8;
+                const SideRows b_rows(b, D::b_of(place));
+                if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(b_rows) / 8;
                 multiplier.run_promoted(sums[0], ring, own_lines);
             } else {
                 if (D::kTurns > 1) barrier_wait(stages.turn + turn, parity ^ (turn == 0));
@@ -308,13 +331,13 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                 typename D::Sum own[D::kOwn / 2];
                 add_up<Mma, Tile>(sums[0], own, shared, rank);
                 barrier_wait(stages.end_full, parity);
-                DenseResults<Mma, Tile>(own, ends, results, place, area, row, rank * D::kOwn, lane).store(N, corrected);
+                Results(own, ends, results, place, area, row, rank * D::kOwn, lane).store(N, corrected);
                 cluster_sync();  // others may still read this block's sums
             } else {
                 barrier_wait(stages.end_full + turn, parity);
 #pragma unroll
                 for (int w = 0; w < D::kWaves; ++w)
-                    DenseResults<Mma, Tile>(sums[w], ends, results, place, area, row + 64 * w, 0, lane).store(N, corrected);
+                    Results(sums[w], ends, results, place, area, row + 64 * w, 0, lane).store(N, corrected);
             }
             if (lane == 0) barrier_arrive(stages.end_empty + turn);
         });

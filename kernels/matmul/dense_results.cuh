@@ -1,5 +1,5 @@
-// From a warpgroup's sums of a tile to results in global memory. Each warp has 16 rows of side a, which pass through its
-// own place in shared memory, so that neighbours in a row of the output are stored together.
+// From a warpgroup's sums of a tile to results in global memory. Each warp has 16 rows of side a, which pass through
+// its own place in shared memory, so that neighbours in a row of the output are stored together.
 #pragma once
 #include "device/mma.cuh"
 #include "matmul/dense_scales.cuh"
@@ -7,7 +7,8 @@
 namespace cuquant {
 
 // Four neighbouring results of row m from column n on, of which `count` are there.
-__device__ inline void finish_4(const CodedResults& results, float inverse, float4 y, i64 m, i64 n, int count, bool fours) {
+__device__ inline void finish_4(const CodedResults& results, float inverse, float4 y, i64 m, i64 n, int count,
+                                bool fours) {
     const Epilogue& e = results.epilogue;
     const i64 at = m * e.out_stride + n;
     if (results.is_raw()) {
@@ -30,7 +31,8 @@ __device__ inline void finish_4(const CodedResults& results, float inverse, floa
         for (int i = 0; i < 4; ++i) {
             if (i >= count) continue;
             const i64 to = m * e.out_stride + (n + i) * e.out_column;
-            if (e.out_type == kInt8) static_cast<signed char*>(e.out)[to] = static_cast<signed char>(int8_of(own[i], inverse));
+            if (e.out_type == kInt8)
+                static_cast<signed char*>(e.out)[to] = static_cast<signed char>(int8_of(own[i], inverse));
             else store_typed(e.out, e.out_type, to, own[i]);
         }
     }
@@ -51,7 +53,8 @@ struct DenseResults {
     static constexpr int kPiece = piece_of(kOwn, kSwapped ? 32 : 64), kFloatPiece = piece_of(kOwn, 32);
     static constexpr int kPitch = kSwapped ? 48 : kPiece * 2 + 16;                // bytes of a row of the output
     static constexpr int kFloatPitch = kSwapped ? 20 : kFloatPiece + 4;           // floats
-    static_assert((kSwapped ? kPiece : 16) * kPitch <= D::kArea && (kSwapped ? kFloatPiece : 16) * kFloatPitch * 4 <= D::kArea, "there is room");
+    static_assert((kSwapped ? kPiece : 16) * kPitch <= D::kArea, "there is room");
+    static_assert((kSwapped ? kFloatPiece : 16) * kFloatPitch * 4 <= D::kArea, "there is room");
 
     Sum (&sums)[kOwn / 2];
     const Ends<Mma, Tile>& ends;
@@ -62,8 +65,8 @@ struct DenseResults {
     int lane;
     float factor, scale[2];
 
-    __device__ DenseResults(Sum (&sums)[kOwn / 2], const Ends<Mma, Tile>& ends, const CodedResults& results, const Place& place, u8* area,
-                            int row, int from, int lane)
+    __device__ DenseResults(Sum (&sums)[kOwn / 2], const Ends<Mma, Tile>& ends, const CodedResults& results,
+                            const Place& place, u8* area, int row, int from, int lane)
         : sums(sums), ends(ends), results(results), place(place), area(area), row(row), from(from), lane(lane) {
         factor = results.factor ? *results.factor : 1.0f;
 #pragma unroll
@@ -109,7 +112,8 @@ struct DenseResults {
     __device__ bool is_quick(i64 N) const {
         const Epilogue& e = results.epilogue;
         return !e.residual && (e.activation == kNone || e.activation == kRelu) && e.out_column == 1 && N % 8 == 0 &&
-               (e.out_type == kHalf || e.out_type == kBfloat16) && !((reinterpret_cast<u64>(e.out) | static_cast<u64>(e.out_stride) * 2) & 15);
+               (e.out_type == kHalf || e.out_type == kBfloat16) &&
+               !((reinterpret_cast<u64>(e.out) | static_cast<u64>(e.out_stride) * 2) & 15);
     }
     // kBare: nothing happens to sums that scales have met.
     template <class T, bool kBare>
@@ -117,7 +121,8 @@ struct DenseResults {
         const Epilogue& e = results.epilogue;
         const float least = e.activation == kRelu ? 0.0f : float_of(0xFF800000u);
         const int g = lane / 4, t = lane % 4;
-        constexpr int kEights = kPiece / 8, kVectors = kSwapped ? 2 : kEights, kLines = kSwapped ? kPiece : 16, kAtOnce = 32 / kVectors;
+        constexpr int kEights = kPiece / 8, kVectors = kSwapped ? 2 : kEights, kLines = kSwapped ? kPiece : 16;
+        constexpr int kAtOnce = 32 / kVectors;
         // A lane stores vectors of 16 bytes, kAtOnce rows of the output apart.
         const int line = lane / kVectors, vector = lane % kVectors * 8;
         const int first_m = (kSwapped ? from : row) + line, first_n = (kSwapped ? row : from) + vector;
@@ -134,7 +139,8 @@ struct DenseResults {
 #pragma unroll
             for (int j = 0; j < kEights && !kBare; ++j) {
                 other[j] = b_scale(first / 8 + j);
-                bias[j] = kSwapped ? make_float2(0.0f, 0.0f) : *reinterpret_cast<const float2*>(ends.bias + column_of(first / 8 + j));
+                const float2* const own = reinterpret_cast<const float2*>(ends.bias + column_of(first / 8 + j));
+                bias[j] = kSwapped ? make_float2(0.0f, 0.0f) : *own;
             }
 #pragma unroll
             for (int j = 0; j < kEights; ++j) {
@@ -175,14 +181,16 @@ struct DenseResults {
     __device__ bool is_whole(i64 N) const {
         const Epilogue& e = results.epilogue;
         const bool plain = results.is_raw() || (e.out_type == kFloat && e.activation == kNone && !e.residual);
-        return plain && e.out_column == 1 && (kSwapped || !((e.out_stride | N) & 1 || reinterpret_cast<u64>(e.out) & 7));
+        const bool pairs = !((e.out_stride | N) & 1 || reinterpret_cast<u64>(e.out) & 7);
+        return plain && e.out_column == 1 && (kSwapped || pairs);
     }
     template <bool kRaw>
     __device__ void store_whole() const {
         const int g = lane / 4, t = lane % 4;
         const i64 stride = results.epilogue.out_stride;
         const int first_m = kSwapped ? from + 2 * t : row + g, first_n = kSwapped ? row + g : from + 2 * t;
-        u32* const to = static_cast<u32*>(results.epilogue.out) + (place.x.first + first_m) * stride + place.column + first_n;
+        u32* const out = static_cast<u32*>(results.epilogue.out);
+        u32* const to = out + (place.x.first + first_m) * stride + place.column + first_n;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             u32 v[4];
@@ -191,14 +199,17 @@ struct DenseResults {
             for (int i = 0; i < 4; ++i) {
                 const Sum sum = sums[4 * j + i];
                 if constexpr (kRaw) v[i] = static_cast<u32>(sum);
-                else v[i] = bits_of(scaled(sum, i / 2, i % 2 ? other.y : other.x) + ends.bias[kSwapped ? row + g + i / 2 * 8 : column_of(j) + i % 2]);
+                else
+                    v[i] = bits_of(scaled(sum, i / 2, i % 2 ? other.y : other.x) +
+                                   ends.bias[kSwapped ? row + g + i / 2 * 8 : column_of(j) + i % 2]);
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 if constexpr (kSwapped) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        if (first_n + 8 * h < place.w.count && first_m + 8 * j + i < place.x.count) to[(8 * j + i) * stride + 8 * h] = v[2 * h + i];
+                        if (first_n + 8 * h < place.w.count && first_m + 8 * j + i < place.x.count)
+                            to[(8 * j + i) * stride + 8 * h] = v[2 * h + i];
                 } else if (first_m + 8 * h < place.x.count && first_n + 8 * j < place.w.count) {
                     *reinterpret_cast<uint2*>(to + 8 * h * stride + 8 * j) = make_uint2(v[2 * h], v[2 * h + 1]);
                 }
@@ -224,7 +235,8 @@ struct DenseResults {
 #pragma unroll 1
             for (int own = lane; own < kFours * kLines; own += 32) {
                 const int line = own / kFours, four = own % kFours;
-                const int m = kSwapped ? from + first + line : row + line, n = (kSwapped ? row : from + first) + 4 * four;
+                const int m = kSwapped ? from + first + line : row + line;
+                const int n = (kSwapped ? row : from + first) + 4 * four;
                 if (m >= place.x.count || n >= place.w.count) continue;
                 const float4 y = *reinterpret_cast<const float4*>(floats + line * kFloatPitch + 4 * four);
                 finish_4(results, inverse, y, place.x.first + m, place.column + n, min(place.w.count - n, 4), fours);
@@ -267,7 +279,8 @@ struct DenseResults {
         if (!is_quick(N)) return store_any(N);
         const Epilogue& e = results.epilogue;
         if constexpr (D::kScaled) {
-            if (!e.bias && !results.factor && e.activation == kNone) return e.out_type == kHalf ? store_quick<Half, true>() : store_quick<Bfloat16, true>();
+            if (!e.bias && !results.factor && e.activation == kNone)
+                return e.out_type == kHalf ? store_quick<Half, true>() : store_quick<Bfloat16, true>();
         }
         if (e.out_type == kHalf) store_quick<Half, false>();
         else store_quick<Bfloat16, false>();

@@ -77,7 +77,9 @@ struct StageScales {
         return static_cast<int>(min(tall - b.row % tall, static_cast<i64>(D::kColumns)));
     }
     // The first column of block `i` of those that are staged: of one, of two, or of both halves.
-    __device__ static int first_of(const SideRows& b, int i) { return i == 0 ? 0 : D::kBlocks == 1 ? i * D::kPart : second_block(b); }
+    __device__ static int first_of(const SideRows& b, int i) {
+        return i == 0 ? 0 : D::kBlocks == 1 ? i * D::kPart : second_block(b);
+    }
     __device__ StageScales(const SideRows& a_rows, const SideRows& b_rows, int line, int thread)
         : a(a_rows.side), b(b_rows.side), thread(thread), in_a(a.scaling, line), in_b(b.scaling, line) {
         first_a = a.scaling.place(a_rows.matrix, a_rows.row);
@@ -91,7 +93,9 @@ struct StageScales {
             else places[n] = behind(b_rows, first_of(b_rows, of_b), first_b);
         }
     }
-    __device__ static int behind(const SideRows& rows, int i, i64 first) { return i < rows.count ? static_cast<int>(rows.place(i) - first) : -1; }
+    __device__ static int behind(const SideRows& rows, int i, i64 first) {
+        return i < rows.count ? static_cast<int>(rows.place(i) - first) : -1;
+    }
     // Those of the next line, as number `own` of kAhead; `line`: which that is.
     __device__ void load(int own, int line) {
         if constexpr (D::kFloatScales && D::kSubs == 1) {
@@ -108,7 +112,9 @@ struct StageScales {
 #pragma unroll
             for (int s = 0; s < D::kSubs; ++s) {
                 const u32 k = line * kLine + s * 32;
-                const auto block = [&](const Scaling& of) { return min(k / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1); };
+                const auto block = [&](const Scaling& of) {
+                    return min(k / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1);
+                };
                 const u32 block_a = block(a.scaling), block_b = block(b.scaling);
 #pragma unroll
                 for (int n = 0; n < kEach; ++n) {
@@ -138,8 +144,8 @@ struct StageScales {
 // The end of a tile, by kStagers threads. Sums of integers T become T + a0 b0 + a1 b1: with zero points z, sums S of
 // codes and K columns, T - za Sb - zb Sa + K za zb; or, of bits with p ones, 4 T + a0 + b0 = K - 2 (pa + pb - 2 T).
 template <class Mma, class Tile>
-__device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const SideRows& b, const Place& place, i64 K, const Epilogue& e,
-                          int thread) {
+__device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const SideRows& b, const Place& place, i64 K,
+                          const Epilogue& e, int thread) {
     using D = DenseTile<Mma, Tile>;
     const auto side = [&](const SideRows& own, int i, float* scale, int* terms, int rows, bool is_a) {
         if constexpr (!D::kScaled) scale[i] = own.scale(i);

@@ -21,8 +21,8 @@ struct Place {
 
 // Tile, which dense.py prints:
 //   columns   rows of side b; side a has kTileRows
-//   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each has
-//             64 rows of every tile
+//   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each
+//             has 64 rows of every tile
 //   stages    lines of both sides in shared memory
 //   promote   bytes of K whose products the tensor cores add up, 32 or 128, before they meet others in float32; 0: all
 //   scaled    1 or 2: each such sum is multiplied by its scales, which change along K; 1: all of them are float32
@@ -32,22 +32,25 @@ struct Place {
 //   split     blocks of a cluster that share K of a tile
 template <class Mma, class Tile>
 struct DenseTile {
-    static constexpr int kColumns = Tile::columns, kTurns = Tile::turns, kStages = Tile::stages, kPromote = Tile::promote;
+    static constexpr int kColumns = Tile::columns, kTurns = Tile::turns, kStages = Tile::stages;
+    static constexpr int kPromote = Tile::promote;
     static constexpr int kBlocks = Tile::blocks, kShare = Tile::share, kSplit = Tile::split, kCluster = kShare * kSplit;
     static constexpr bool kScaled = Tile::scaled, kFloatScales = Tile::scaled == 1, kSwapped = Tile::swapped;
-    static_assert(kSplit == 1 || kShare * kTurns == 1, "K is shared by whole blocks, of a cluster that shares nothing else");
+    static_assert(kSplit == 1 || kShare * kTurns == 1, "blocks that share K share nothing else");
     static_assert(kTurns == 1 || !kPromote, "who promotes leaves the tensor cores to the other warpgroup of its tile");
-    static constexpr int kTileWarps = kMathWarps / kTurns, kWaves = kTurns;  // of a tile; and times 64 rows of a warpgroup
+    // Warps of a tile, and how many times 64 rows a warpgroup has.
+    static constexpr int kTileWarps = kMathWarps / kTurns, kWaves = kTurns;
     static_assert(kColumns * kWaves <= 256, "sums have registers");
     // Sums that are promoted leave room for those of half the columns.
     static constexpr int kHalves = kPromote && kColumns > 192 ? 2 : 1, kPart = kColumns / kHalves;
-    // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have them where
-    // sums are few too.
+    // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have
+    // them where sums are few too.
     static constexpr bool kFewSums = kColumns * kTurns * (kPromote ? 2 : 1) <= 128;
-    static constexpr int kFew = (kScaled && !(kBlocks && kFloatScales)) || kFewSums ? 72 : 56, kMany = (3 * 168 - kFew) / 2;
+    static constexpr int kFew = (kScaled && !(kBlocks && kFloatScales)) || kFewSums ? 72 : 56;
+    static constexpr int kMany = (3 * 168 - kFew) / 2;
     static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
     // There are registers for the sums of two lines.
-    static constexpr bool kDouble = kPromote == 128 && kColumns <= (kScaled && !kBlocks ? 64 : 128);
+    static constexpr bool kDouble = kPromote == 128 && kColumns <= ((kScaled && !kBlocks) || kSplit > 1 ? 64 : 128);
     static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;                  // sums of a line
     static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks of each half
     static constexpr int kScales = kScaled ? kSubs * (kScalesA + kScalesB) : 0;    // of a stage

@@ -131,6 +131,18 @@ def test_zero_points_have_one_segment():
     assert rules.takes(side("uint8", 1000, zero_point=8), side("int8", 1000), 1000)
     assert not rules.takes(side("uint8", 128, zero_point=8), side("int8", 1000), 1000)
     assert not rules.takes(side("int8", 16), side("int8", 16), 1000)
+    assert not rules.takes(side("bits", 128), side("bits", 128), 1000)
+
+
+def test_small_floats_are_promoted_where_that_is_wanted():
+    def work(kind, wide, **options):
+        sides = side(kind, wide), side(kind, 1000)
+        return rules.work_of(Notes(), *sides, 64, 1000, Groups(1, 8), **options)  # type: ignore
+
+    assert work("fp8_e4m3", 1000).promote == work("int8", 1000, accurate=True).promote == 0
+    accurate = work("fp8_e4m3", 1000, accurate=True)
+    assert (accurate.promote, accurate.scaled) == (128, 0)
+    assert work("fp8_e4m3", 32, accurate=True).promote == 32
 
 
 # ---- the launch ----------------------------------------------------------------------------------

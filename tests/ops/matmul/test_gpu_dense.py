@@ -8,7 +8,8 @@ import pytest
 from dense_products import Case, Side, multiply
 
 from cuquant.gpu import arrays, jit
-from cuquant.ops.matmul.dense import WAYS, Tile, staged
+from cuquant.gpu.rates import H100
+from cuquant.ops.matmul.dense import MOST_SCALED, WAYS, Tile, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,8 @@ for _shape in ((5, 300, 1000), (200, 520, 640), (512, 768, 4096), (129, 33, 77))
     for _kind in ("fp8_e4m3", "fp8_e5m2", "int8"):
         for _name, _blocks in {
             "1x128-128x128": (LINE, BLOCK), "1x128-1x128": (LINE, LINE),
-            "row-128x128": ((1, 0), BLOCK), "tensor": (TENSOR, TENSOR), "1x32": ((1, 32), (1, 32)), "1x64-row": ((1, 64), (1, 0)),
+            "row-128x128": ((1, 0), BLOCK), "tensor": (TENSOR, TENSOR),
+            "1x32": ((1, 32), (1, 32)), "1x64-row": ((1, 64), (1, 0)),
             "1x256-256x256": ((1, 256), (256, 256)), "1x128-48x128": (LINE, (48, 128)),
             "1x96-7x32": ((1, 96), (7, 32)),
         }.items():  # fmt: skip
@@ -77,6 +79,8 @@ for _by, _counts in {
             CASES[f"{_by}-{_kind}-{_shape}"] = Case(
                 *sides(_kind, *_blocks), _shape, "bfloat16", counts=_counts, by=_by
             )
+for _shape in SHAPES[-3:]:
+    CASES[f"accurate-{_shape}"] = Case(E4M3, E5M2, _shape, accurate=True)
 # Each way to divide, whatever the rule would choose.
 for _swapped in (False, True):
     for _columns in (16, 48, 112, 128, 192, 224, 256):
@@ -88,7 +92,7 @@ for _swapped in (False, True):
             _shape = (1300, 1000, 2000) if _split == 1 else (300, 1000, 2000)
             CASES[f"tile-{_id}"] = Case(INT, INT, _shape, "bfloat16", tile=tile(_columns, **_way))
             _blocks = 0 if _swapped else 1 if 128 % _columns == 0 or _columns == 256 else 2
-            if _turns > 1 or (_columns > 192 and _blocks != 1):
+            if _turns > 1 or _columns > MOST_SCALED[_blocks]:
                 continue
             _way |= dict(promote=128, scaled=1, blocks=_blocks)
             CASES[f"tile-blocks-{_id}"] = Case(
@@ -115,7 +119,7 @@ def compile_all() -> None:
     programs: dict = {}
 
     class Notes:
-        arch, multiprocessors = 90, 132
+        arch, multiprocessors, rates = 90, 132, H100
 
         @staticmethod
         def tensor_map(*_) -> bytes:
