@@ -6,6 +6,7 @@ import numpy as np
 from products import exact, is_close, normal, values
 
 import cuquant as cq
+from cuquant.ops.matmul.coded import codes_of
 
 # x's format, the weights' and M, N, K: every tile, ragged ends, scales of every kind on both sides.
 CASES = (
@@ -45,3 +46,19 @@ def check(y: np.ndarray, x: Any, w: Any, roundings: int = 4) -> None:
     wanted, size = exact(x, w)
     assert y.shape == wanted.shape and y.dtype == np.float32
     assert is_close(y, wanted, size, values(w).shape[-1] + roundings)
+
+
+def check_on_gpu(y: np.ndarray, x: Any, w: Any) -> None:
+    """The same; but Hopper's tensor cores add 32 products of small floats to a sum with 13 bits
+    behind the largest of them: what is cut off each of the 33 is less than 2^-13 of it."""
+    kinds = codes_of(x.format, w.format)
+    if kinds is None or not kinds[0].startswith("fp8"):
+        return check(y, x, w)
+    wanted, size = exact(x, w)
+    steps = -(-values(w).shape[-1] // 32)
+    off = np.abs(y - wanted)
+    assert y.shape == wanted.shape and y.dtype == np.float32
+    assert (off <= 33 * steps * 2.0**-13 * size).all()
+    # Errors of many steps have both signs: of all results together they are as small as this.
+    assert np.linalg.norm(off) <= 2.0**-8 * np.linalg.norm(wanted)
+    return None

@@ -6,7 +6,7 @@ All but the last part also runs on arrays that only look like theirs, with the e
 import fake_gpu
 import numpy as np
 import pytest
-from coded_products import CASES, check, pair
+from coded_products import CASES, check_on_gpu, pair
 from gpu_products import host, to_gpu
 from products import normal, values
 
@@ -32,7 +32,7 @@ def test_linear_and_matmul(kind, to):
     for case in FEW if "fake" in kind else CASES:
         x, w = pair(case)
         y = host(cq.linear(to(x), to(w)))
-        check(y, x, w)
+        check_on_gpu(y, x, w)
         np.testing.assert_array_equal(host(cq.matmul(to(x), to(w).T)), y)
 
 
@@ -210,7 +210,7 @@ def test_larger_products(formats):
         (1030, 1000, 512),
     ):
         x, w = pair((*formats, shape))
-        check(host(cq.linear(to(x), to(w))), x, w)
+        check_on_gpu(host(cq.linear(to(x), to(w))), x, w)
 
 
 @pytest.mark.gpu
