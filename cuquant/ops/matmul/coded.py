@@ -25,6 +25,7 @@ LEAST_BLOCK = 16  # columns: a step of the tensor cores
 # Of matmul/coded.cuh's ScaleType, and of the codes of matmul/dense_warps.cu.
 SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "e8m0": 3, "e4m3": 4}
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
+INTEGERS, FLOATS = ("int8", "uint8"), ("fp8_e4m3", "fp8_e5m2")  # of KINDS
 BITS = "bits"  # a kind of ops/matmul/dense.py, eight codes a byte
 AS_STORED, AS_INT8, AS_E4M3 = 0, 1, 2  # matmul/codes.cu's Made
 SUMMED = {"uint8": 0, "int8": 1, BITS: 2}  # and its Summed
