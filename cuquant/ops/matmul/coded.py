@@ -129,7 +129,7 @@ class Scaling:
     scale: int = 0
     global_scale: int = 0
     tall: int = 1
-    wide: int = 1
+    wide: int = 1 << 40  # more than there are
     across: int = 0
     matrix: int = 0
     dtype: str = "float32"

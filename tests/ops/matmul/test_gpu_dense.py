@@ -1,13 +1,13 @@
 """Products of codes with codes on Hopper's tensor cores, against float64 and exact integers."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from dense_products import Case, Side, multiply
+from gpu_products import compile_together
 
-from cuquant.gpu import arrays, jit
+from cuquant.gpu import arrays
 from cuquant.gpu.rates import H100
 from cuquant.ops.matmul.dense import MOST_SCALED, WAYS, Tile, staged
 
@@ -142,8 +142,7 @@ def compile_all() -> None:
     for case in CASES.values():
         with suppress(Noted):
             multiply(case, NoArrays, Notes)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda program: jit.compiled(program, 90), programs))
+    compile_together(list(programs), 90)
 
 
 @pytest.mark.parametrize("name", CASES)
