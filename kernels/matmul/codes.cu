@@ -30,7 +30,7 @@ __device__ void load_numbers(const Rows<Format, Word>& from, i64 row, i64 k, i64
 
 // To `out`, [rows, stride]; beyond the depth there is 0.
 template <class Format, typename Word, int kMade>
-__global__ void __launch_bounds__(256) code_bytes(Rows<Format, Word> from, u8* __restrict__ out, i64 rows, i64 depth, i64 stride) {
+__global__ void __launch_bounds__(256, 1) code_bytes(Rows<Format, Word> from, u8* __restrict__ out, i64 rows, i64 depth, i64 stride) {
     using Codec = typename Format::Codec;
     __shared__ typename Codec::DecodeTables tables;
     if constexpr (Codec::is_codebook) {
@@ -47,14 +47,13 @@ __global__ void __launch_bounds__(256) code_bytes(Rows<Format, Word> from, u8* _
         load_numbers(from, row, k, depth, codes, shifts);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
-            if (k + i >= depth) break;
             u32 byte = codes[i] ^ (Format::Packing::flip & 0xFFu);
             if constexpr (kMade != kAsStored) {
                 const float number = Codec::decode(codes[i], shifts[i], tables);
                 byte = kMade == kAsInt8 ? static_cast<u32>(static_cast<int>(number)) & 0xFFu
                                         : Minifloat<4, 3, Specials::OneNan>::encode(number) & 0xFFu;
             }
-            bytes |= static_cast<u64>(byte) << 8 * i;
+            if (k + i < depth) bytes |= static_cast<u64>(byte) << 8 * i;
         }
     }
     *reinterpret_cast<u64*>(out + row * stride + k) = bytes;

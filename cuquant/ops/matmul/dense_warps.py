@@ -61,9 +61,11 @@ TILES = (
 INVARIANT = TILES[3]  # of rows that must not depend on how many come with them
 
 
-def tile_of(rows: int) -> Tile:
-    """The tile for so many rows of x in a group."""
-    return next((tile for tile in TILES if rows <= tile.tokens), TILES[-1])
+def tile_of(rows: int, *, segmented: bool = False) -> Tile:
+    """The tile for so many rows of x in a group; where scales change along K, there are registers
+    for the sums of the last but one."""
+    tiles = TILES[:-1] if segmented else TILES
+    return next((tile for tile in tiles if rows <= tile.tokens), tiles[-1])
 
 
 @lru_cache(maxsize=1024)
@@ -92,8 +94,8 @@ def prepare(
     sides.
     """
     _, columns, depth = shape
-    tile = INVARIANT if batch_invariant else tile_of(groups.typical)
     segmented = segment < depth
+    tile = INVARIANT if batch_invariant else tile_of(groups.typical, segmented=segmented)
     step = SHORT if segmented and segment % STEP else STEP
     program = program_of((x.kind, weights.kind), tile, step, segmented, x.struct)
     token_tiles = groups.tiles(tile.tokens)
