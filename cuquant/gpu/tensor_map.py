@@ -6,10 +6,10 @@ from functools import lru_cache
 from cuquant.gpu import driver
 
 MAP_BYTES = 128
-COLUMNS = 64  # of a box: 128 bytes, which the copy swizzles
-# cuTensorMapEncodeTiled's words for types of 16 bits, and for what the copies do.
-DATA_TYPES = {"uint16": 1, "float16": 6, "bfloat16": 9}
-STRAIGHT, SWIZZLE_128, PROMOTE_256 = 0, 3, 3
+COLUMNS = 64  # of a box: 128 bytes, or 64, which the copy swizzles
+# cuTensorMapEncodeTiled's words for types of 16 bits and of 8, and for what the copies do.
+DATA_TYPES = {"uint16": 1, "float16": 6, "bfloat16": 9, "uint8": 0}
+STRAIGHT, SWIZZLE_64, SWIZZLE_128, PROMOTE_256 = 0, 2, 3, 3
 
 
 @lru_cache(maxsize=1024)
@@ -22,7 +22,7 @@ def tensor_map(
     dtype: str,
     width: int = COLUMNS,
 ) -> bytes:
-    """The CUtensorMap of rows of a type of 16 bits, copied by boxes of `height` x `width`.
+    """The CUtensorMap of rows of a type of DATA_TYPES, copied by boxes of `height` x `width`.
 
     Boxes of 64 columns are swizzled, others lie as they are. `stride` is from row to row, in bytes;
     it, `pointer` and the bytes of `width` are multiples of 16.
@@ -34,6 +34,7 @@ def tensor_map(
     RuntimeError
         Where the driver refuses the matrix.
     """
+    swizzle = SWIZZLE_64 if dtype == "uint8" else SWIZZLE_128
     room = ctypes.create_string_buffer(MAP_BYTES + 64)
     aligned = (ctypes.addressof(room) + 63) & ~63
     result = driver.library().cuTensorMapEncodeTiled(
@@ -46,7 +47,7 @@ def tensor_map(
         (ctypes.c_uint32 * 2)(width, height),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
-        SWIZZLE_128 if width == COLUMNS else STRAIGHT,
+        swizzle if width == COLUMNS else STRAIGHT,
         PROMOTE_256,
         0,
     )

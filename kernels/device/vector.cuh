@@ -21,6 +21,8 @@ constexpr float kFloatMax = 3.4028234663852886e38f, kHalfMax = 65504.0f;
 
 struct Half { u16 bits; };      // IEEE binary16
 struct Bfloat16 { u16 bits; };  // the upper half of a float32
+struct E4m3 { u8 bits; };       // 4 bits of exponent, 3 of mantissa, no infinity
+struct Int8 { signed char bits; };
 
 __device__ inline float float_of(u32 bits) { return __uint_as_float(bits); }
 __device__ inline u32 bits_of(float x) { return __float_as_uint(x); }

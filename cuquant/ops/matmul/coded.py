@@ -7,7 +7,7 @@ floats are e4m3 or e5m2. What is packed more densely becomes bytes first, in a c
 import math
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -298,3 +298,15 @@ def sides(
                 side.add_up(backend, codes, segment, sums)
             made.append(side.coded(backend, codes, sums if summed[i] else 0))
         yield made[0], made[1]
+
+
+@contextmanager
+def side(backend: Backend, x: Weight, kind: str) -> Iterator[Coded]:
+    """One side alone, while the context lasts: without sums of its codes."""
+    own = _Side.of(x, kind)
+    ready = own.is_ready(backend)
+    room = nullcontext(0) if ready else backend.workspace(max(own.rows * own.stride, 1))
+    with room as at:
+        if not ready:
+            own.make(backend, at)
+        yield own.coded(backend, backend.pointer(x.parts["packed"]) if ready else at, 0)

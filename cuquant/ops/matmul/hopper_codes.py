@@ -1,0 +1,274 @@
+"""Codes of x times a prepacked weight of 4 bits on Hopper's tensor cores: matmul/hopper.cu.
+
+Products are of e4m3 or of int8 on both sides: what codes of the weight stand for becomes such
+bytes in registers, and columns of x lie in the order that suits these.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from cuquant.array.fragments import FRAGMENTS_LAYOUT, UNIT
+from cuquant.formats import Format, Minifloat, Uniform
+from cuquant.gpu.backend import Backend, aligned
+from cuquant.gpu.jit import Launch, Program
+from cuquant.gpu.rates import TileCosts
+from cuquant.ops.layout import packed_weight
+from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul.coded import Coded, codes_of, wide_of
+from cuquant.ops.matmul.dense_warps import Run
+from cuquant.ops.matmul.hopper import NO_MAP, NOT_ROUTED, TICKETS, program_of
+from cuquant.ops.matmul.hopper_tiles import (
+    GROUP_ROWS,
+    LARGE,
+    SMALL_TILES,
+    SPANS,
+    WARPGROUPS,
+    Decoding,
+    Shape,
+    Work,
+    blocks_of,
+    cut,
+    drain_of,
+    rows_of_tile,
+    shared_bytes,
+    staged,
+    streamed_tiles,
+    time_us,
+    tokens_of_tile,
+)
+from cuquant.ops.matmul.hopper_tiles import DRAIN_PITCH, ONE
+from cuquant.ops.matmul.problem import Weight
+
+ARCH = 90
+BITS = 4
+TOKENS = (16, 32, 64, 96, 128)
+SLICES = 2  # of 32 columns, of a unit
+# Units that Hopper's tensor cores add up, where no scales change: 256 columns of e4m3. Their sums
+# keep 14 bits, of which each product of 32 columns may lose the last.
+UNITS_ADDED = 4
+REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups that multiply
+OTHERS = 66  # registers beside sums and operands
+THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
+EPILOGUE_BYTES = 64
+L2_BYTES = 40  # of a multiprocessor in a nanosecond, while all of them read
+PROMOTED = 0.3  # nanoseconds that a lane's float32 sum takes, for four warps
+
+
+class Scales(NamedTuple):
+    """How scales of both sides divide K.
+
+    Attributes
+    ----------
+    of_weight
+        The weight's.
+    x_fine, x_units
+        Groups of x's in a unit, 0 where a row is one; and units of a group, 0 where it is less.
+    exact
+        Whether sums are of integers.
+    """
+
+    of_weight: Groups
+    x_fine: int
+    x_units: int
+    exact: bool
+
+    @property
+    def pieces(self) -> int:
+        """Parts of a unit that have other scales."""
+        return max(self.of_weight.fine, self.x_fine, 1)
+
+    def segment(self, shape: Shape, units: int) -> int:
+        """Units between sums that are float32, of a weight with so many in a row."""
+        groups = [n for n in (self.of_weight.units, self.x_units) if n]
+        if self.pieces > 1:
+            return 1
+        if not groups:
+            return 0 if self.exact else UNITS_ADDED
+        # A warpgroup's units follow each other by twos, which begin with an even one.
+        pairs = shape.span % 2 == 0 or shape.depth_groups == 1
+        pairs &= shape.split == 1 or units % (2 * shape.split) == 0
+        pairs &= not shape.streamed or shape.portion % 2 == 0
+        return 2 if pairs and all(n % 2 == 0 for n in groups) else 1
+
+
+@lru_cache(maxsize=1024)
+def kind_of(x: Format, weight: Format, depth: int) -> str | None:
+    """What codes of x, and of a prepacked weight, are multiplied as: "fp8_e4m3" or "int8"; or
+    None."""
+    if weight.bits != BITS or weight.scale is None or x.bits != 8:
+        return None
+    kinds = codes_of(x, weight)
+    if kinds not in (("fp8_e4m3", "fp8_e4m3"), ("int8", "int8")) or x.offset or weight.offset:
+        return None
+    codec, wide = weight.codec, wide_of(x)
+    if not (isinstance(codec, Minifloat) or (isinstance(codec, Uniform) and codec.offset == 8)):
+        return None
+    if isinstance(x.codec, Uniform) != (kinds[0] == "int8"):
+        return None
+    return kinds[0] if wide in (0, UNIT // 2) or wide % UNIT == 0 or wide >= depth else None
+
+
+@lru_cache(maxsize=1024)
+def scales_of(x: Format, weight: Format, depth: int) -> Scales:
+    """How scales of x, and of a weight, divide rows of so many columns."""
+    wide = wide_of(x)
+    exact = isinstance(x.codec, Uniform)
+    if wide == 0 or wide >= depth:
+        fine, units = 0, 0
+    else:
+        fine, units = (2, 0) if wide < UNIT else (1, wide // UNIT)
+    return Scales(Groups.of(weight, depth), fine, units, exact)
+
+
+# ---- how a product is divided -------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def divide(rows: int, work: Work, scales: Scales) -> Shape:
+    """How to divide x [rows, depth] times a weight, so that it takes least."""
+    return min(ways(rows, work, scales), key=lambda way: way[0])[1]
+
+
+def ways(rows: int, work: Work, scales: Scales) -> Iterator[tuple[float, Shape]]:
+    """All ways to divide a product, with the microseconds that each may take."""
+    most = max(n for n in TOKENS if n < 2 * max(rows, TOKENS[0]))
+    for shape in _candidates(most, work.units, scales):
+        _, token_tiles, tiles = cut(shape, rows, work)
+        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * work.processors:
+            continue
+        if shape.once and (tiles * shape.split > work.processors or work.units < shape.split):
+            continue
+        able = shape.depth_groups == shape.split == shape.span == 1 and not shape.once
+        pairs = work.processors % 2 == 0 and tiles // token_tiles % 2 == 0 and token_tiles > 1
+        if able and pairs and shape.tokens >= 64:
+            shape = replace(shape, shared_x=True)
+        yield _time_us(shape, rows, work, scales), shape
+
+
+def _time_us(shape: Shape, rows: int, work: Work, scales: Scales) -> float:
+    """As hopper_tiles.py reckons it for 16-bit floats, at twice the speed; and sums that are added
+    to float32 ones, and the L2 cache."""
+    costs: TileCosts = work.costs
+    every = shape.segment or 2 * UNITS_ADDED
+    promoted = shape.row_groups * scales.pieces * shape.tokens / 2 / every * PROMOTED
+    width = shape.row_groups * GROUP_ROWS
+    came = shape.tokens * UNIT / (2 if shape.shared_x else 1) + width * UNIT * BITS / 8
+    twice = costs._replace(multiplied=2 * costs.multiplied)
+    slower = max(promoted, came / L2_BYTES)
+    waits, issues = costs.computed
+    own = twice._replace(computed=(waits + slower, issues / 2 + promoted))
+    return time_us(shape, rows, work._replace(costs=own))
+
+
+@lru_cache(maxsize=1024)
+def _candidates(most: int, units: int, scales: Scales) -> tuple[Shape, ...]:
+    return tuple(_shapes(most, units, scales))
+
+
+def _shapes(most: int, units: int, scales: Scales) -> Iterator[Shape]:
+    for tokens in (n for n in TOKENS if n <= most):
+        for row_groups, depth_groups in WARPGROUPS:
+            if _registers(tokens, scales) > REGISTERS[row_groups * depth_groups]:
+                continue
+            for span in SPANS[tokens]:
+                plain = Shape(tokens, row_groups, depth_groups, 0, span, 2, SLICES, element=1)
+                plain = replace(plain, x_fine=scales.x_fine)
+                kinds = [plain, replace(plain, streamed=True), replace(plain, once=True, split=2)]
+                if depth_groups > 1:
+                    kinds.append(replace(plain, once=True))
+                for shape in kinds:
+                    made = _staged(shape)
+                    if made is not None:
+                        yield replace(made, segment=scales.segment(made, units))
+
+
+def _registers(tokens: int, scales: Scales) -> int:
+    """Of a thread, about."""
+    parts = 2 if scales.pieces > 1 and tokens <= 64 else 1
+    summed = 0 if scales.exact and not (scales.of_weight.units or scales.x_fine) else 1
+    return tokens // 2 * (parts + summed) + 8 * max(2, scales.pieces) + OTHERS
+
+
+def _staged(shape: Shape) -> Shape | None:
+    """With its stages; None where these do not fit, or sums do not fit into them."""
+    made = staged(shape, BITS, 0)
+    if made is None or not made.once:
+        return made
+    groups = made.row_groups * made.depth_groups
+    given = made.tokens * GROUP_ROWS * 4 * made.row_groups  # of another block, and of warpgroups
+    sums = given * (made.depth_groups - 1) + given * (made.split - 1) // 2
+    drained = groups * drain_of(made) * DRAIN_PITCH * 4
+    unit = made.tokens * UNIT + made.row_groups * GROUP_ROWS * UNIT * BITS // 8
+    room = made.stages * made.span * unit
+    return made if sums + drained <= room else None
+
+
+def work_of(backend: Backend, weight: Format, columns: int, depth: int) -> Work:
+    """What is to be divided, but for the rows of x."""
+    decoding = Decoding(weight.bits, "computed", (0, 0))
+    processors = backend.multiprocessors
+    return Work(columns, depth, decoding, processors, backend.rates.tiles, ONE)
+
+
+# ---- one product --------------------------------------------------------------------------------
+
+
+def prepare(
+    backend: Backend, x: Format, weight: Weight, kind: str, shape: tuple[int, int, int]
+) -> Run:
+    """What multiplies codes of x [M, K], at any address, and a prepacked weight [N, K].
+
+    `shape` is M, N and K; of what it is called with, a CodedResults, only the Epilogue counts.
+    """
+    rows, columns, depth = shape
+    fmt, processors = weight.fmt, backend.multiprocessors
+    scales = scales_of(x, fmt, depth)
+    tile = divide(rows, work_of(backend, fmt, columns, depth), scales)
+    token_tiles = -(-rows // tile.tokens)
+    tile_tokens = tokens_of_tile(rows, token_tiles)
+    tile_rows = rows_of_tile(tile, columns, token_tiles, processors)
+    row_tiles = -(-columns // tile_rows)
+    tiles = token_tiles * row_tiles
+    whole = tiles - streamed_tiles(tiles, processors) if tile.streamed else tiles
+    units = -(-depth // UNIT)
+    blocks = blocks_of(tile, tiles, units, processors)
+    program = program_of(fmt, kind, tile, scales.of_weight)
+    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
+    packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
+    numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
+    each = tile_tokens // (2 if tile.shared_x else 1)
+    groups = 1
+    if scales.x_fine:
+        groups = -(-depth // (scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine))
+    pitch = -(-(token_tiles * tile_tokens + tile.tokens) // 4) * 4
+    handed = blocks * tile.handed_bytes
+
+    def run(backend: Backend, x: Coded, results: bytes) -> None:
+        sizes = aligned(rows * x.stride), aligned(groups * pitch * 4), handed
+        with backend.workspace(sum(sizes)) as at:
+            codes, scale, memory = at, at + sizes[0], at + sizes[0] + sizes[1]
+            _lay_out(backend, x, rows, groups, pitch, codes, scale)
+            map_of_x = backend.tensor_map(codes, rows, x.stride, x.stride, each, "uint8")
+            of_tokens = struct.pack("<Qq2i", scale, pitch, groups, scales.x_units)
+            arguments = map_of_x, NO_MAP, packed, packed, results[:EPILOGUE_BYTES], NOT_ROUTED
+            backend.launch(launch, *arguments, *numbers, memory, next(TICKETS), of_tokens)
+
+    return run
+
+
+def _lay_out(
+    backend: Backend, x: Coded, rows: int, groups: int, pitch: int, codes: int, scale: int
+) -> None:
+    """Write x's codes as operands have them, and its scales [groups, pitch]."""
+    program = Program("matmul/code_rows.cu", "code_rows", overlaps=True)
+    vectors = rows * (x.stride // VECTOR)
+    launch = Launch(program, (-(-vectors // THREADS), 1, 1), THREADS)
+    backend.launch(launch, x.pack(), 0, rows, rows, groups, pitch, codes, scale)
+
+
+def takes(x: Format, weight_format: Format, layout: str, depth: int) -> bool:
+    """Whether a product is one of these, on a GPU of ARCH."""
+    return layout == FRAGMENTS_LAYOUT and kind_of(x, weight_format, depth) is not None
