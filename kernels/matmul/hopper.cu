@@ -368,7 +368,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         Factor<Format, T, kLie> scaled;
         const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
             const Own& own = from[s * kFine / 4];
-            if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit());
+            if constexpr (!kLate) {
+                if (s * kFine % 4 == 0) scaled.set(own, own_unit());
+            }
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
             if constexpr (!kCodes) {
                 if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);

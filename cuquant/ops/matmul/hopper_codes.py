@@ -135,9 +135,11 @@ def divide(rows: int, work: Work, scales: Scales) -> Shape:
 def ways(rows: int, work: Work, scales: Scales) -> Iterator[tuple[float, Shape]]:
     """All ways to divide a product, with the microseconds that each may take."""
     most = max(n for n in TOKENS if n < 2 * max(rows, TOKENS[0]))
-    for shape in _candidates(most, work.units, scales):
+    candidates = _candidates(most, work.units, scales)
+    large = min(LARGE, max(s.tokens for s in candidates if not s.once))
+    for shape in candidates:
         _, token_tiles, tiles = cut(shape, rows, work)
-        if shape.tokens < LARGE <= rows and tiles > SMALL_TILES * work.processors:
+        if shape.tokens < large <= rows and tiles > SMALL_TILES * work.processors:
             continue
         if shape.once and (tiles * shape.split > work.processors or work.units < shape.split):
             continue
@@ -171,8 +173,6 @@ def _candidates(most: int, units: int, scales: Scales) -> tuple[Shape, ...]:
 def _shapes(most: int, units: int, scales: Scales) -> Iterator[Shape]:
     for tokens in (n for n in TOKENS if n <= most):
         for row_groups, depth_groups in WARPGROUPS:
-            if _registers(tokens, scales) > REGISTERS[row_groups * depth_groups]:
-                continue
             for span in SPANS[tokens]:
                 plain = Shape(tokens, row_groups, depth_groups, 0, span, 2, SLICES, element=1)
                 plain = replace(plain, x_fine=scales.x_fine)
@@ -180,16 +180,19 @@ def _shapes(most: int, units: int, scales: Scales) -> Iterator[Shape]:
                 if depth_groups > 1:
                     kinds.append(replace(plain, once=True))
                 for shape in kinds:
-                    made = _staged(shape)
+                    fits = _registers(shape, scales) <= REGISTERS[row_groups * depth_groups]
+                    made = _staged(shape) if fits else None
                     if made is not None:
                         yield replace(made, segment=scales.segment(made, units))
 
 
-def _registers(tokens: int, scales: Scales) -> int:
+def _registers(shape: Shape, scales: Scales) -> int:
     """Of a thread, about."""
-    parts = 2 if scales.pieces > 1 and tokens <= 64 else 1
+    pieces, tokens = scales.pieces, shape.tokens
+    parts = 2 if pieces > 1 and tokens <= 64 else 1
     summed = 0 if scales.exact and not (scales.of_weight.units or scales.x_fine) else 1
-    return tokens // 2 * (parts + summed) + 8 * max(2, scales.pieces) + OTHERS
+    kept = 24 if pieces > 1 and not shape.once else 8 if pieces > 2 else 0
+    return tokens // 2 * (parts + summed) + 8 * max(2, pieces) + kept + OTHERS
 
 
 def _staged(shape: Shape) -> Shape | None:
