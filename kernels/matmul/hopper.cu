@@ -359,7 +359,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             barrier_arrive(empty + stage);
             if constexpr (kSharedX) others_empty.arrive(stage);
         };
-        const auto release = [&] { if (last >= 0) leave(last); };
+        const auto release = [&] {
+            if constexpr (kFineX > 0) __syncwarp();  // all lanes have read x's scales
+            if (last >= 0) leave(last);
+        };
         Words<kBits> words;
         const auto load = [&](int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
