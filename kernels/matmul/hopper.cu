@@ -117,7 +117,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     // Parts of a unit of codes whose scales differ, and its operands: of groups of 16 columns each has one half alone.
     constexpr int kPieces = kFine > kFineX ? kFine : kFineX > 1 ? kFineX : 1, kOperands = kPieces > 2 ? 4 : 2;
     constexpr bool kGrouped = kFine > 1 || kGroupUnits > 0;  // the weight's scales change along K
-    static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums && !kPair && kBuffers == 2), "weights");
+    static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums && !kPair && !kSharedX && kBuffers == 2),
+                  "what products of codes are");
     static_assert(!kCodes || kPieces == 1 || kSegment == 1, "scales that differ in a unit");
     constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
@@ -252,8 +253,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                         copy_box(to, &x, ready, (first_unit + i + own) * kUnit, token);
                     }
                     if constexpr (kFineX > 0) {
-                        const int one = kSharedX ? 0 : own, unit = first_unit + i + one;
-                        u8* const to = unit_scales + (stage * kSpan + one) * kScaleBytes;
+                        const int unit = first_unit + i + own;
+                        u8* const to = unit_scales + (stage * kSpan + own) * kScaleBytes;
 #pragma unroll
                         for (int f = 0; f < kFineX; ++f) {
                             if (own >= count) break;
@@ -349,7 +350,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 
         float sum[kTokens / 2];
 #pragma unroll
-        for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
+        for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost && !(kCodes && expert == kNoExpert) ? float_of(0x7FC00000u) : 0.0f;
         constexpr int kSteps = 4 / kSlices;  // of a unit
         u32 a[kBuffers][kCodes ? kOperands : kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
         constexpr int kParts = kPieces > 1 && kTokens <= 64 ? 2 : 1;
@@ -533,7 +534,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
-        if (factor != 1.0f) {
+        if (factor != 1.0f && !(kCodes && lost)) {
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
         }
@@ -558,7 +559,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (kCodes) {  // exact sums, of those that share K too, are rounded once for each scale
             const Own& own = groups[0][0];
             const float of_rows[2] = {kGrouped ? 1.0f : own.value(0), kGrouped ? 1.0f : own.value(1)};
-            multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_tokens.scale + token, t);
+            if (!lost)
+                multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_tokens.scale + token, t);
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,

@@ -4,7 +4,8 @@
 
 namespace cuquant {
 
-// `count` rows from order[first] on; expert -1 does not exist.
+// `count` rows from order[first] on; expert -1 does not exist, and results of kNoExpert are 0.
+constexpr i64 kNoExpert = -2;
 struct Segment { i64 expert, first, count; };
 
 }  // namespace cuquant

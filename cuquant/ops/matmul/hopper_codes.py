@@ -5,8 +5,8 @@ bytes in registers, and columns of x lie in the order that suits these.
 """
 
 import struct
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,8 +21,11 @@ from cuquant.ops.matmul.coded import Coded, codes_of, wide_of
 from cuquant.ops.matmul.dense_warps import Run
 from cuquant.ops.matmul.hopper import NO_MAP, NOT_ROUTED, TICKETS, program_of
 from cuquant.ops.matmul.hopper_tiles import (
+    DRAIN_PITCH,
+    EXPERTS,
     GROUP_ROWS,
     LARGE,
+    ONE,
     SMALL_TILES,
     SPANS,
     WARPGROUPS,
@@ -39,8 +42,8 @@ from cuquant.ops.matmul.hopper_tiles import (
     time_us,
     tokens_of_tile,
 )
-from cuquant.ops.matmul.hopper_tiles import DRAIN_PITCH, ONE
 from cuquant.ops.matmul.problem import Weight
+from cuquant.ops.matmul.route import SEGMENT_BYTES, gathered
 
 ARCH = 90
 BITS = 4
@@ -52,8 +55,10 @@ UNITS_ADDED = 4
 REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups that multiply
 OTHERS = 66  # registers beside sums and operands
 THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
+EACH, MANY_VECTORS = 4, 1 << 16  # vectors of a thread, where there are many
+NO_SEGMENTS, NO_GROUPS = bytes(32), bytes(32)  # its structs, where it makes no segments
 EPILOGUE_BYTES = 64
-L2_BYTES = 40  # of a multiprocessor in a nanosecond, while all of them read
+L2_BYTES = 60  # of a multiprocessor in a nanosecond, while all of them read
 PROMOTED = 0.3  # nanoseconds that a lane's float32 sum takes, for four warps
 
 
@@ -138,15 +143,11 @@ def ways(rows: int, work: Work, scales: Scales) -> Iterator[tuple[float, Shape]]
     candidates = _candidates(most, work.units, scales)
     large = min(LARGE, max(s.tokens for s in candidates if not s.once))
     for shape in candidates:
-        _, token_tiles, tiles = cut(shape, rows, work)
+        tiles = cut(shape, rows, work)[2]
         if shape.tokens < large <= rows and tiles > SMALL_TILES * work.processors:
             continue
         if shape.once and (tiles * shape.split > work.processors or work.units < shape.split):
             continue
-        able = shape.depth_groups == shape.split == shape.span == 1 and not shape.once
-        pairs = work.processors % 2 == 0 and tiles // token_tiles % 2 == 0 and token_tiles > 1
-        if able and pairs and shape.tokens >= 64:
-            shape = replace(shape, shared_x=True)
         yield _time_us(shape, rows, work, scales), shape
 
 
@@ -157,7 +158,7 @@ def _time_us(shape: Shape, rows: int, work: Work, scales: Scales) -> float:
     every = shape.segment or 2 * UNITS_ADDED
     promoted = shape.row_groups * scales.pieces * shape.tokens / 2 / every * PROMOTED
     width = shape.row_groups * GROUP_ROWS
-    came = shape.tokens * UNIT / (2 if shape.shared_x else 1) + width * UNIT * BITS / 8
+    came = shape.tokens * UNIT + width * UNIT * BITS / 8
     twice = costs._replace(multiplied=2 * costs.multiplied)
     slower = max(promoted, came / L2_BYTES)
     waits, issues = costs.computed
@@ -170,11 +171,11 @@ def _candidates(most: int, units: int, scales: Scales) -> tuple[Shape, ...]:
     return tuple(_shapes(most, units, scales))
 
 
-def _shapes(most: int, units: int, scales: Scales) -> Iterator[Shape]:
+def _shapes(most: int, units: int, scales: Scales, kind: int = ONE) -> Iterator[Shape]:
     for tokens in (n for n in TOKENS if n <= most):
         for row_groups, depth_groups in WARPGROUPS:
             for span in SPANS[tokens]:
-                plain = Shape(tokens, row_groups, depth_groups, 0, span, 2, SLICES, element=1)
+                plain = Shape(tokens, row_groups, depth_groups, 0, span, 2, SLICES, kind, element=1)
                 plain = replace(plain, x_fine=scales.x_fine)
                 kinds = [plain, replace(plain, streamed=True), replace(plain, once=True, split=2)]
                 if depth_groups > 1:
@@ -209,14 +210,74 @@ def _staged(shape: Shape) -> Shape | None:
     return made if sums + drained <= room else None
 
 
-def work_of(backend: Backend, weight: Format, columns: int, depth: int) -> Work:
+def work_of(backend: Backend, columns: int, depth: int) -> Work:
     """What is to be divided, but for the rows of x."""
-    decoding = Decoding(weight.bits, "computed", (0, 0))
+    decoding = Decoding(BITS, "computed", (0, 0))
     processors = backend.multiprocessors
     return Work(columns, depth, decoding, processors, backend.rates.tiles, ONE)
 
 
 # ---- one product --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How x's rows lie for the kernel: matmul/code_rows.cu makes them so.
+
+    Attributes
+    ----------
+    rows, all_rows
+        Of x, and of what is made.
+    groups
+        Of scales along K.
+    pitch
+        From those of a group to those of the next.
+    units
+        Units of K that a group has; 0 where a unit has several.
+    """
+
+    rows: int
+    all_rows: int
+    groups: int
+    pitch: int
+    units: int
+
+    @classmethod
+    def of(cls, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int) -> "_Rows":
+        groups = 1
+        if scales.x_fine:
+            wide = scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine
+            groups = -(-depth // wide)
+        pitch = -(-(all_rows + tokens) // 4) * 4  # a tile's scales lie within, and start on vectors
+        return cls(rows, all_rows, groups, pitch, scales.x_units)
+
+    def sizes(self, x: Coded) -> tuple[int, int]:
+        """Bytes of codes and of scales."""
+        return aligned(self.all_rows * x.stride), aligned(self.groups * self.pitch * 4)
+
+    def lay_out(
+        self,
+        backend: Backend,
+        x: Coded,
+        at: int,
+        order: int = 0,
+        segments: bytes = NO_SEGMENTS,
+        groups: bytes = NO_GROUPS,
+    ) -> tuple[int, bytes]:
+        """Write codes and scales at an address: where codes are, and the TokenScales."""
+        vectors = self.all_rows * (x.stride // VECTOR)
+        each = EACH if vectors >= MANY_VECTORS else 1
+        program = rows_program(each)
+        launch = Launch(program, (-(-vectors // (THREADS * each)), 1, 1), THREADS)
+        scale = at + self.sizes(x)[0]
+        numbers = self.rows, self.all_rows, self.groups, self.pitch
+        backend.launch(launch, x.pack(), groups, segments, order, *numbers, at, scale)
+        return at, struct.pack("<Qq2i", scale, self.pitch, self.groups, self.units)
+
+
+def rows_program(each: int) -> Program:
+    """Lays out x; a thread makes so many vectors."""
+    return Program("matmul/code_rows.cu", "code_rows", (each,), overlaps=True)
 
 
 def prepare(
@@ -229,47 +290,134 @@ def prepare(
     rows, columns, depth = shape
     fmt, processors = weight.fmt, backend.multiprocessors
     scales = scales_of(x, fmt, depth)
-    tile = divide(rows, work_of(backend, fmt, columns, depth), scales)
+    tile = divide(rows, work_of(backend, columns, depth), scales)
     token_tiles = -(-rows // tile.tokens)
     tile_tokens = tokens_of_tile(rows, token_tiles)
     tile_rows = rows_of_tile(tile, columns, token_tiles, processors)
     row_tiles = -(-columns // tile_rows)
     tiles = token_tiles * row_tiles
     whole = tiles - streamed_tiles(tiles, processors) if tile.streamed else tiles
-    units = -(-depth // UNIT)
-    blocks = blocks_of(tile, tiles, units, processors)
+    blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
     program = program_of(fmt, kind, tile, scales.of_weight)
     launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
     numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
-    each = tile_tokens // (2 if tile.shared_x else 1)
-    groups = 1
-    if scales.x_fine:
-        groups = -(-depth // (scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine))
-    pitch = -(-(token_tiles * tile_tokens + tile.tokens) // 4) * 4
+    laid = _Rows.of(scales, depth, rows, rows, tile.tokens)
     handed = blocks * tile.handed_bytes
 
     def run(backend: Backend, x: Coded, results: bytes) -> None:
-        sizes = aligned(rows * x.stride), aligned(groups * pitch * 4), handed
-        with backend.workspace(sum(sizes)) as at:
-            codes, scale, memory = at, at + sizes[0], at + sizes[0] + sizes[1]
-            _lay_out(backend, x, rows, groups, pitch, codes, scale)
-            map_of_x = backend.tensor_map(codes, rows, x.stride, x.stride, each, "uint8")
-            of_tokens = struct.pack("<Qq2i", scale, pitch, groups, scales.x_units)
+        used = sum(laid.sizes(x))
+        with backend.workspace(used + handed) as at:
+            codes, of_tokens = laid.lay_out(backend, x, at)
+            map_of_x = backend.tensor_map(codes, rows, x.stride, x.stride, tile_tokens, "uint8")
             arguments = map_of_x, NO_MAP, packed, packed, results[:EPILOGUE_BYTES], NOT_ROUTED
-            backend.launch(launch, *arguments, *numbers, memory, next(TICKETS), of_tokens)
+            backend.launch(launch, *arguments, *numbers, at + used, next(TICKETS), of_tokens)
 
     return run
 
 
-def _lay_out(
-    backend: Backend, x: Coded, rows: int, groups: int, pitch: int, codes: int, scale: int
-) -> None:
-    """Write x's codes as operands have them, and its scales [groups, pitch]."""
-    program = Program("matmul/code_rows.cu", "code_rows", overlaps=True)
-    vectors = rows * (x.stride // VECTOR)
-    launch = Launch(program, (-(-vectors // THREADS), 1, 1), THREADS)
-    backend.launch(launch, x.pack(), 0, rows, rows, groups, pitch, codes, scale)
+# ---- experts ------------------------------------------------------------------------------------
+
+
+class Experts(NamedTuple):
+    """Which rows of x are whose, on the device.
+
+    Attributes
+    ----------
+    known
+        How many experts there are.
+    order, segments, made
+        As matmul/route.cu sorted the rows; or 0.
+    offsets, counts
+        Or else as Groups has them.
+    room
+        With counts, rows of x that each expert has room for.
+    """
+
+    known: int
+    order: int = 0
+    segments: int = 0
+    made: int = 0
+    offsets: int = 0
+    counts: int = 0
+    room: int = 0
+
+
+def height_of(x: Format, weight: Format, depth: int, rows: int) -> int:
+    """Rows of x of a tile, where experts have about so many."""
+    height = next((n for n in (16, 32, 64) if 3 * rows <= 2 * n), TOKENS[-1])
+    scales = scales_of(x, weight, depth)
+    while not _for_experts(height, scales):
+        height = TOKENS[TOKENS.index(height) - 1]
+    return height
+
+
+@lru_cache(maxsize=1024)
+def _for_experts(height: int, scales: Scales) -> tuple[Shape, ...]:
+    """Shapes of tiles of so many rows of x, each of which is one block's."""
+    alone = (
+        shape
+        for shape in _shapes(height, 0, scales, EXPERTS)
+        if shape.tokens == height and not (shape.once or shape.streamed)
+    )
+    return tuple(alone)
+
+
+@lru_cache(maxsize=4096)
+def divide_experts(height: int, work: Work, scales: Scales) -> Shape:
+    """How to divide rows of experts, in tiles of so many; of Work the columns are all experts'."""
+    found = _for_experts(height, scales)
+    return min(found, key=lambda shape: _time_us(shape, height, work, scales))
+
+
+def prepare_experts(
+    backend: Backend,
+    x: Format,
+    weight: Weight,
+    kind: str,
+    shape: tuple[int, int, int],
+    known: int,
+    height: int,
+) -> Callable[[Backend, Coded, Experts, bytes], None]:
+    """What multiplies codes of x [T, K] and experts' prepacked weights [E, N, K].
+
+    `shape` is T, N and K, and `height` that of height_of.
+    """
+    rows, columns, depth = shape
+    fmt, processors = weight.fmt, backend.multiprocessors
+    scales = scales_of(x, fmt, depth)
+    tile = divide_experts(height, work_of(backend, columns * known, depth), scales)
+    row_tiles = -(-columns // tile.rows)
+    program = program_of(fmt, kind, tile, scales.of_weight)
+    packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
+    laid = _Rows.of(scales, depth, rows, gathered(rows, height), height)
+
+    def run(backend: Backend, x: Coded, experts: Experts, results: bytes) -> None:
+        of_order = aligned(rows * 8)
+        most = -(-rows // height) + (2 * known if experts.counts else known + 2)
+        sizes = () if experts.order else (of_order, aligned(most * SEGMENT_BYTES), 8)
+        used = sum(laid.sizes(x))
+        with backend.workspace(used + sum(sizes)) as at:
+            given, segments, groups = experts, NO_SEGMENTS, NO_GROUPS
+            if sizes:
+                order = at + used
+                places = order + of_order, order + sum(sizes[:2])
+                given = experts._replace(order=order, segments=places[0], made=places[1])
+                segments = struct.pack("<3Qq", *places, order, height)
+                room = experts.room if experts.counts else rows
+                groups = struct.pack("<2q2Q", known, room, experts.offsets, experts.counts)
+            codes, of_tokens = laid.lay_out(backend, x, at, experts.order, segments, groups)
+            box = laid.all_rows, x.stride, x.stride, tile.tokens
+            map_of_x = backend.tensor_map(codes, *box, "uint8")
+            routed = struct.pack("<3Q", given.order, given.segments, given.made)
+            tiles = most * row_tiles
+            blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
+            launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
+            numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, tiles
+            arguments = map_of_x, NO_MAP, packed, packed, results[:EPILOGUE_BYTES], routed
+            backend.launch(launch, *arguments, *numbers, 0, 0, of_tokens)
+
+    return run
 
 
 def takes(x: Format, weight_format: Format, layout: str, depth: int) -> bool:

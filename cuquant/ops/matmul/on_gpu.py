@@ -409,7 +409,7 @@ def grouped_linear(
 ) -> Any:
     """Rows of x through the weights of their experts, which the host does not wait for."""
     known, _, depth = right.shape
-    pair = pair_of_experts(left, right, rows)
+    packed = packed_codes_on_gpu.kind_of_experts(left, right, rows, finish)
     with backend_of(left.memory()[0], stream) as backend:
         _record(backend, stream, (left, right), finish, None if rows.on_host else rows.integers)
         out = _result(backend, finish)
@@ -418,6 +418,11 @@ def grouped_linear(
         if not known:
             raise ValueError(f"w has shape {right.shape}: there are no experts for the rows of x")
         integers = backend.array(rows.integers) if rows.on_host else rows.integers
+        if packed is not None and backend.arch == hopper_codes.ARCH:
+            given = left, right, rows, integers, out, finish
+            packed_codes_on_gpu.multiply_experts(backend, packed, *given)
+            return out
+        pair = pair_of_experts(left, right, rows)
         if pair is not None:
             multiply_experts(backend, pair, left, right, rows, integers, out, finish)
             return out

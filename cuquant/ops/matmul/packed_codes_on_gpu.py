@@ -1,7 +1,6 @@
 """Products of a quantized x and a prepacked weight, as codes: which are, and one call."""
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,11 @@ from cuquant.ops.matmul import hopper_codes
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import side, tall_of
 from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order
+from cuquant.ops.matmul.experts import Rows, as_int64
+from cuquant.ops.matmul.hopper_codes import Experts
 from cuquant.ops.matmul.operands import stored_rows, weight_of
+from cuquant.ops.matmul.problem import Weight
+from cuquant.ops.matmul.route import route, route_bytes
 
 
 def kind_of(left: Operand, weights: Sequence[Operand], finish: Finish) -> str | None:
@@ -31,12 +34,26 @@ def kind_of(left: Operand, weights: Sequence[Operand], finish: Finish) -> str | 
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def kind_of_experts(left: Operand, right: Operand, rows: Rows, finish: Finish) -> str | None:
+    """The same of rows of x and experts' weights [E, N, K]."""
+    kind = kind_of(left, (right,), finish)
+    if kind is None or (rows.name == "experts" and tall_of(left.source.format) > 1):
+        return None  # rows that share scales do not move alone
+    return kind
+
+
 def _kind(x: QuantArray, weight: Operand, depth: int) -> str | None:
     packed = weight.source
     if not isinstance(packed, PackedWeight):
         return None
     taken = hopper_codes.takes(x.format, packed.format, packed.layout, depth)
     return hopper_codes.kind_of(x.format, packed.format, depth) if taken else None
+
+
+def _weight(backend: GpuBackend, right: Operand) -> tuple[Weight, int]:
+    weight, step = weight_of(backend, right)
+    assert isinstance(weight, Weight)
+    return weight, step
 
 
 def multiply(
@@ -46,11 +63,44 @@ def multiply(
     *lead, depth = left.shape
     rows = math.prod(lead)
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows, depth))
-    weight, columns = weight_of(backend, right)
+    weight, columns = _weight(backend, right)
     epilogue, _ = epilogue_of(backend, rows, columns, out, finish)
-    results = epilogue.pack(backend) + struct.pack("<2Q", 0, 0)
+    results = epilogue.pack(backend)
     run = hopper_codes.prepare(backend, x.fmt, weight, kind, (rows, columns, depth))
     with side(backend, x, kind) as codes:
         run(backend, codes, results)
+    if epilogue.out is not out:
+        backend.copy_into(out, epilogue.out)
+
+
+def multiply_experts(
+    backend: GpuBackend,
+    kind: str,
+    left: Operand,
+    right: Operand,
+    rows: Rows,
+    integers: Any,
+    out: Any,
+    finish: Finish,
+) -> None:
+    """Write the product of each row and its expert's weight to `out`; `integers` are of `rows`."""
+    known, columns, depth = right.shape
+    x = replace(stored_rows(backend, left.quantized, 1), stored=(rows.count, depth))
+    weight, step = _weight(backend, right)
+    epilogue, _ = epilogue_of(backend, rows.count, columns, out, finish)
+    results = epilogue.pack(backend)
+    height = hopper_codes.height_of(x.fmt, weight.fmt, depth, -(-rows.count // known))
+    shape = rows.count, columns, depth
+    run = hopper_codes.prepare_experts(backend, x.fmt, weight, kind, shape, known, height)
+    with side(backend, x, kind) as codes:
+        if rows.name == "experts":
+            with backend.workspace(route_bytes(rows.count, known, height)) as at:
+                sorted_rows = route(backend, backend.view(integers), known, height, step, at)
+                places = sorted_rows.order, sorted_rows.segments, sorted_rows.count
+                run(backend, codes, Experts(known, *places), results)
+        else:
+            numbers = as_int64(backend, integers)
+            given = {rows.name: backend.pointer(numbers)}
+            run(backend, codes, Experts(known, **given, room=rows.lead[-1]), results)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)

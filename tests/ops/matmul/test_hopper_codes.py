@@ -1,4 +1,4 @@
-"""Codes of x times prepacked weights of 4 bits in matmul/hopper.cu, on the CPU under the emulator."""
+"""Codes of x times prepacked weights of 4 bits in matmul/hopper.cu, under the emulator."""
 
 from itertools import product
 from unittest import mock
@@ -11,11 +11,14 @@ from samples import sampled, selected
 
 import cuquant as cq
 from cuquant.ops.matmul import hopper_codes as codes
+from cuquant.ops.matmul import on_gpu
+from cuquant.ops.matmul.check import Finish, Operand
+from cuquant.ops.matmul.experts import Rows
 from cuquant.ops.matmul.hopper_tiles import Shape
 
 F32 = np.float32
 ARCH = 90
-FILES = {"matmul/hopper.cu", "matmul/code_rows.cu", "matmul/codes.cu"}
+FILES = {"matmul/hopper.cu", "matmul/code_rows.cu", "matmul/codes.cu", "matmul/route.cu"}
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
 
 # x's format, the weight's, and M, N, K: scales of every kind on both sides, ragged ends.
@@ -42,7 +45,7 @@ CASES = [
     ("int8:64", "int4", (150, 70, 1000)),
     ("int8:128", "int4:16", (9, 70, 200)),
 ]
-# tokens, row_groups, depth_groups, stages, span; streamed, once, split, shared_x.
+# tokens, row_groups, depth_groups, stages, span; streamed, once, split.
 DIVIDED = [
     ((16, 1, 3, 6, 4), {}),
     ((16, 2, 2, 6, 4), {"once": True, "split": 2}),
@@ -51,11 +54,10 @@ DIVIDED = [
     ((32, 2, 2, 6, 2), {"once": True}),
     ((64, 2, 1, 3, 1), {"streamed": True}),
     ((64, 2, 1, 8, 2), {"once": True, "split": 2}),
-    ((64, 2, 1, 3, 1), {"shared_x": True}),
     ((96, 2, 1, 3, 2), {"streamed": True}),
     ((128, 2, 1, 2, 1), {}),
     ((128, 2, 1, 8, 1), {"once": True, "split": 2}),
-    ((32, 2, 1, 3, 1), {"shared_x": True, "streamed": True}),
+    ((16, 3, 1, 4, 4), {"streamed": True}),
     ((128, 1, 2, 4, 1), {"streamed": True}),
 ]
 PAIRS = [
@@ -99,6 +101,10 @@ def built(request) -> None:
         x, w = pair(*given["formats"], SHAPE)
         with divided(*given["numbers"], *given["formats"], SHAPE[2]):
             run(cq.linear, x, cq.prepack(w))
+    for formats in EXPERTS if selected(request, "test_offsets") else ():
+        x, w = experts_of(*formats, (45,))
+        for name, numbers in (("offsets", np.zeros(5, int)), ("experts", np.zeros(45, int))):
+            run(cq.grouped_linear, x, cq.prepack(w), **{name: numbers})
     assert {program.file for program in recorder.programs} <= FILES
     Emulator().build(recorder.programs)
 
@@ -109,7 +115,9 @@ def run(built) -> Products:
 
 
 @pytest.mark.parametrize(
-    "case", sampled([(case,) for case in CASES], lambda case: case[0], lambda case: case[1]), ids=str
+    "case",
+    sampled([(case,) for case in CASES], lambda case: case[0], lambda case: case[1]),
+    ids=str,
 )
 def test_the_matrix(case, run):
     x, w = pair(*case)
@@ -178,7 +186,9 @@ def test_out_batch_and_swiglu(run):
     x, w = pair("fp8_e4m3", "mxfp4", (10, 70, 128))
     up = cq.quantize(normal((70, 128), seed=9), "mxfp4")
     deep = cq.quantize(normal((2, 5, 128)), "fp8_e4m3")
-    whole = run(cq.linear, cq.quantize(normal((2, 5, 128)).reshape(10, 128), "fp8_e4m3"), cq.prepack(w))
+    whole = run(
+        cq.linear, cq.quantize(normal((2, 5, 128)).reshape(10, 128), "fp8_e4m3"), cq.prepack(w)
+    )
     np.testing.assert_array_equal(run(cq.linear, deep, cq.prepack(w)).reshape(10, 70), whole)
     around = run.backend.empty((10, 80), np.dtype(F32))
     out = around[:, 3:73]
@@ -214,3 +224,84 @@ def test_what_else_there_is_goes_another_way():
     recorder = Recorder(arch=80)
     Products(recorder)(cq.linear, x, cq.prepack(cq.quantize(normal((40, 128)), "mxfp4")))
     assert "matmul/dense_warps.cu" in {program.file for program in recorder.programs}
+
+
+# ---- experts ------------------------------------------------------------------------------------
+
+EXPERTS = [
+    ("fp8_e4m3", "fp4_e2m1:row"),
+    ("fp8_e4m3:1x128", "nvfp4"),
+    ("mxfp8", "mxfp4"),
+    ("int8", "int4"),
+    ("fp8_e4m3:1x128", "int4"),
+]
+
+
+def experts_of(first: str, second: str, rows: tuple) -> tuple[cq.QuantArray, cq.QuantArray]:
+    x = cq.quantize(normal((*rows, 264)), first)
+    return x, cq.quantize(normal((4, 70, 264), seed=5), second)
+
+
+@pytest.mark.parametrize("formats", EXPERTS, ids=str)
+@pytest.mark.parametrize("offsets", [(0, 3, 3, 20, 45), (2, 40, 41, 41, 43)], ids=str)
+def test_offsets(formats, offsets, run):
+    """Rows before and behind are 0."""
+    x, w = experts_of(*formats, (45,))
+    y = run(cq.grouped_linear, x, cq.prepack(w), offsets=np.array(offsets))
+    whole = values(w)
+    wanted = np.zeros((45, 70))
+    size = np.zeros((45, 70))
+    for e in range(4):
+        rows = slice(offsets[e], offsets[e + 1])
+        wanted[rows] = values(x)[rows] @ whole[e].T
+        size[rows] = np.abs(values(x)[rows]) @ np.abs(whole[e]).T
+    assert y.dtype == F32 and is_close(y, wanted, size, 272)
+
+
+@pytest.mark.parametrize("formats", EXPERTS, ids=str)
+def test_counts(formats, run):
+    x, w = experts_of(*formats, (4, 21))
+    counts = np.array([21, 0, 5, 17])
+    y = run(cq.grouped_linear, x, cq.prepack(w), counts=counts)
+    wanted = np.einsum("emk,enk->emn", values(x), values(w))
+    size = np.einsum("emk,enk->emn", np.abs(values(x)), np.abs(values(w)))
+    there = (np.arange(21)[None] < counts[:, None])[..., None]
+    assert y.shape == (4, 21, 70) and is_close(y, wanted * there, size, 272)
+
+
+@pytest.mark.parametrize("formats", EXPERTS, ids=str)
+def test_rows_in_any_order(formats, run):
+    x, w = experts_of(*formats, (37,))
+    experts = np.random.default_rng(1).integers(0, 4, 37)
+    y = run(cq.grouped_linear, x, cq.prepack(w), experts)
+    wanted = np.einsum("mk,mnk->mn", values(x), values(w)[experts])
+    size = np.einsum("mk,mnk->mn", np.abs(values(x)), np.abs(values(w)[experts]))
+    assert is_close(y, wanted, size, 272)
+
+
+def test_more_rows_than_a_tile_has_and_more_groups_than_lanes(run):
+    x = cq.quantize(normal((300, 64)), "fp8_e4m3")
+    w = cq.quantize(normal((40, 16, 64), seed=5), "fp4_e2m1:row")
+    offsets = np.concatenate([[0, 0], np.full(37, 150), [290, 300]])
+    y = run(cq.grouped_linear, x, cq.prepack(w), offsets=offsets)
+    experts = np.searchsorted(offsets, np.arange(300), side="right") - 1
+    np.testing.assert_allclose(y, np.einsum("mk,mnk->mn", values(x), values(w)[experts]), atol=1e-4)
+
+
+def test_offsets_and_experts_of_the_device_that_are_wrong(run):
+    """Offsets end where x does; a row whose expert does not exist is NaN."""
+    x, w = experts_of("fp8_e4m3", "mxfp4", (9,))
+    right = run(cq.grouped_linear, x, cq.prepack(w), offsets=np.array([0, 4, 9, 9, 9]))
+    given = [run.guarded(side) for side in (x, cq.prepack(w))]
+    operands = [Operand.of(side, name) for side, name in zip(given, "xw", strict=True)]
+    for name, numbers in (
+        ("offsets", [-3, 4, 70, 80, 90]),
+        ("experts", [0, 0, 0, 0, 1, 1, 1, 9, -1]),
+    ):
+        rows = Rows(name, run.backend.array(np.array(numbers)), (9,), 4)
+        with run.in_place():
+            finish = Finish.check(operands, (9, 70))
+            y = np.array(on_gpu.grouped_linear(*operands, rows, finish))
+        kept = 9 if name == "offsets" else 7
+        np.testing.assert_array_equal(y[:kept], right[:kept])
+        assert np.isnan(y[kept:]).all()
