@@ -192,7 +192,7 @@ def _registers(shape: Shape, scales: Scales) -> int:
     pieces, tokens = scales.pieces, shape.tokens
     parts = 2 if pieces > 1 and tokens <= 64 else 1
     summed = 0 if scales.exact and not (scales.of_weight.units or scales.x_fine) else 1
-    kept = 24 if pieces > 1 and not shape.once else 8 if pieces > 2 else 0
+    kept = 24 if pieces > 1 else 0
     return tokens // 2 * (parts + summed) + 8 * max(2, pieces) + kept + OTHERS
 
 
