@@ -7,7 +7,7 @@ floats are e4m3 or e5m2. What is packed more densely becomes bytes first, in a c
 import math
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -300,13 +300,17 @@ def sides(
         yield made[0], made[1]
 
 
-@contextmanager
-def side(backend: Backend, x: Weight, kind: str) -> Iterator[Coded]:
-    """One side alone, while the context lasts: without sums of its codes."""
+def side_bytes(backend: Backend, x: Weight, kind: str) -> int:
+    """How much memory `side` wants."""
     own = _Side.of(x, kind)
-    ready = own.is_ready(backend)
-    room = nullcontext(0) if ready else backend.workspace(max(own.rows * own.stride, 1))
-    with room as at:
-        if not ready:
-            own.make(backend, at)
-        yield own.coded(backend, backend.pointer(x.parts["packed"]) if ready else at, 0)
+    return 0 if own.is_ready(backend) else aligned(own.rows * own.stride)
+
+
+def side(backend: Backend, x: Weight, kind: str, at: int) -> Coded:
+    """One side alone, without sums of its codes; at an address of side_bytes where these must be
+    made."""
+    own = _Side.of(x, kind)
+    if own.is_ready(backend):
+        return own.coded(backend, backend.pointer(x.parts["packed"]), 0)
+    own.make(backend, at)
+    return own.coded(backend, at, 0)

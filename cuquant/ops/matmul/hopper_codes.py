@@ -18,7 +18,6 @@ from cuquant.gpu.rates import TileCosts
 from cuquant.ops.layout import packed_weight
 from cuquant.ops.layout.packed_weight import Groups
 from cuquant.ops.matmul.coded import Coded, codes_of, wide_of
-from cuquant.ops.matmul.dense_warps import Run
 from cuquant.ops.matmul.hopper import NO_MAP, NOT_ROUTED, TICKETS, program_of
 from cuquant.ops.matmul.hopper_tiles import (
     DRAIN_PITCH,
@@ -43,7 +42,7 @@ from cuquant.ops.matmul.hopper_tiles import (
     tokens_of_tile,
 )
 from cuquant.ops.matmul.problem import Weight
-from cuquant.ops.matmul.route import SEGMENT_BYTES, gathered
+from cuquant.ops.matmul.route import INTEGER_BYTES, SEGMENT_BYTES, gathered
 
 ARCH = 90
 BITS = 4
@@ -57,7 +56,6 @@ OTHERS = 66  # registers beside sums and operands
 THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
 EACH, MANY_VECTORS = 4, 1 << 16  # vectors of a thread, where there are many
 NO_SEGMENTS, NO_GROUPS = bytes(32), bytes(32)  # its structs, where it makes no segments
-EPILOGUE_BYTES = 64
 L2_BYTES = 60  # of a multiprocessor in a nanosecond, while all of them read
 PROMOTED = 0.3  # nanoseconds that a lane's float32 sum takes, for four warps
 
@@ -234,6 +232,8 @@ class _Rows:
         From those of a group to those of the next.
     units
         Units of K that a group has; 0 where a unit has several.
+    stride
+        Bytes from row to row.
     """
 
     rows: int
@@ -241,6 +241,7 @@ class _Rows:
     groups: int
     pitch: int
     units: int
+    stride: int
 
     @classmethod
     def of(cls, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int) -> "_Rows":
@@ -249,30 +250,37 @@ class _Rows:
             wide = scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine
             groups = -(-depth // wide)
         pitch = -(-(all_rows + tokens) // 4) * 4  # a tile's scales lie within, and start on vectors
-        return cls(rows, all_rows, groups, pitch, scales.x_units)
+        stride = -(-depth // VECTOR) * VECTOR
+        return cls(rows, all_rows, groups, pitch, scales.x_units, stride)
 
-    def sizes(self, x: Coded) -> tuple[int, int]:
+    @property
+    def sizes(self) -> tuple[int, int]:
         """Bytes of codes and of scales."""
-        return aligned(self.all_rows * x.stride), aligned(self.groups * self.pitch * 4)
+        return aligned(self.all_rows * self.stride), aligned(self.groups * self.pitch * 4)
 
     def lay_out(
         self,
         backend: Backend,
         x: Coded,
         at: int,
+        box: int,
         order: int = 0,
         segments: bytes = NO_SEGMENTS,
         groups: bytes = NO_GROUPS,
-    ) -> tuple[int, bytes]:
-        """Write codes and scales at an address: where codes are, and the TokenScales."""
+    ) -> tuple[bytes, bytes]:
+        """Write codes and scales at an address: the map of codes' boxes of `box` rows, and the
+        TokenScales."""
+        assert x.stride == self.stride
         vectors = self.all_rows * (x.stride // VECTOR)
         each = EACH if vectors >= MANY_VECTORS else 1
         program = rows_program(each)
         launch = Launch(program, (-(-vectors // (THREADS * each)), 1, 1), THREADS)
-        scale = at + self.sizes(x)[0]
+        scale = at + self.sizes[0]
         numbers = self.rows, self.all_rows, self.groups, self.pitch
         backend.launch(launch, x.pack(), groups, segments, order, *numbers, at, scale)
-        return at, struct.pack("<Qq2i", scale, self.pitch, self.groups, self.units)
+        matrix = at, self.all_rows, x.stride, x.stride, box
+        told = struct.pack("<Qq2i", scale, self.pitch, self.groups, self.units)
+        return backend.tensor_map(*matrix, "uint8"), told
 
 
 def rows_program(each: int) -> Program:
@@ -280,12 +288,27 @@ def rows_program(each: int) -> Program:
     return Program("matmul/code_rows.cu", "code_rows", (each,), overlaps=True)
 
 
+class Ready(NamedTuple):
+    """A product whose weights were looked at.
+
+    Attributes
+    ----------
+    nbytes
+        How much memory it wants.
+    run
+        Multiplies: called with x, the bytes of an Epilogue and the address of that memory.
+    """
+
+    nbytes: int
+    run: Callable[[Backend, Coded, bytes, int], None]
+
+
 def prepare(
     backend: Backend, x: Format, weight: Weight, kind: str, shape: tuple[int, int, int]
-) -> Run:
+) -> Ready:
     """What multiplies codes of x [M, K], at any address, and a prepacked weight [N, K].
 
-    `shape` is M, N and K; of what it is called with, a CodedResults, only the Epilogue counts.
+    `shape` is M, N and K.
     """
     rows, columns, depth = shape
     fmt, processors = weight.fmt, backend.multiprocessors
@@ -305,15 +328,14 @@ def prepare(
     laid = _Rows.of(scales, depth, rows, rows, tile.tokens)
     handed = blocks * tile.handed_bytes
 
-    def run(backend: Backend, x: Coded, results: bytes) -> None:
-        used = sum(laid.sizes(x))
-        with backend.workspace(used + handed) as at:
-            codes, of_tokens = laid.lay_out(backend, x, at)
-            map_of_x = backend.tensor_map(codes, rows, x.stride, x.stride, tile_tokens, "uint8")
-            arguments = map_of_x, NO_MAP, packed, packed, results[:EPILOGUE_BYTES], NOT_ROUTED
-            backend.launch(launch, *arguments, *numbers, at + used, next(TICKETS), of_tokens)
+    used = sum(laid.sizes)
 
-    return run
+    def run(backend: Backend, x: Coded, epilogue: bytes, at: int) -> None:
+        map_of_x, of_tokens = laid.lay_out(backend, x, at, tile_tokens)
+        arguments = map_of_x, NO_MAP, packed, packed, epilogue, NOT_ROUTED
+        backend.launch(launch, *arguments, *numbers, at + used, next(TICKETS), of_tokens)
+
+    return Ready(used + handed, run)
 
 
 # ---- experts ------------------------------------------------------------------------------------
@@ -324,23 +346,27 @@ class Experts(NamedTuple):
 
     Attributes
     ----------
-    known
-        How many experts there are.
     order, segments, made
         As matmul/route.cu sorted the rows; or 0.
     offsets, counts
         Or else as Groups has them.
     room
-        With counts, rows of x that each expert has room for.
+        Rows of x that each expert has room for, with counts; else all.
     """
 
-    known: int
     order: int = 0
     segments: int = 0
     made: int = 0
     offsets: int = 0
     counts: int = 0
     room: int = 0
+
+
+class ReadyExperts(NamedTuple):
+    """As Ready: `run` is told whose rows they are."""
+
+    nbytes: int
+    run: Callable[[Backend, Coded, Experts, bytes, int], None]
 
 
 def height_of(x: Format, weight: Format, depth: int, rows: int) -> int:
@@ -378,10 +404,12 @@ def prepare_experts(
     shape: tuple[int, int, int],
     known: int,
     height: int,
-) -> Callable[[Backend, Coded, Experts, bytes], None]:
+    spans: int = 0,
+) -> ReadyExperts:
     """What multiplies codes of x [T, K] and experts' prepacked weights [E, N, K].
 
-    `shape` is T, N and K, and `height` that of height_of.
+    `shape` is T, N and K, `known` is E, and `height` that of height_of. Where rows come by offsets
+    or counts, `spans` is how many parts of them have an expert or none.
     """
     rows, columns, depth = shape
     fmt, processors = weight.fmt, backend.multiprocessors
@@ -392,32 +420,30 @@ def prepare_experts(
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
     laid = _Rows.of(scales, depth, rows, gathered(rows, height), height)
 
-    def run(backend: Backend, x: Coded, experts: Experts, results: bytes) -> None:
-        of_order = aligned(rows * 8)
-        most = -(-rows // height) + (2 * known if experts.counts else known + 2)
-        sizes = () if experts.order else (of_order, aligned(most * SEGMENT_BYTES), 8)
-        used = sum(laid.sizes(x))
-        with backend.workspace(used + sum(sizes)) as at:
-            given, segments, groups = experts, NO_SEGMENTS, NO_GROUPS
-            if sizes:
-                order = at + used
-                places = order + of_order, order + sum(sizes[:2])
-                given = experts._replace(order=order, segments=places[0], made=places[1])
-                segments = struct.pack("<3Qq", *places, order, height)
-                room = experts.room if experts.counts else rows
-                groups = struct.pack("<2q2Q", known, room, experts.offsets, experts.counts)
-            codes, of_tokens = laid.lay_out(backend, x, at, experts.order, segments, groups)
-            box = laid.all_rows, x.stride, x.stride, tile.tokens
-            map_of_x = backend.tensor_map(codes, *box, "uint8")
-            routed = struct.pack("<3Q", given.order, given.segments, given.made)
-            tiles = most * row_tiles
-            blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
-            launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
-            numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, tiles
-            arguments = map_of_x, NO_MAP, packed, packed, results[:EPILOGUE_BYTES], routed
-            backend.launch(launch, *arguments, *numbers, 0, 0, of_tokens)
+    most = -(-rows // height) + (spans or known + 1)
+    tiles = most * row_tiles
+    blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
+    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
+    numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, tiles
+    used = sum(laid.sizes)
+    sizes = (aligned(rows * INTEGER_BYTES), aligned(most * SEGMENT_BYTES), INTEGER_BYTES)
 
-    return run
+    def run(backend: Backend, x: Coded, experts: Experts, epilogue: bytes, at: int) -> None:
+        if experts.order:
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, tile.tokens, experts.order)
+            routed = experts.order, experts.segments, experts.made
+        else:
+            order = at + used
+            places = order + sizes[0], order + sizes[0] + sizes[1]
+            segments = struct.pack("<3Qq", *places, order, height)
+            groups = struct.pack("<2q2Q", known, experts.room, experts.offsets, experts.counts)
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, tile.tokens, 0, segments, groups)
+            routed = order, *places
+        given = struct.pack("<3Q", *routed)
+        arguments = map_of_x, NO_MAP, packed, packed, epilogue, given
+        backend.launch(launch, *arguments, *numbers, 0, 0, of_tokens)
+
+    return ReadyExperts(used + (sum(sizes) if spans else 0), run)
 
 
 def takes(x: Format, weight_format: Format, layout: str, depth: int) -> bool:

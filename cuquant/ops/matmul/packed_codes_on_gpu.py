@@ -8,9 +8,10 @@ from typing import Any
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
+from cuquant.gpu.backend import aligned
 from cuquant.ops.matmul import hopper_codes
 from cuquant.ops.matmul.check import Finish, Operand
-from cuquant.ops.matmul.coded import side, tall_of
+from cuquant.ops.matmul.coded import side, side_bytes, tall_of
 from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order
 from cuquant.ops.matmul.experts import Rows, as_int64
 from cuquant.ops.matmul.hopper_codes import Experts
@@ -65,10 +66,10 @@ def multiply(
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows, depth))
     weight, columns = _weight(backend, right)
     epilogue, _ = epilogue_of(backend, rows, columns, out, finish)
-    results = epilogue.pack(backend)
-    run = hopper_codes.prepare(backend, x.fmt, weight, kind, (rows, columns, depth))
-    with side(backend, x, kind) as codes:
-        run(backend, codes, results)
+    ready = hopper_codes.prepare(backend, x.fmt, weight, kind, (rows, columns, depth))
+    made = side_bytes(backend, x, kind)
+    with backend.workspace(made + ready.nbytes) as at:
+        ready.run(backend, side(backend, x, kind, at), epilogue.pack(backend), at + made)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)
 
@@ -88,19 +89,21 @@ def multiply_experts(
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows.count, depth))
     weight, step = _weight(backend, right)
     epilogue, _ = epilogue_of(backend, rows.count, columns, out, finish)
-    results = epilogue.pack(backend)
     height = hopper_codes.height_of(x.fmt, weight.fmt, depth, -(-rows.count // known))
+    spans = {"experts": 0, "offsets": known + 2, "counts": 2 * known}[rows.name]
     shape = rows.count, columns, depth
-    run = hopper_codes.prepare_experts(backend, x.fmt, weight, kind, shape, known, height)
-    with side(backend, x, kind) as codes:
-        if rows.name == "experts":
-            with backend.workspace(route_bytes(rows.count, known, height)) as at:
-                sorted_rows = route(backend, backend.view(integers), known, height, step, at)
-                places = sorted_rows.order, sorted_rows.segments, sorted_rows.count
-                run(backend, codes, Experts(known, *places), results)
+    ready = hopper_codes.prepare_experts(backend, x.fmt, weight, kind, shape, known, height, spans)
+    made = side_bytes(backend, x, kind)
+    routing = 0 if spans else aligned(route_bytes(rows.count, known, height))
+    numbers = as_int64(backend, integers) if spans else integers  # until the kernels are launched
+    with backend.workspace(made + routing + ready.nbytes) as at:
+        codes = side(backend, x, kind, at)
+        if spans:
+            own = {rows.name: backend.pointer(numbers)}
+            experts = Experts(room=rows.lead[-1], **own)
         else:
-            numbers = as_int64(backend, integers)
-            given = {rows.name: backend.pointer(numbers)}
-            run(backend, codes, Experts(known, **given, room=rows.lead[-1]), results)
+            to = route(backend, backend.view(numbers), known, height, step, at + made)
+            experts = Experts(to.order, to.segments, to.count)
+        ready.run(backend, codes, experts, epilogue.pack(backend), at + made + routing)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)

@@ -55,6 +55,7 @@ class _OnHost:
     kind = "numpy"
     arch: int
     has_vendor = False
+    _in_workspace = False
 
     rates = H100
 
@@ -96,8 +97,15 @@ class _OnHost:
 
     @contextmanager
     def workspace(self, nbytes: int) -> Iterator[int]:
-        array = self.empty((nbytes,), np.dtype(np.uint8))
-        yield array.ctypes.data
+        """A call's one: a second one would be the same memory on a GPU."""
+        if self._in_workspace:
+            raise KernelError("a workspace within another one")
+        self._in_workspace = True
+        try:
+            array = self.empty((nbytes,), np.dtype(np.uint8))
+            yield array.ctypes.data
+        finally:
+            self._in_workspace = False
 
     def tensor_map(
         self,
