@@ -1,6 +1,6 @@
 // Rows of x whose elements are bytes, for matmul_hopper: each 16 columns in the order that layout/byte_fragments.cuh
 // says, rows in another order where experts have them; and x's scales as floats, side by side for rows that follow each
-// other. A thread makes kEach vectors of 16 bytes, and some scales. Of groups one warp finds the segments.
+// other. A thread makes a vector of 16 bytes, and some scales. Of groups one warp finds the segments.
 #include "device/overlap.cuh"
 #include "matmul/coded.cuh"
 #include "matmul/grouped.cuh"
@@ -47,28 +47,19 @@ __device__ inline void make_segments(const Groups& groups, i64 all, const Segmen
 }
 
 // out [all_rows, stride] and scales [x_groups, pitch]. Row i is row order[i] of x, or row i; those behind `rows` are 0.
-template <int kEach>
 __global__ void __launch_bounds__(256) code_rows(
     const __grid_constant__ Coded x, const __grid_constant__ Groups groups, const __grid_constant__ Segments segments,
-    const i64* __restrict__ order, i64 rows, i64 all_rows, int x_groups, i64 pitch, u8* __restrict__ out, float* __restrict__ scales) {
+    const i64* order, i64 rows, i64 all_rows, int x_groups, i64 pitch, u8* out, float* scales) {
     let_next_start();
     wait_for_earlier();
     const i64 threads = static_cast<i64>(gridDim.x) * 256, index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     const auto row_of = [&](i64 i) { return order ? order[i] : i; };
-    const i64 vectors = x.stride / 16;
-    uint4 v[kEach];
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-        const i64 at = index + e * threads, row = at / vectors;
-        v[e] = make_uint4(0, 0, 0, 0);
-        if (row < rows) v[e] = *reinterpret_cast<const uint4*>(x.codes + row_of(row) * x.stride + at % vectors * 16);
-    }
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-        const i64 at = index + e * threads;
-        if (at < all_rows * vectors)
-            store16(out + at * 16, make_uint4(__byte_perm(v[e].x, v[e].z, 0x5140), __byte_perm(v[e].x, v[e].z, 0x7362),
-                                              __byte_perm(v[e].y, v[e].w, 0x5140), __byte_perm(v[e].y, v[e].w, 0x7362)));
+    const i64 vectors = x.stride / 16, own = index / vectors;
+    if (own < all_rows) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (own < rows) v = *reinterpret_cast<const uint4*>(x.codes + row_of(own) * x.stride + index % vectors * 16);
+        store16(out + index * 16, make_uint4(__byte_perm(v.x, v.z, 0x5140), __byte_perm(v.x, v.z, 0x7362),
+                                             __byte_perm(v.y, v.w, 0x5140), __byte_perm(v.y, v.w, 0x7362)));
     }
     for (i64 i = index; i < x_groups * pitch; i += threads) {
         const i64 row = i % pitch, group = i / pitch;
@@ -76,7 +67,7 @@ __global__ void __launch_bounds__(256) code_rows(
     }
     if (!segments.at) return;
     for (i64 i = index; i < rows; i += threads) segments.order[i] = i;
-    if (blockIdx.x == 0 && threadIdx.x < 32) make_segments(groups, rows, segments);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) make_segments(groups, rows, segments);
 }
 
 }  // namespace cuquant

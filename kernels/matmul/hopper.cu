@@ -69,7 +69,8 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // and where x is codes what Pace says.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
-// where x has no more. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are x's scales, if it has any.
+// where x has no more. With experts and codes `whole` is how many experts probably have rows, of the first ones, and x's
+// map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are x's scales, if it has any.
 template <class Format, class T, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::shared_x ? 2 : Tile::split)
 __launch_bounds__(128 * (Tile::row_groups * Tile::depth_groups + 1), 1)
@@ -156,6 +157,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
     const int rank = blockIdx.x % kCluster;  // in a register where it is needed, which cluster_rank would always be
+    if constexpr (kCodes && kRouted)
+        if (warp >= 4 * kGroups && elect_one())
+            prefetch_first<4>(weights, whole, row_tiles, tile_rows, kRowGroups, warp - 4 * kGroups, kUnitBytes);
     if constexpr (kRouted) {
         wait_for_earlier();
         token_tiles = static_cast<int>(*routed.count);
@@ -198,7 +202,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto has = [&](int r) { return kPair || 4 * r + own < strips; };
         if (elect_one()) {
             int stage = 0; u32 parity = 1;
-            const int x_bytes = tile_tokens * kUnit * Operand<T>::bytes;
+            constexpr bool kBoxes = kCodes && kRouted;  // of kBoxRows rows of x, as many as the expert has
+            constexpr int kBoxRows = 16;
+            int x_bytes = tile_tokens * kUnit * Operand<T>::bytes, boxes = 1;
             const int scale_bytes = kFineX ? (tile_tokens + 3 + kScaleRoom - kTokens) / 4 * 16 : 0;  // of a group
             bool begun = kRouted;
             Share schedule = share();
@@ -206,6 +212,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 locate(schedule.tile);
                 const int first_unit = schedule.first, units = schedule.stop - first_unit;
                 if (kRouted && expert < 0) continue;
+                if constexpr (kBoxes) {
+                    boxes = (end - token + kBoxRows - 1) / kBoxRows;
+                    x_bytes = boxes * kBoxRows * kUnit;
+                }
                 // Beyond the last strip any will do.
                 const auto strip_of = [&](int row, int r) {
                     const i64 before = kRouted ? static_cast<i64>(expert) * weights.strips : 0;
@@ -248,6 +258,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                         const int column = (first_unit + i) * kUnit;
                         const int first_token = token + rank * tile_tokens / 2;
                         if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, first_token);
+                    } else if constexpr (kBoxes) {
+                        for (int part = own; part < count * boxes; part += 4) {
+                            const int of_stage = part / boxes, box = part - of_stage * boxes;
+                            u8* const to = stages + (stage * kSpan + of_stage) * kBoxBytes + box * kBoxRows * kUnit;
+                            copy_box(to, &x, ready, (first_unit + i + of_stage) * kUnit, token + box * kBoxRows);
+                        }
                     } else if (own < count) {
                         u8* const to = stages + (stage * kSpan + own) * kBoxBytes;
                         copy_box(to, &x, ready, (first_unit + i + own) * kUnit, token);

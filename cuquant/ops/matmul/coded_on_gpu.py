@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
@@ -107,9 +108,9 @@ def multiply(
 
 def is_own(source: Any, weight: Weight) -> bool:
     """Whether kernels read the memory of the array that was given, not a copy."""
-    if not isinstance(source, QuantArray):
+    if not isinstance(source, (QuantArray, PackedWeight)):
         return False
-    return all(source.components[name] is part for name, part in weight.parts.items())
+    return all(source.components.get(name) is part for name, part in weight.parts.items())
 
 
 def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:

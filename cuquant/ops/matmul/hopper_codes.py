@@ -54,7 +54,11 @@ UNITS_ADDED = 4
 REGISTERS = {2: 232, 3: 160, 4: 112}  # of a thread, by warpgroups that multiply
 OTHERS = 66  # registers beside sums and operands
 THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
-EACH, MANY_VECTORS = 4, 1 << 16  # vectors of a thread, where there are many
+EPILOGUE_BYTES = 64
+EXPERTS_BOX = 16  # rows of x that are copied together, with experts
+LIKELY = 4  # rows for each expert, from which on hardly any has none
+# As in hopper_tiles.py: rows of x have half as many bytes, and leave room for more.
+ON_THEIR_WAY = 72 << 10
 NO_SEGMENTS, NO_GROUPS = bytes(32), bytes(32)  # its structs, where it makes no segments
 L2_BYTES = 60  # of a multiprocessor in a nanosecond, while all of them read
 PROMOTED = 0.3  # nanoseconds that a lane's float32 sum takes, for four warps
@@ -196,7 +200,7 @@ def _registers(shape: Shape, scales: Scales) -> int:
 
 def _staged(shape: Shape) -> Shape | None:
     """With its stages; None where these do not fit, or sums do not fit into them."""
-    made = staged(shape, BITS, 0)
+    made = staged(shape, BITS, 0, ON_THEIR_WAY)
     if made is None or not made.once:
         return made
     groups = made.row_groups * made.depth_groups
@@ -272,9 +276,7 @@ class _Rows:
         TokenScales."""
         assert x.stride == self.stride
         vectors = self.all_rows * (x.stride // VECTOR)
-        each = EACH if vectors >= MANY_VECTORS else 1
-        program = rows_program(each)
-        launch = Launch(program, (-(-vectors // (THREADS * each)), 1, 1), THREADS)
+        launch = Launch(ROWS_PROGRAM, (-(-vectors // THREADS), 1, 1), THREADS)
         scale = at + self.sizes[0]
         numbers = self.rows, self.all_rows, self.groups, self.pitch
         backend.launch(launch, x.pack(), groups, segments, order, *numbers, at, scale)
@@ -283,9 +285,7 @@ class _Rows:
         return backend.tensor_map(*matrix, "uint8"), told
 
 
-def rows_program(each: int) -> Program:
-    """Lays out x; a thread makes so many vectors."""
-    return Program("matmul/code_rows.cu", "code_rows", (each,), overlaps=True)
+ROWS_PROGRAM = Program("matmul/code_rows.cu", "code_rows", overlaps=True)
 
 
 class Ready(NamedTuple):
@@ -301,6 +301,11 @@ class Ready(NamedTuple):
 
     nbytes: int
     run: Callable[[Backend, Coded, bytes, int], None]
+
+    def again(self, backend: Backend, x: Coded, results: bytes) -> None:
+        """The same with memory of its own, and with a CodedResults, which begins as an Epilogue."""
+        with backend.workspace(self.nbytes) as at:
+            self.run(backend, x, results[:EPILOGUE_BYTES], at)
 
 
 def prepare(
@@ -424,20 +429,21 @@ def prepare_experts(
     tiles = most * row_tiles
     blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
     launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
-    numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, tiles
+    probable = known if rows >= LIKELY * known else 0
+    numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, probable
     used = sum(laid.sizes)
     sizes = (aligned(rows * INTEGER_BYTES), aligned(most * SEGMENT_BYTES), INTEGER_BYTES)
 
     def run(backend: Backend, x: Coded, experts: Experts, epilogue: bytes, at: int) -> None:
         if experts.order:
-            map_of_x, of_tokens = laid.lay_out(backend, x, at, tile.tokens, experts.order)
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, experts.order)
             routed = experts.order, experts.segments, experts.made
         else:
             order = at + used
             places = order + sizes[0], order + sizes[0] + sizes[1]
             segments = struct.pack("<3Qq", *places, order, height)
             groups = struct.pack("<2q2Q", known, experts.room, experts.offsets, experts.counts)
-            map_of_x, of_tokens = laid.lay_out(backend, x, at, tile.tokens, 0, segments, groups)
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, 0, segments, groups)
             routed = order, *places
         given = struct.pack("<3Q", *routed)
         arguments = map_of_x, NO_MAP, packed, packed, epilogue, given

@@ -167,16 +167,17 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def staged(shape: Shape, bits: int, table: int) -> Shape | None:
+def staged(shape: Shape, bits: int, table: int, coming: int = ON_THEIR_WAY) -> Shape | None:
     """The shape with as many stages as help and fit, each of which belongs to one depth group; or
     None.
 
-    Where so few fit that warps would wait for each other, stages have one unit.
+    `coming` bytes of codes are on their way. Where so few fit that warps would wait for each other,
+    stages have one unit.
     """
     each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
         least = max(-(-STAGES // each), EACH, -(-UNITS // span))
-        most = max(least, ON_THEIR_WAY // (span * codes * each)) * each
+        most = max(least, coming // (span * codes * each)) * each
         for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:

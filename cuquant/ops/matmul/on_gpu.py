@@ -88,7 +88,7 @@ def linear(
     if packed is not None:
         with backend_of(left.memory()[0], stream) as backend:
             if backend.arch == hopper_codes.ARCH:
-                return _packed(backend, packed, left, weights, finish, stream)
+                return _packed(backend, packed, left, weights, finish, stream, call)
     pairs = [pair_of(left, weight, (len(left.shape) - 1, 1)) for weight in weights]
     pair = pairs[0] if len(weights) == 1 else None
     if len(weights) == 2 and None not in pairs:
@@ -162,15 +162,17 @@ def _packed(
     weights: tuple[Operand, ...],
     finish: Finish,
     stream: object,
+    call: Call | None = None,
 ) -> Any:
     """`linear` of codes with prepacked weights."""
     if len(weights) == 2:
         gate = _packed(backend, kind, left, weights[:1], finish.as_float32, stream)
         weights, finish = weights[1:], replace(finish, residual=gate, activation="gated")
+        call = None
     _record(backend, stream, (left, *weights), finish)
     out = _result(backend, finish)
     if math.prod(finish.shape):
-        packed_codes_on_gpu.multiply(backend, kind, left, weights[0], out, finish)
+        packed_codes_on_gpu.multiply(backend, kind, left, weights[0], out, finish, call)
     return out
 
 

@@ -12,10 +12,12 @@ from cuquant.gpu.backend import aligned
 from cuquant.ops.matmul import hopper_codes
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import side, side_bytes, tall_of
-from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order
+from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order, is_own
+from cuquant.ops.matmul.coded_plans import keep
 from cuquant.ops.matmul.experts import Rows, as_int64
 from cuquant.ops.matmul.hopper_codes import Experts
 from cuquant.ops.matmul.operands import stored_rows, weight_of
+from cuquant.ops.matmul.prepared import Call
 from cuquant.ops.matmul.problem import Weight
 from cuquant.ops.matmul.route import route, route_bytes
 
@@ -58,20 +60,33 @@ def _weight(backend: GpuBackend, right: Operand) -> tuple[Weight, int]:
 
 
 def multiply(
-    backend: GpuBackend, kind: str, left: Operand, right: Operand, out: Any, finish: Finish
+    backend: GpuBackend,
+    kind: str,
+    left: Operand,
+    right: Operand,
+    out: Any,
+    finish: Finish,
+    call: Call | None = None,
 ) -> None:
-    """Write the finished product with a weight [N, K] to `out`."""
+    """Write the finished product with a weight [N, K] to `out`.
+
+    `call` remembers how, where no array was copied.
+    """
     *lead, depth = left.shape
     rows = math.prod(lead)
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows, depth))
     weight, columns = _weight(backend, right)
-    epilogue, _ = epilogue_of(backend, rows, columns, out, finish)
+    epilogue, given = epilogue_of(backend, rows, columns, out, finish)
     ready = hopper_codes.prepare(backend, x.fmt, weight, kind, (rows, columns, depth))
     made = side_bytes(backend, x, kind)
     with backend.workspace(made + ready.nbytes) as at:
-        ready.run(backend, side(backend, x, kind, at), epilogue.pack(backend), at + made)
+        codes = side(backend, x, kind, at)
+        ready.run(backend, codes, epilogue.pack(backend), at + made)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)
+    own = is_own(left.source, x) and is_own(right.source, weight)
+    if call is not None and given and own and not made:
+        keep(call, out, ready.again, codes, epilogue.constants, backend)
 
 
 def multiply_experts(
