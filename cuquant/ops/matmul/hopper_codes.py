@@ -190,11 +190,16 @@ def _shapes(most: int, units: int, scales: Scales, kind: int = ONE) -> Iterator[
 
 
 def _registers(shape: Shape, scales: Scales) -> int:
-    """Of a thread, about."""
+    """Of a thread, about: what is more than that was seen to be spilled."""
     pieces, tokens = scales.pieces, shape.tokens
+    is_plain = not (scales.of_weight.units or scales.x_fine)
     parts = 2 if pieces > 1 and tokens <= 64 else 1
-    summed = 0 if scales.exact and not (scales.of_weight.units or scales.x_fine) else 1
+    summed = 0 if scales.exact and is_plain else 1
     kept = 24 if pieces > 1 else 0
+    if shape.kind == EXPERTS and not is_plain:
+        kept += 32
+    if pieces > 2 and shape.depth_groups > 1:
+        kept += 16
     return tokens // 2 * (parts + summed) + 8 * max(2, pieces) + kept + OTHERS
 
 
