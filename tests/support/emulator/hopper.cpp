@@ -65,7 +65,8 @@ void emulator_copy_box(void* to, const TensorMap* map, unsigned long long* barri
     std::memcpy(&box.map, map, sizeof box.map);
     if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
     if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
-    if (column * box.map.size % 16) emulator::fail("misaligned copy_box: column %d does not start on 16 bytes", column);
+    if (const auto vector = static_cast<int>(16 / box.map.size); column % vector)
+        emulator::fail("misaligned copy_box: column %d is no multiple of %d", column, vector);
     if (blockIdx.x % 2) box.run();
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
