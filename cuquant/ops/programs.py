@@ -21,7 +21,7 @@ from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
-from cuquant.ops.matmul import dense_warps, hopper_codes, q8_1
+from cuquant.ops.matmul import dense_warps, hopper_codes, hopper_codes_tiles, q8_1
 from cuquant.ops.matmul.choose import (
     FAMILIES,
     PLAIN_ROWS,
@@ -382,9 +382,9 @@ def _plan_packed_codes(plan: Plan, fmt: Format) -> None:
     """Codes of x with prepacked weights [N, K], and those of experts."""
     columns, depth = shape = EXPERT
     for other in map(get_format, PACKED_WITH):
-        if not takes(fmt, shape) or hopper_codes.kind_of(other, fmt, depth) is None:
+        if not takes(fmt, shape) or hopper_codes_tiles.kind_of(other, fmt, depth) is None:
             continue
-        kind = str(hopper_codes.kind_of(other, fmt, depth))
+        kind = str(hopper_codes_tiles.kind_of(other, fmt, depth))
         weight = _weight(fmt, shape, FRAGMENTS_LAYOUT)
         for rows in PACKED_ROWS:
             x = _weight(other, (rows, depth), Weight.layout)
@@ -397,7 +397,7 @@ def _plan_packed_codes(plan: Plan, fmt: Format) -> None:
         for each in EXPERT_ROWS:
             rows = each * EXPERTS
             x = _weight(other, (rows, depth), Weight.layout)
-            height = hopper_codes.height_of(other, fmt, depth, each)
+            height = hopper_codes_tiles.height_of(other, fmt, depth, each)
             given = other, weight, kind, (rows, columns, depth), EXPERTS, height, 1
             ready = hopper_codes.prepare_experts(plan, *given)
             codes = side(plan, x, kind, ADDRESS)

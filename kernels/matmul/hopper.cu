@@ -70,7 +70,7 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
 // where x has no more. With experts and codes `whole` is how many experts probably have rows, of the first ones, and x's
-// map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are x's scales, if it has any.
+// map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are scales of codes.
 template <class Format, class T, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::shared_x ? 2 : Tile::split)
 __launch_bounds__(128 * (Tile::row_groups * Tile::depth_groups + 1), 1)

@@ -9,7 +9,7 @@ from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.backend import aligned
-from cuquant.ops.matmul import hopper_codes
+from cuquant.ops.matmul import hopper_codes, hopper_codes_tiles
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import side, side_bytes, tall_of
 from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order, is_own
@@ -49,8 +49,8 @@ def _kind(x: QuantArray, weight: Operand, depth: int) -> str | None:
     packed = weight.source
     if not isinstance(packed, PackedWeight):
         return None
-    taken = hopper_codes.takes(x.format, packed.format, packed.layout, depth)
-    return hopper_codes.kind_of(x.format, packed.format, depth) if taken else None
+    taken = hopper_codes_tiles.takes(x.format, packed.format, packed.layout, depth)
+    return hopper_codes_tiles.kind_of(x.format, packed.format, depth) if taken else None
 
 
 def _weight(backend: GpuBackend, right: Operand) -> tuple[Weight, int]:
@@ -104,7 +104,7 @@ def multiply_experts(
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows.count, depth))
     weight, step = _weight(backend, right)
     epilogue, _ = epilogue_of(backend, rows.count, columns, out, finish)
-    height = hopper_codes.height_of(x.fmt, weight.fmt, depth, -(-rows.count // known))
+    height = hopper_codes_tiles.height_of(x.fmt, weight.fmt, depth, -(-rows.count // known))
     spans = {"experts": 0, "offsets": known + 2, "counts": 2 * known}[rows.name]
     shape = rows.count, columns, depth
     ready = hopper_codes.prepare_experts(backend, x.fmt, weight, kind, shape, known, height, spans)

@@ -1,5 +1,6 @@
 """Codes of x times prepacked weights of 4 bits in matmul/hopper.cu, under the emulator."""
 
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -79,7 +80,7 @@ def divided(numbers: tuple[int, ...], kept: dict, first: str, second: str, depth
     """The rule names this shape."""
     scales = codes.scales_of(cq.get_format(first), cq.get_format(second), depth)
     shape = Shape(*numbers, 2, 2, element=1, x_fine=scales.x_fine, **kept)
-    shape = codes.replace(shape, segment=scales.segment(shape, -(-depth // 64)))
+    shape = replace(shape, segment=scales.segment(shape, -(-depth // 64)))
     return mock.patch.object(codes, "divide", lambda *_: shape)
 
 
