@@ -1,15 +1,16 @@
-// Weights of 4 bits in the layout "fragments/1" -> operands whose elements are bytes: by operations on integers, a word of
-// 8 codes at a time. cuquant/array/fragments.py says where which code lies.
+// Weights of 4 bits in the layout "fragments/1" -> operands whose elements are bytes: by operations on integers, a
+// word of 8 codes at a time. cuquant/array/fragments.py says where which code lies.
 //
 // Of each 16 columns lane 4 g + t has columns 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, where products of bytes want four
-// neighbours. So bytes 4 t .. 4 t + 3 of an operand's 16 stand for columns 2 t, 8 + 2 t, 2 t + 1, 9 + 2 t, in this order:
-// matmul/code_rows.cu brings x into the same one.
+// neighbours. So bytes 4 t .. 4 t + 3 of an operand's 16 stand for columns 2 t, 8 + 2 t, 2 t + 1, 9 + 2 t, in this
+// order: matmul/code_rows.cu brings x into the same one.
 #pragma once
 #include "layout/fragments.cuh"
 
 namespace cuquant {
 
-// row_pair: a lane's word of 16 columns -> four bytes of row g, and of row g + 8, each of which is a number times `worth`.
+// row_pair: a lane's word of 16 columns -> four bytes of row g, and of row g + 8, each of which is a number times
+// `worth`.
 template <class Codec, class T> struct ByteRows;
 
 // e2m1 has its bits in e4m3: sign to bit 7, the others to bits 2..4, also below 1. Exponents differ by 6. A byte of the
@@ -19,7 +20,8 @@ struct ByteRows<Minifloat<2, 1, kSpecials>, E4m3> {
     static constexpr float worth = 1.0f / 64;
 
     __device__ static void row_pair(u32 w, u32& first, u32& second) {
-        const u32 low = (w << 4 & 0x80808080u) | (w << 2 & 0x1C1C1C1Cu), high = (w & 0x80808080u) | (w >> 2 & 0x1C1C1C1Cu);
+        const u32 low = (w << 4 & 0x80808080u) | (w << 2 & 0x1C1C1C1Cu);
+        const u32 high = (w & 0x80808080u) | (w >> 2 & 0x1C1C1C1Cu);
         first = __byte_perm(low, high, 0x6420);
         second = __byte_perm(low, high, 0x7531);
     }
@@ -38,8 +40,8 @@ struct ByteRows<Uniform<-8, kHigh, kRounding>, Int8> {
     }
 };
 
-// e4m3 numbers 0 .. 15 are those of its bytes, times 2^-9: the smallest exponent has no leading one, and the next one has
-// the same steps. Of a negative integer 16 - |q| has four bits that turned, plus one, make |q|.
+// e4m3 numbers 0 .. 15 are those of its bytes, times 2^-9: the smallest exponent has no leading one, and the next one
+// has the same steps. Of a negative integer 16 - |q| has four bits that turned, plus one, make |q|.
 template <int kHigh, Rounding kRounding>
 struct ByteRows<Uniform<-8, kHigh, kRounding>, E4m3> {
     static constexpr float worth = 1.0f / 512;

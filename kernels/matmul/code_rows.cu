@@ -40,7 +40,8 @@ __device__ inline void make_segments(const Groups& groups, i64 all, const Segmen
             if (lane >= d) end += other;
         }
         for (i64 i = 0; i < parts; ++i)
-            to.at[made + end - parts + i] = {own.expert, own.first + i * to.height, min(own.count - i * to.height, to.height)};
+            to.at[made + end - parts + i] = {own.expert, own.first + i * to.height,
+                                             min(own.count - i * to.height, to.height)};
         made += __shfl_sync(~0u, end, 31);
     }
     if (lane == 0) *to.count = made;

@@ -69,8 +69,8 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 // and where x is codes what Pace says.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
-// where x has no more. With experts and codes `whole` is how many experts probably have rows, of the first ones, and x's
-// map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are scales of codes.
+// where x has no more. With experts and codes `whole` is how many experts probably have rows, of the first ones, and
+// x's map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are scales of codes.
 template <class Format, class T, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::shared_x ? 2 : Tile::split)
 __launch_bounds__(128 * (Tile::row_groups * Tile::depth_groups + 1), 1)
@@ -118,8 +118,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     // Parts of a unit of codes whose scales differ, and its operands: of groups of 16 columns each has one half alone.
     constexpr int kPieces = kFine > kFineX ? kFine : kFineX > 1 ? kFineX : 1, kOperands = kPieces > 2 ? 4 : 2;
     constexpr bool kGrouped = kFine > 1 || kGroupUnits > 0;  // the weight's scales change along K
-    static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums && !kPair && !kSharedX && kBuffers == 2),
-                  "what products of codes are");
+    static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums), "weights that become bytes");
+    static_assert(!kCodes || (!kPair && !kSharedX && kBuffers == 2), "how products of codes are divided");
     static_assert(!kCodes || kPieces == 1 || kSegment == 1, "scales that differ in a unit");
     constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
@@ -366,9 +366,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 
         float sum[kTokens / 2];
 #pragma unroll
-        for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost && !(kCodes && expert == kNoExpert) ? float_of(0x7FC00000u) : 0.0f;
+        for (int j = 0; j < kTokens / 2; ++j)
+            sum[j] = lost && !(kCodes && expert == kNoExpert) ? float_of(0x7FC00000u) : 0.0f;
         constexpr int kSteps = 4 / kSlices;  // of a unit
-        u32 a[kBuffers][kCodes ? kOperands : kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
+        // Of two, products read one while the other is made.
+        u32 a[kBuffers][kCodes ? kOperands : kLate ? 4 : kSlices][4];
         constexpr int kParts = kPieces > 1 && kTokens <= 64 ? 2 : 1;
         typename Operand<T>::Sum part[kCodes ? kParts : 1][kTokens / 2];  // of codes: sums of the tensor cores
         const auto leave = [&](int stage) {
@@ -575,8 +577,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (kCodes) {  // exact sums, of those that share K too, are rounded once for each scale
             const Own& own = groups[0][0];
             const float of_rows[2] = {kGrouped ? 1.0f : own.value(0), kGrouped ? 1.0f : own.value(1)};
-            if (!lost)
-                multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_tokens.scale + token, t);
+            const float* const of_x = of_tokens.scale + token;
+            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_x, t);
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,

@@ -16,10 +16,11 @@ struct TokenScales {
     int groups, units;  // along K; units of a group, 0 where a unit has several or a row is one
 };
 
-// While kernels before this one end: to the L2 cache the beginning of what warp `own` of four brings of the block's first
-// tile, if each of `experts` has one, as matmul_hopper counts tiles. Else it is another block's, or nobody's.
+// While kernels before this one end: to the L2 cache the beginning of what warp `own` of four brings of the block's
+// first tile, if each of `experts` has one, as matmul_hopper counts tiles. Else it is another block's, or nobody's.
 template <int kTogether>
-__device__ void prefetch_first(const Prepacked& w, int experts, int row_tiles, int tile_rows, int row_groups, int own, int unit_bytes) {
+__device__ void prefetch_first(const Prepacked& w, int experts, int row_tiles, int tile_rows, int row_groups, int own,
+                               int unit_bytes) {
     constexpr int kSoon = 8192;  // bytes of a strip
     const int set = blockIdx.x / (kTogether * row_tiles), in_set = blockIdx.x - set * kTogether * row_tiles;
     const int wide = min(kTogether, experts - set * kTogether);
@@ -41,10 +42,11 @@ struct Pace { static constexpr int x_fine = 0, segment = 0; };
 template <class Tile>
 struct Pace<Tile, true> { static constexpr int x_fine = Tile::x_fine, segment = Tile::segment; };
 
-// sum += part * scale of the lane's two rows * x's scales of the tokens, which lie at a shared address where kOfX: on 8 bytes if
-// kEven.
+// sum += part * scale of the lane's two rows * x's scales of the tokens, which lie at a shared address where kOfX: on
+// 8 bytes if kEven.
 template <int kTokens, bool kOfRows, bool kOfX, bool kEven, class Sum>
-__device__ void add_scaled(float (&sum)[kTokens / 2], const Sum (&part)[kTokens / 2], const float (&of_rows)[2], u32 of_x, int t) {
+__device__ void add_scaled(float (&sum)[kTokens / 2], const Sum (&part)[kTokens / 2], const float (&of_rows)[2],
+                           u32 of_x, int t) {
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
         float x[2];
@@ -71,7 +73,8 @@ __device__ void add_scaled(float (&sum)[kTokens / 2], const Sum (&part)[kTokens 
 
 // The scales that whole sums meet: x's of `tokens` from `first` on, and then the rows'. `worth`: of operands.
 template <int kTokens, bool kOfX>
-__device__ void multiply_whole(float (&sum)[kTokens / 2], float worth, const float (&of_rows)[2], const float* of_x, int t) {
+__device__ void multiply_whole(float (&sum)[kTokens / 2], float worth, const float (&of_rows)[2], const float* of_x,
+                               int t) {
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
         float x[2] = {1.0f, 1.0f};
