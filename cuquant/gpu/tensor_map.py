@@ -11,7 +11,7 @@ COLUMNS = LINE // 2  # of such a box, of 16 bits each
 # cuTensorMapEncodeTiled's words for types, and for what the copies do; and bytes of an element.
 DATA_TYPES = {"uint8": 0, "uint16": 1, "float16": 6, "bfloat16": 9}
 SIZES = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2}
-STRAIGHT, SWIZZLE_128, PROMOTE_256 = 0, 3, 3
+STRAIGHT, SWIZZLE_64, SWIZZLE_128, PROMOTE_256 = 0, 2, 3, 3
 
 
 @lru_cache(maxsize=1024)
@@ -26,7 +26,7 @@ def tensor_map(
 ) -> bytes:
     """The CUtensorMap of rows of a type of DATA_TYPES, copied by boxes of `height` x `width`.
 
-    Boxes of LINE bytes a row are swizzled, others lie as they are. `stride` is from row to row, in
+    Boxes of LINE bytes a row are swizzled, and bytes of half a line; others lie as they are. `stride` is from row to row, in
     bytes; it, `pointer` and the bytes of `width` are multiples of 16.
 
     Raises
@@ -36,6 +36,9 @@ def tensor_map(
     RuntimeError
         Where the driver refuses the matrix.
     """
+    nbytes = width * SIZES[dtype]
+    half = dtype == "uint8" and nbytes == LINE // 2
+    swizzle = SWIZZLE_128 if nbytes == LINE else SWIZZLE_64 if half else STRAIGHT
     room = ctypes.create_string_buffer(MAP_BYTES + 64)
     aligned = (ctypes.addressof(room) + 63) & ~63
     result = driver.library().cuTensorMapEncodeTiled(
@@ -48,7 +51,7 @@ def tensor_map(
         (ctypes.c_uint32 * 2)(width, height),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
-        SWIZZLE_128 if width * SIZES[dtype] == LINE else STRAIGHT,
+        swizzle,
         PROMOTE_256,
         0,
     )

@@ -21,7 +21,7 @@ from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
-from cuquant.ops.matmul import dense, dense_warps, q8_1
+from cuquant.ops.matmul import dense, dense_warps, hopper_codes, hopper_codes_tiles, q8_1
 from cuquant.ops.matmul.choose import (
     FAMILIES,
     PLAIN_ROWS,
@@ -29,7 +29,7 @@ from cuquant.ops.matmul.choose import (
     choose,
     family_of,
 )
-from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, sides
+from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, side, sides
 from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Weight
@@ -69,6 +69,8 @@ ROWS = (*range(1, 129), *range(136, 1025, 8), *range(1088, 8193, 64))
 # What products of two quantized arrays are compiled with: x's formats beside the weight's own, rows
 # of the weight, and columns, of which the last are no whole vectors.
 CODED_WITH, CODED_COLUMNS, CODED_DEPTHS = ("int8", "fp8_e4m3"), 256, (4096, 131)
+# And those of two with a prepacked one: x's formats and rows.
+PACKED_WITH, PACKED_ROWS = ("int8", "fp8_e4m3", "fp8_e4m3:1x128", "mxfp8"), (1, 32, 64, 128, 512)
 # What layouts depend on: rows that end inside a word and units, blocks of ggml's.
 LAID_OUT = ((32, 512), (37, 131))
 
@@ -370,6 +372,8 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
                     run(plan, pair[0], bytes(80))
     if plan.programs and arch == dense.ARCH:
         plan.programs.update(dict.fromkeys(dense.programs()))
+    if arch == hopper_codes.ARCH:
+        _plan_packed_codes(plan, fmt)
     if plan.programs:
         rows = Rows("offsets", None, (1,), 1)
         ids = rows.ids(plan, _Nothing((2,)))
@@ -377,6 +381,32 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
         for name in DTYPES:
             clear_lost(plan, ids, View(ADDRESS, (1, 1), (1, 1), interop.float_dtype(name)))
     return list(plan.programs)
+
+
+def _plan_packed_codes(plan: Plan, fmt: Format) -> None:
+    """Codes of x with prepacked weights [N, K], and those of experts."""
+    columns, depth = shape = EXPERT
+    for other in map(get_format, PACKED_WITH):
+        if not takes(fmt, shape) or hopper_codes_tiles.kind_of(other, fmt, depth) is None:
+            continue
+        kind = str(hopper_codes_tiles.kind_of(other, fmt, depth))
+        weight = _weight(fmt, shape, FRAGMENTS_LAYOUT)
+        for rows in PACKED_ROWS:
+            x = _weight(other, (rows, depth), Weight.layout)
+            given = other, weight, kind, (rows, columns, depth)
+            ready = hopper_codes.prepare(plan, *given)
+            ready.run(plan, side(plan, x, kind, ADDRESS), bytes(64), ADDRESS)
+        if not takes(fmt, (EXPERTS, *EXPERT)):
+            continue
+        weight = _weight(fmt, (EXPERTS, *EXPERT), FRAGMENTS_LAYOUT)
+        for each in EXPERT_ROWS:
+            rows = each * EXPERTS
+            x = _weight(other, (rows, depth), Weight.layout)
+            height = hopper_codes_tiles.height_of(other, fmt, depth, each)
+            given = other, weight, kind, (rows, columns, depth), EXPERTS, height, 1
+            ready = hopper_codes.prepare_experts(plan, *given)
+            codes = side(plan, x, kind, ADDRESS)
+            ready.run(plan, codes, hopper_codes.Experts(), bytes(64), ADDRESS)
 
 
 def row_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:

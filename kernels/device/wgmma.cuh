@@ -1,6 +1,7 @@
 // Hopper's own: stores to another block, matrix products of a warpgroup.
 // A kernel that includes this is compiled for sm_90a alone.
 #pragma once
+#include "device/bytes.cuh"
 #include "device/tma.cuh"
 #include "device/barrier.cuh"
 
@@ -10,8 +11,26 @@
 
 namespace cuquant {
 
-// What products read in shared memory, rows of 128 bytes whose 16-byte parts the copy engine has swizzled: address / 16.
-// The upper word, which wgmma adds, says 1,024 bytes from 8 rows to the next 8. A step of 16 elements along K is 2 more.
+// Elements of both sides of a product: their bytes, how many columns one product takes, and what it adds up.
+template <class T> struct Operand {
+    static constexpr int bytes = 2, columns = 16;
+    using Sum = float;
+    using Result = T;  // of 16 bits, what sums are rounded to
+};
+template <> struct Operand<E4m3> {  // its sums keep about 14 bits: see matmul/hopper_codes.cuh
+    static constexpr int bytes = 1, columns = 32;
+    using Sum = float;
+    using Result = Bfloat16;
+};
+template <> struct Operand<Int8> {
+    static constexpr int bytes = 1, columns = 32;
+    using Sum = int;
+    using Result = Bfloat16;
+};
+
+// What products read in shared memory, rows of 128 bytes (of 64 where an element is a byte) whose 16-byte parts the copy
+// engine has swizzled: address / 16. The upper word, which wgmma adds, says so, and that it is 1,024 bytes (512) from 8
+// rows to the next 8. The columns of a product, 32 bytes along K, are 2 more.
 __device__ inline u32 swizzled(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4 | 1u << 16; }
 
 // The compiler keeps a pointer in registers, where it would compute it anew.
@@ -82,9 +101,9 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int kPending>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
 
-// d[64, n] = a[64, 16] b[n, 16]^T, added to d if kAdd; a in registers, b in shared memory.
+// d[64, n] = a[64, k] b[n, k]^T, added to d if kAdd; a in registers, b in shared memory. k is Operand's columns.
 template <class T, int kColumns, bool kAdd>
-__device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b);
+__device__ inline void wgmma(typename Operand<T>::Sum (&d)[kColumns / 2], const u32 (&a)[4], u32 b);
 
 // asm wants every operand written out: the names of the first 8, 16, ... 128 of them, and as many sums from i on.
 #define CUQUANT_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -115,17 +134,22 @@ __device__ inline void wgmma(float (&d)[kColumns / 2], const u32 (&a)[4], u32 b)
 #define CUQUANT_SUMS_112(c, i) CUQUANT_SUMS_96(c, i), CUQUANT_SUMS_16(c, i + 96)
 #define CUQUANT_SUMS_128(c, i) CUQUANT_SUMS_64(c, i), CUQUANT_SUMS_64(c, i + 64)
 
-// `sums` is half of `columns`; what follows are the names of the operands behind them.
-#define CUQUANT_WGMMA(T, type, add, access, columns, sums, a0, a1, a2, a3, matrix) \
-    template <> __device__ inline void wgmma<T, columns, add>(float (&d)[sums], const u32 (&a)[4], u32 b) { \
-        asm volatile("{.reg .b64 m; mov.b64 m, {" matrix ", 0x40000040}; " \
-                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" CUQUANT_NAMES_##sums "}, " \
-                     "{" a0 ", " a1 ", " a2 ", " a3 "}, m, " #add ", 1, 1, 0;}" \
+// `sums` is half of `columns`; what follows are the names of the operands behind them. `more` are numbers behind `add`.
+#define CUQUANT_WGMMA(T, kind, upper, more, add, access, columns, sums, a0, a1, a2, a3, matrix) \
+    template <> __device__ inline void wgmma<T, columns, add>(Operand<T>::Sum (&d)[sums], const u32 (&a)[4], u32 b) { \
+        asm volatile("{.reg .b64 m; mov.b64 m, {" matrix ", " upper "}; " \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" CUQUANT_NAMES_##sums "}, " \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, m, " #add more ";}" \
                      : CUQUANT_SUMS_##sums(access, 0) \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)); \
     }
-#define CUQUANT_WGMMAS_OF(T, type, ...) CUQUANT_WGMMA(T, type, 0, "=f", __VA_ARGS__) CUQUANT_WGMMA(T, type, 1, "+f", __VA_ARGS__)
-#define CUQUANT_WGMMAS(...) CUQUANT_WGMMAS_OF(Half, "f16", __VA_ARGS__) CUQUANT_WGMMAS_OF(Bfloat16, "bf16", __VA_ARGS__)
+#define CUQUANT_WGMMAS_OF(T, kind, upper, more, type, ...) \
+    CUQUANT_WGMMA(T, kind, upper, more, 0, "=" type, __VA_ARGS__) CUQUANT_WGMMA(T, kind, upper, more, 1, "+" type, __VA_ARGS__)
+#define CUQUANT_WGMMAS(...) \
+    CUQUANT_WGMMAS_OF(Half, "k16.f32.f16.f16", "0x40000040", ", 1, 1, 0", "f", __VA_ARGS__) \
+    CUQUANT_WGMMAS_OF(Bfloat16, "k16.f32.bf16.bf16", "0x40000040", ", 1, 1, 0", "f", __VA_ARGS__) \
+    CUQUANT_WGMMAS_OF(E4m3, "k32.f32.e4m3.e4m3", "0x80000020", ", 1, 1", "f", __VA_ARGS__) \
+    CUQUANT_WGMMAS_OF(Int8, "k32.s32.s8.s8", "0x80000020", "", "r", __VA_ARGS__)
 CUQUANT_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12")
 CUQUANT_WGMMAS(32, 16, "%16", "%17", "%18", "%19", "%20")
 CUQUANT_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36")

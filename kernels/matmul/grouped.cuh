@@ -20,6 +20,9 @@ struct Groups {
     }
 };
 
+// Of a segment in the place of an expert: results of its rows are 0.
+constexpr i64 kNoExpert = -2;
+
 // Rows first .. first + count - 1 of x, and of the output, and their matrix; none where count is 0.
 struct GroupTile { i64 group, first, count; };
 

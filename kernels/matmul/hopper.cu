@@ -4,7 +4,10 @@
 // rows or K; blocks take tiles, and the last ones share K: see Schedule; or the two blocks of a cluster share
 // that of one tile. Of a gated unit the two
 // warpgroups of a block have the same rows of two weights. With experts x is sorted by expert, and a tile is
-// a segment of its rows times 64 rows, or more, of that expert's weight.
+// a segment of its rows times 64 rows, or more, of that expert's weight. T is what x has and codes become: floats of 16
+// bits, or bytes where x is codes too, whose columns then lie in another order: see layout/byte_fragments.cuh.
+#include "layout/byte_fragments.cuh"
+#include "matmul/hopper_codes.cuh"
 #include "matmul/hopper_drain.cuh"
 #include "matmul/hopper_factor.cuh"
 #include "matmul/hopper_schedule.cuh"
@@ -63,23 +66,28 @@ __device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 la
 //   streamed       blocks share the units of the last tiles: see Schedule, for `whole` too
 //   once           no block has two tiles, so that sums that meet take the place of x
 //   split          blocks that share K of a tile: 2 are those of a cluster
+// and where x is codes what Pace says.
 // `y` is the map of the output where whole tiles of it may be stored by the copy engine. `tile_rows` of the weight,
 // whole strips, are a tile's, and `tile_tokens` of x: there may be room for more, which would take the copy engine long
-// where x has no more. `handed` is memory for a Handover, and `ticket` its ticket.
+// where x has no more. With experts and codes `whole` is how many experts probably have rows, of the first ones, and
+// x's map has boxes of 16. `handed` is memory for a Handover, and `ticket` its ticket; `of_tokens` are scales of codes.
 template <class Format, class T, class Tile>
 __global__ void CUQUANT_CLUSTER(Tile::shared_x ? 2 : Tile::split)
 __launch_bounds__(128 * (Tile::row_groups * Tile::depth_groups + 1), 1)
 matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y,
               const __grid_constant__ Prepacked weights, const __grid_constant__ Prepacked second,
               const __grid_constant__ Epilogue epilogue, const __grid_constant__ Routed routed, i64 M, i64 N,
-              int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole, u8* handed, u64 ticket) {
+              int token_tiles, int row_tiles, int tile_tokens, int tile_rows, int whole, u8* handed, u64 ticket,
+              const __grid_constant__ TokenScales of_tokens) {
     constexpr int kTokens = Tile::tokens, kRowGroups = Tile::row_groups, kDepthGroups = Tile::depth_groups;
     constexpr int kStages = Tile::stages, kSpan = Tile::span, kBuffers = Tile::buffers, kSlices = Tile::slices;
     constexpr int kGroupUnits = Tile::group_units, kFine = Tile::fine, kLie = Tile::lie, kSplit = Tile::split;
     constexpr bool kSharedX = Tile::shared_x, kStreamed = Tile::streamed, kOnce = Tile::once;
     constexpr bool kSingle = Tile::kind == kOne, kPair = Tile::kind == kTwo, kRouted = Tile::kind == kExperts;
     constexpr int kBits = Format::Packing::bits, kGroups = kRowGroups * kDepthGroups, kThreads = 128 * kGroups;
-    constexpr int kBoxBytes = kTokens * kUnit * 2, kUnitBytes = 128 * kBits;
+    constexpr bool kCodes = Operand<T>::bytes == 1;
+    constexpr int kSegment = Pace<Tile, kCodes>::segment, kFineX = Pace<Tile, kCodes>::x_fine;
+    constexpr int kBoxBytes = kTokens * kUnit * Operand<T>::bytes, kUnitBytes = 128 * kBits;
     constexpr int kStrips = 4 * kRowGroups, kCodeBytes = kStrips * kUnitBytes;
     static_assert(kSpan <= 4 && 4 % kSlices == 0, "each of four warps copies the x of one unit");
     static_assert(!kPair || kRowGroups == 2, "a weight for each warpgroup of rows");
@@ -92,27 +100,36 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     static_assert(!kRouted || !(kStreamed || kSplit > 1), "how many tiles there are is not known before");
     static_assert(!kOnce || (!kSharedX && !kStreamed && kDepthGroups * kSplit > 1), "sums that meet before others do");
     static_assert(kSplit == 1 || kOnce, "sums have a place in the other block");
-    using Drained = Drain<T, Tile, Tile::wide && kTokens == 256>;
+    using Drained = Drain<typename Operand<T>::Result, Tile, Tile::wide && kTokens == 256>;
     using Parts = typename Drained::Parts;
     static_assert(!kOnce || Parts::kBytes + Drained::kAll <= kStages * kSpan * (kBoxBytes + kCodeBytes),
                   "sums have the place of x");
     constexpr int kPeers = kSharedX ? 2 : 1, kCluster = kPeers * kSplit;
     using Between = Handover<Tile>;
-    using Decode = Decoder<typename Format::Codec, T, kBits, Tile::wide>;
+    using Codec = typename Format::Codec;
+    using Decode = Choice<kCodes, ByteDecoder<Codec, T>, Decoder<Codec, T, kBits, Tile::wide>>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on
     // 1024 bytes.
     constexpr bool kSends = kAlone && kSplit == 1 && kSingle && kTokens > 128 && Decode::table_bytes % 1024 == 0;
     using Own = Group<Format, kLie>;
     constexpr bool kWhole = Own::blocks && Own::Parts::per_block % kFine == 0;  // a unit lies in one block of ggml's
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
-    constexpr bool kLate = kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1;
+    constexpr bool kLate = kCodes || (kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1);
+    // Parts of a unit of codes whose scales differ, and its operands: of groups of 16 columns each has one half alone.
+    constexpr int kPieces = kFine > kFineX ? kFine : kFineX > 1 ? kFineX : 1, kOperands = kPieces > 2 ? 4 : 2;
+    constexpr bool kGrouped = kFine > 1 || kGroupUnits > 0;  // the weight's scales change along K
+    static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums), "weights that become bytes");
+    static_assert(!kCodes || (!kPair && !kSharedX && kBuffers == 2), "how products of codes are divided");
+    static_assert(!kCodes || kPieces == 1 || kSegment == 1, "scales that differ in a unit");
+    constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
     u8* coded = stages + kStages * kSpan * kBoxBytes;
-    u8* tables = coded + kStages * kSpan * kCodeBytes;
+    u8* const unit_scales = coded + kStages * kSpan * kCodeBytes;  // x's
+    u8* tables = unit_scales + kStages * kSpan * kScaleBytes;
     u8* const beside = tables + Decode::table_bytes;
     u8* area = kOnce ? stages : beside;
     float* drain = reinterpret_cast<float*>(area + (kOnce ? Parts::kBytes : 0));
@@ -140,6 +157,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     if constexpr (kSharedX) { cluster_arrive(); cluster_wait(); }
 
     const int rank = blockIdx.x % kCluster;  // in a register where it is needed, which cluster_rank would always be
+    if constexpr (kCodes && kRouted)
+        if (warp >= 4 * kGroups && elect_one())
+            prefetch_first<4>(weights, whole, row_tiles, tile_rows, kRowGroups, warp - 4 * kGroups, kUnitBytes);
     if constexpr (kRouted) {
         wait_for_earlier();
         token_tiles = static_cast<int>(*routed.count);
@@ -182,13 +202,20 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto has = [&](int r) { return kPair || 4 * r + own < strips; };
         if (elect_one()) {
             int stage = 0; u32 parity = 1;
-            const int x_bytes = tile_tokens * kUnit * 2;
+            constexpr bool kBoxes = kCodes && kRouted;  // of kBoxRows rows of x, as many as the expert has
+            constexpr int kBoxRows = 16;
+            int x_bytes = tile_tokens * kUnit * Operand<T>::bytes, boxes = 1;
+            const int scale_bytes = kFineX ? (tile_tokens + 3 + kScaleRoom - kTokens) / 4 * 16 : 0;  // of a group
             bool begun = kRouted;
             Share schedule = share();
             while (schedule.next()) {
                 locate(schedule.tile);
                 const int first_unit = schedule.first, units = schedule.stop - first_unit;
                 if (kRouted && expert < 0) continue;
+                if constexpr (kBoxes) {
+                    boxes = (end - token + kBoxRows - 1) / kBoxRows;
+                    x_bytes = boxes * kBoxRows * kUnit;
+                }
                 // Beyond the last strip any will do.
                 const auto strip_of = [&](int row, int r) {
                     const i64 before = kRouted ? static_cast<i64>(expert) * weights.strips : 0;
@@ -225,15 +252,33 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     const int count = kSpan > 1 ? min(kSpan, units - i) : 1;
                     u64* ready = full + stage;
                     barrier_wait(empty + stage, parity);
-                    if (own == 0) barrier_expect(ready, count * (x_bytes + strips * kUnitBytes));
+                    if (own == 0) barrier_expect(ready, count * (x_bytes + strips * kUnitBytes + kFineX * scale_bytes));
                     if constexpr (kSharedX) {
                         u8* const to = stages + stage * kBoxBytes;
                         const int column = (first_unit + i) * kUnit;
                         const int first_token = token + rank * tile_tokens / 2;
                         if (own == 0) copy_box_to_both(to + rank * x_bytes / 2, &x, ready, column, first_token);
+                    } else if constexpr (kBoxes) {
+                        for (int part = own; part < count * boxes; part += 4) {
+                            const int of_stage = part / boxes, box = part - of_stage * boxes;
+                            u8* const to = stages + (stage * kSpan + of_stage) * kBoxBytes + box * kBoxRows * kUnit;
+                            copy_box(to, &x, ready, (first_unit + i + of_stage) * kUnit, token + box * kBoxRows);
+                        }
                     } else if (own < count) {
                         u8* const to = stages + (stage * kSpan + own) * kBoxBytes;
                         copy_box(to, &x, ready, (first_unit + i + own) * kUnit, token);
+                    }
+                    if constexpr (kFineX > 0) {
+                        const int unit = first_unit + i + own;
+                        u8* const to = unit_scales + (stage * kSpan + own) * kScaleBytes;
+#pragma unroll
+                        for (int f = 0; f < kFineX; ++f) {
+                            if (own >= count) break;
+                            const int group = min(of_tokens.units ? unit / of_tokens.units : unit * kFineX + f,
+                                                  of_tokens.groups - 1);
+                            copy_run(to + f * kScaleRoom * 4, of_tokens.scale + group * of_tokens.pitch + token / 4 * 4,
+                                     scale_bytes, ready);
+                        }
                     }
 #pragma unroll
                     for (int r = 0; r < kRowGroups; ++r) {
@@ -321,15 +366,22 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 
         float sum[kTokens / 2];
 #pragma unroll
-        for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? float_of(0x7FC00000u) : 0.0f;
+        for (int j = 0; j < kTokens / 2; ++j)
+            sum[j] = lost && !(kCodes && expert == kNoExpert) ? float_of(0x7FC00000u) : 0.0f;
         constexpr int kSteps = 4 / kSlices;  // of a unit
-        u32 a[kBuffers][kLate ? 4 : kSlices][4];  // of two, products read one while the other is made
+        // Of two, products read one while the other is made.
+        u32 a[kBuffers][kCodes ? kOperands : kLate ? 4 : kSlices][4];
+        constexpr int kParts = kPieces > 1 && kTokens <= 64 ? 2 : 1;
+        typename Operand<T>::Sum part[kCodes ? kParts : 1][kTokens / 2];  // of codes: sums of the tensor cores
         const auto leave = [&](int stage) {
             if (lane != 0) return;
             barrier_arrive(empty + stage);
             if constexpr (kSharedX) others_empty.arrive(stage);
         };
-        const auto release = [&] { if (last >= 0) leave(last); };
+        const auto release = [&] {
+            if constexpr (kFineX > 0) __syncwarp();  // all lanes have read x's scales
+            if (last >= 0) leave(last);
+        };
         Words<kBits> words;
         const auto load = [&](int of_stage) {
             if (of_stage == 0) barrier_wait(full + stage, parity);
@@ -338,12 +390,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         Factor<Format, T, kLie> scaled;
         const auto decode_slice = [&](int s, const Own (&from)[kFine], u32 (&to)[4]) {
             const Own& own = from[s * kFine / 4];
-            if (!kLate && s * kFine % 4 == 0) scaled.set(own, own_unit());
+            if constexpr (!kLate) {
+                if (s * kFine % 4 == 0) scaled.set(own, own_unit());
+            }
             const u32 offset[2] = {own.template offset<T>(0), own.template offset<T>(1)};
-            if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
-            if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
+            if constexpr (!kCodes) {
+                if (s == 0) Decode::template decode<0, Own::zeros>(words.w, tables, table, offset, to);
+                if (s == 1) Decode::template decode<1, Own::zeros>(words.w, tables, table, offset, to);
+                if (s == 2) Decode::template decode<2, Own::zeros>(words.w, tables, table, offset, to);
+                if (s == 3) Decode::template decode<3, Own::zeros>(words.w, tables, table, offset, to);
+            }
             if constexpr (!kLate) scaled.apply(to);
         };
         const auto decode_step = [&](int step, const Own (&from)[kFine], u32 (*to)[4]) {
@@ -355,7 +411,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             stage += kDepthGroups;
             if (stage >= kStages) { stage -= kStages; parity ^= 1; }
         };
-        if constexpr (kLate) {
+        if constexpr (kCodes) {
+            if constexpr (kSegment == 0) {
+#pragma unroll
+                for (int j = 0; j < kTokens / 2; ++j) part[0][j] = 0;
+            }
+            if (i < stop) {
+                load(0);
+                Decode::template decode<kOperands>(words.w, a[0]);
+            }
+        } else if constexpr (kLate) {
             if (i < stop) {
                 load(0);
 #pragma unroll
@@ -367,7 +432,52 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto unit = [&](int n, bool more) {
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
             const u32 b = place_of_x(of_stage);
-            if constexpr (kLate) {
+            if constexpr (kCodes) {
+                constexpr int kEach = kOperands / kPieces;  // operands of a piece
+                const auto multiply = [&](int piece) {
+                    const bool adds = kPieces == 1 && (kSegment == 0 || n % (kSegment ? kSegment : 1) != 0);
+                    wgmma_fence();
+#pragma unroll
+                    for (int e = 0; e < kEach; ++e) {
+                        const int o = piece * kEach + e;
+                        const u32 at = b + 2 * (2 * o / kOperands);
+                        if (e > 0 || adds) wgmma<T, kTokens, true>(part[piece % kParts], a[d][o], at);
+                        else wgmma<T, kTokens, false>(part[piece % kParts], a[d][o], at);
+                    }
+                    wgmma_commit();
+                };
+                const u32 of_x = shared_address(unit_scales) + (stage * kSpan + of_stage) * kScaleBytes +
+                                 (kRouted ? token % 4 * 4 : 0);
+                const auto add = [&](int piece) {
+                    const Own& own = groups[d][piece * kFine / kPieces];
+                    const float scale[2] = {kGrouped ? own.value(0) : 1.0f, kGrouped ? own.value(1) : 1.0f};
+                    const u32 at = of_x + piece * kFineX / kPieces * (kScaleRoom * 4);
+                    add_scaled<kTokens, kGrouped, (kFineX > 0), !kRouted>(sum, part[piece % kParts], scale, at, t);
+                };
+                multiply(0);
+                if constexpr (kPieces > 1 && kParts > 1) multiply(1);
+                if (of_stage == kSpan - 1) step_stage();
+                wgmma_wait<kParts>();  // for those of the unit before: the next one's operand has their place
+                if (of_stage == 0) release();
+                last = own_stage;
+                if (more) {
+                    load((n + 1) % kSpan);
+                    Decode::template decode<kOperands>(words.w, a[1 - d]);
+                }
+                if constexpr (kPieces > 1) {
+#pragma unroll
+                    for (int piece = 0; piece < kPieces; ++piece) {
+                        if (kParts > 1 && piece + 1 < kPieces) wgmma_wait<1>();
+                        else wgmma_wait<0>();
+                        add(piece);
+                        if (piece + kParts < kPieces) multiply(piece + kParts);
+                    }
+                } else if (kSegment > 0 && ((n + 1) % (kSegment ? kSegment : 1) == 0 || !more)) {
+                    wgmma_wait<0>();
+                    add(0);
+                }
+                if constexpr (kGrouped) fetch(d, i + behind(n + 2));
+            } else if constexpr (kLate) {
                 float part[kTokens / 2];
                 const auto multiply = [&](int step) {
                     wgmma_fence();
@@ -422,7 +532,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 last = own_stage;
             }
         };
-        constexpr int kRound = kSpan > 1 ? kSpan : 2;  // units, of one stage or of two
+        constexpr int kStaged = kSpan > 1 ? kSpan : 2, kRound = kSegment > kStaged ? kSegment : kStaged;  // units
+        static_assert(kSegment == 0 || kRound % kSegment == 0, "whole segments");
         static_assert(kRound % 2 == 0, "units have the two operands in turn");
 #pragma unroll 1
         for (; i + behind(kRound - 1) < stop; i += behind(kRound)) {
@@ -435,9 +546,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         wgmma_wait<0>();
         token = kept.token; row = kept.row;
         float factor = 1.0f / own_unit();
+        if constexpr (kCodes && kSegment == 0) {
+#pragma unroll
+            for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? sum[j] : static_cast<float>(part[0][j]);
+        }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
-        if (factor != 1.0f) {
+        if (factor != 1.0f && !(kCodes && lost)) {
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] *= factor;
         }
@@ -458,6 +573,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             }
             come_back();
             if (schedule.begins_within()) between.take(sum, [&](int block) { return schedule.is_shared_with(block); });
+        }
+        if constexpr (kCodes) {  // exact sums, of those that share K too, are rounded once for each scale
+            const Own& own = groups[0][0];
+            const float of_rows[2] = {kGrouped ? 1.0f : own.value(0), kGrouped ? 1.0f : own.value(1)};
+            const float* const of_x = of_tokens.scale + token;
+            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_x, t);
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,

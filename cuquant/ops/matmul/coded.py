@@ -330,3 +330,19 @@ def sides(
                 side.make_sums(backend, codes, segment, sums)
             made.append(side.coded(backend, codes, sums if summed[i] else 0))
         yield made[0], made[1]
+
+
+def side_bytes(backend: Backend, x: Weight, kind: str) -> int:
+    """How much memory `side` wants."""
+    own = _Side.of(x, kind)
+    return 0 if own.is_ready(backend) else aligned(own.rows * own.stride)
+
+
+def side(backend: Backend, x: Weight, kind: str, at: int) -> Coded:
+    """One side alone, without sums of its codes; at an address of side_bytes where these must be
+    made."""
+    own = _Side.of(x, kind)
+    if own.is_ready(backend):
+        return own.coded(backend, backend.pointer(x.parts["packed"]), 0)
+    own.make(backend, at)
+    return own.coded(backend, at, 0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
@@ -54,11 +55,11 @@ def pair_of(left: Operand, right: Operand, depths: tuple[int, int]) -> Pair | No
         return None
     kinds = codes_of(left.quantized.format, right.quantized.format)
     if kinds is None or not all(
-        _is_in_order(side, axis) for side, axis in zip((left, right), depths, strict=True)
+        is_in_order(side, axis) for side, axis in zip((left, right), depths, strict=True)
     ):
         return None
-    batch, rows = _rows_of(left.shape, depths[0])
-    weights_batch, columns = _rows_of(right.shape, depths[1])
+    batch, rows = rows_of(left.shape, depths[0])
+    weights_batch, columns = rows_of(right.shape, depths[1])
     depth = left.shape[depths[0]]
     if not depth:
         return None
@@ -72,14 +73,14 @@ def pair_of(left: Operand, right: Operand, depths: tuple[int, int]) -> Pair | No
     return Pair(kinds, math.prod(batch), rows, columns, depth) if first == second else None
 
 
-def _rows_of(shape: tuple[int, ...], depth: int) -> tuple[tuple[int, ...], int]:
+def rows_of(shape: tuple[int, ...], depth: int) -> tuple[tuple[int, ...], int]:
     """The batch of an operand, and the rows of each of its matrices."""
     if len(shape) == 1:
         return (), 1
     return shape[:-2], shape[-1 if depth == len(shape) - 2 else -2]
 
 
-def _is_in_order(side: Operand, depth: int) -> bool:
+def is_in_order(side: Operand, depth: int) -> bool:
     """Whether its rows run along the contraction and follow each other as its axes do."""
     q = side.quantized
     if q.axis != depth % len(side.shape):
@@ -105,7 +106,7 @@ def multiply(
     """Write the finished product to `out`; `call` remembers how, where no array was copied."""
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
     sources = (left.source, x), (right.source, weights)
-    own = all(_is_own(source, weight) for source, weight in sources)
+    own = all(is_own(source, weight) for source, weight in sources)
     if pair.groups == 1:
         x = replace(x, stored=(pair.rows, pair.depth))
     groups = Groups(pair.groups, pair.rows)
@@ -114,11 +115,11 @@ def multiply(
         keep(call, out, *made, backend)
 
 
-def _is_own(source: Any, weight: Weight) -> bool:
+def is_own(source: Any, weight: Weight) -> bool:
     """Whether kernels read the memory of the array that was given, not a copy."""
-    if not isinstance(source, QuantArray):
+    if not isinstance(source, (QuantArray, PackedWeight)):
         return False
-    return all(source.components[name] is part for name, part in weight.parts.items())
+    return all(source.components.get(name) is part for name, part in weight.parts.items())
 
 
 def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:
@@ -128,7 +129,7 @@ def pair_of_experts(left: Operand, right: Operand, rows: Rows) -> Pair | None:
     fmt = left.quantized.format
     kinds = codes_of(fmt, right.quantized.format)
     last = len(left.shape) - 1
-    if kinds is None or not (_is_in_order(left, last) and _is_in_order(right, 2)):
+    if kinds is None or not (is_in_order(left, last) and is_in_order(right, 2)):
         return None
     if rows.name == "experts" and tall_of(fmt) > 1:  # rows that share scales do not move alone
         return None
@@ -186,32 +187,13 @@ def run(
     as it has numbers, or arrays that are made for it.
     """
     x, w = weights
-    rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
-    target = out
-    if rows is None or finish.shape[-1:] != (pair.columns,):
-        is_whole = backend.view(out).is_contiguous
-        target = out if is_whole else backend.empty(finish.shape, finish.dtype)
-        rows = pair.rows, pair.columns, 1
-    bias, _ = unit_columns(backend, finish.bias)
-    residual, residual_step = unit_columns(backend, finish.residual)
-    epilogue = Epilogue(
-        out=target,
-        out_type=interop.name_of(finish.dtype),
-        out_stride=rows[1],
-        out_column=rows[2],
-        bias=bias,
-        bias_type=name_of(backend, bias),
-        activation=finish.activation,
-        residual=residual,
-        residual_type=name_of(backend, residual),
-        residual_stride=residual_step,
-    )
+    epilogue, given = epilogue_of(backend, pair.rows, pair.columns, out, finish)
+    target = epilogue.out
     known = (
         None if number is None else backend.broadcast(number, (1,), F32)
         for number in (factor, finish.out_scale)
     )
     kept = list(known)  # until the kernel is launched
-    given = target is out and bias is finish.bias and residual is finish.residual
     pointers = (0 if number is None else backend.pointer(number) for number in kept)
     results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
     segment = segment_of(x.fmt, w.fmt, pair.depth)
@@ -231,3 +213,33 @@ def run(
     if not (given and in_place) or any(number is not None for number in kept):
         return None
     return launch, first, epilogue.constants
+
+
+def epilogue_of(
+    backend: GpuBackend, count: int, columns: int, out: Any, finish: Finish
+) -> tuple[Epilogue, bool]:
+    """What `count` rows of sums become, and whether all of its arrays are those that were given.
+
+    Its own `out` is another array where kernels cannot write to this one.
+    """
+    rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
+    target = out
+    if rows is None or finish.shape[-1:] != (columns,):
+        is_whole = backend.view(out).is_contiguous
+        target = out if is_whole else backend.empty(finish.shape, finish.dtype)
+        rows = count, columns, 1
+    bias, _ = unit_columns(backend, finish.bias)
+    residual, residual_step = unit_columns(backend, finish.residual)
+    epilogue = Epilogue(
+        out=target,
+        out_type=interop.name_of(finish.dtype),
+        out_stride=rows[1],
+        out_column=rows[2],
+        bias=bias,
+        bias_type=name_of(backend, bias),
+        activation=finish.activation,
+        residual=residual,
+        residual_type=name_of(backend, residual),
+        residual_stride=residual_step,
+    )
+    return epilogue, target is out and bias is finish.bias and residual is finish.residual

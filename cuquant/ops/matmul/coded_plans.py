@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
 from cuquant.ops.matmul import prepared
@@ -71,7 +72,7 @@ def _key(call: Call, kind: str) -> Any:
         x.axes,
         id(w.format),
         w.shape,
-        w.axes,
+        w.layout if isinstance(w, PackedWeight) else w.axes,
         *map(signature, x.components.values()),
         *others,
     )
@@ -85,7 +86,7 @@ def again(call: Call) -> Any:
     x, w = call.x, call.weights[0]
     if not isinstance(x, QuantArray):
         return prepared.again(call)
-    if not isinstance(w, QuantArray) or len(call.weights) > 1:
+    if not isinstance(w, (QuantArray, PackedWeight)) or len(call.weights) > 1:
         return None
     parts = w.components.values()
     plans = _known.get(parts)

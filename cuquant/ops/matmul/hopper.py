@@ -34,6 +34,9 @@ from cuquant.ops.matmul.route import ELEMENT_BYTES, gather, gathered, pitch
 
 NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
+NO_SCALES = bytes(24)  # matmul/hopper_codes.cuh's TokenScales
+# What x and decoded weights are.
+ELEMENTS = cpp.ELEMENTS | {"fp8_e4m3": "E4m3", "int8": "Int8"}
 # By how much it is slower than cuBLAS with ggml's blocks, of up to 4 bits and of more: at 4096 x
 # 4096 x 14336 on an H100 nf4 took 624 us, q4_k 670 and q6_k 731, where decoding and cuBLAS took
 # 674, 659 and 669. A GEMM's memory counts too.
@@ -137,7 +140,7 @@ class Hopper:
                     copy(backend, pointer)
                     x = backend.tensor_map(sorted_x, *box_of_x, dtype)
                     arguments = (x, NO_MAP, *packed_pair, epilogue, routed, *numbers)
-                    backend.launch(launch, *arguments, 0, 0)
+                    backend.launch(launch, *arguments, 0, 0, NO_SCALES)
 
                 return run_sorted
 
@@ -152,7 +155,7 @@ class Hopper:
                 y = results(backend, epilogue) if sends else NO_MAP
                 arguments = (x, y, *packed_pair, epilogue, NOT_ROUTED, *numbers)
                 with backend.workspace(handed) if handed else nullcontext(0) as memory:
-                    backend.launch(launch, *arguments, memory, next(TICKETS))
+                    backend.launch(launch, *arguments, memory, next(TICKETS), NO_SCALES)
 
             return run
 
@@ -172,7 +175,7 @@ def _map_of_results(
 
 @lru_cache(maxsize=4096)
 def program_of(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
-    """The kernel of a weight whose scales are `groups`."""
+    """The kernel of a weight whose scales are `groups`; `dtype` is one of ELEMENTS."""
     facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
     tile = cpp.numbers(
         "Tile",
@@ -192,8 +195,9 @@ def program_of(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program
         streamed=shape.streamed,
         once=shape.once,
         split=shape.split,
+        **({"x_fine": shape.x_fine, "segment": shape.segment} if shape.element == 1 else {}),
     )
-    arguments, text = (facts.type, cpp.ELEMENTS[dtype], tile.type), facts.text + tile.text
+    arguments, text = (facts.type, ELEMENTS[dtype], tile.type), facts.text + tile.text
     return Program(
         "matmul/hopper.cu",
         "matmul_hopper",

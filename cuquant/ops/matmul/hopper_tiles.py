@@ -70,6 +70,11 @@ class Shape:
         Whether no block has two tiles, so that sums that meet take the place of x.
     split
         Blocks that share K of a tile: the two of a cluster.
+    element
+        Bytes of what x has and codes become.
+    x_fine, segment
+        Of bytes: groups of x's scales in a unit, and units between sums that are float32, as
+        matmul/hopper_codes.cuh has them.
     """
 
     tokens: int
@@ -85,6 +90,9 @@ class Shape:
     streamed: bool = False
     once: bool = False
     split: int = 1
+    element: int = 2
+    x_fine: int = 0
+    segment: int = 0
 
     @property
     def rows(self) -> int:
@@ -95,6 +103,11 @@ class Shape:
     def threads(self) -> int:
         """Of a block: one warpgroup is for the copies."""
         return 128 * (self.row_groups * self.depth_groups + 1)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of x's scales in a unit, whose first ones need not start on a vector with EXPERTS."""
+        return self.x_fine * (self.tokens + (4 if self.kind == EXPERTS else 0)) * 4
 
     @property
     def portion(self) -> int:
@@ -141,7 +154,8 @@ def box_of(shape: Shape, token_tiles: int, tile_tokens: int) -> int:
 def shared_bytes(shape: Shape, bits: int, table: int) -> int:
     """Dynamic shared memory of a block."""
     width = shape.row_groups * GROUP_ROWS
-    stage = shape.span * (shape.tokens * UNIT * 2 + width * UNIT * bits // 8) + 16
+    unit = shape.tokens * UNIT * shape.element + width * UNIT * bits // 8 + shape.scale_bytes
+    stage = shape.span * unit + 16
     whole = BOX_ALIGNMENT if shape.tokens in MANY else 1
     each = -(-drain_of(shape) * DRAIN_PITCH * 4 // whole) * whole
     pairs = shape.row_groups * shape.depth_groups * (shape.depth_groups - 1)  # that give sums
@@ -153,16 +167,17 @@ def shared_bytes(shape: Shape, bits: int, table: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def staged(shape: Shape, bits: int, table: int) -> Shape | None:
+def staged(shape: Shape, bits: int, table: int, coming: int = ON_THEIR_WAY) -> Shape | None:
     """The shape with as many stages as help and fit, each of which belongs to one depth group; or
     None.
 
-    Where so few fit that warps would wait for each other, stages have one unit.
+    `coming` bytes of codes are on their way. Where so few fit that warps would wait for each other,
+    stages have one unit.
     """
     each, codes = shape.depth_groups, shape.row_groups * GROUP_ROWS * UNIT * bits // 8
     for span in dict.fromkeys((shape.span, 1)):
         least = max(-(-STAGES // each), EACH, -(-UNITS // span))
-        most = max(least, ON_THEIR_WAY // (span * codes * each)) * each
+        most = max(least, coming // (span * codes * each)) * each
         for stages in range(most, max(3, 2 * each) - 1, -each):
             found = replace(shape, stages=stages, span=span)
             if shared_bytes(found, bits, table) <= SHARED[90]:

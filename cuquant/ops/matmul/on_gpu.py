@@ -18,6 +18,7 @@ from cuquant.formats import get_format
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.view import View
+from cuquant.ops.matmul import hopper_codes, packed_codes_on_gpu
 from cuquant.ops.matmul.any import MOST_DIMS
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.choose import FAMILIES, PLAIN_TILES, choose, family_of, invariant
@@ -83,6 +84,11 @@ def linear(
 
     `call` remembers how, where no array had to be copied or decoded.
     """
+    packed = packed_codes_on_gpu.kind_of(left, weights, finish)
+    if packed is not None:
+        with backend_of(left.memory()[0], stream) as backend:
+            if backend.arch == hopper_codes.ARCH:
+                return _packed(backend, packed, left, weights, finish, stream, call)
     pairs = [pair_of(left, weight, (len(left.shape) - 1, 1)) for weight in weights]
     pair = pairs[0] if len(weights) == 1 else None
     if len(weights) == 2 and None not in pairs:
@@ -147,6 +153,27 @@ def linear(
         ):
             keep(call, out, product, run, epilogue.constants, backend)
         return out
+
+
+def _packed(
+    backend: GpuBackend,
+    kind: str,
+    left: Operand,
+    weights: tuple[Operand, ...],
+    finish: Finish,
+    stream: object,
+    call: Call | None = None,
+) -> Any:
+    """`linear` of codes with prepacked weights."""
+    if len(weights) == 2:
+        gate = _packed(backend, kind, left, weights[:1], finish.as_float32, stream)
+        weights, finish = weights[1:], replace(finish, residual=gate, activation="gated")
+        call = None
+    _record(backend, stream, (left, *weights), finish)
+    out = _result(backend, finish)
+    if math.prod(finish.shape):
+        packed_codes_on_gpu.multiply(backend, kind, left, weights[0], out, finish, call)
+    return out
 
 
 def _is_as_given(weight: Weight | Dense, operand: Operand) -> bool:
@@ -384,7 +411,7 @@ def grouped_linear(
 ) -> Any:
     """Rows of x through the weights of their experts, which the host does not wait for."""
     known, _, depth = right.shape
-    pair = pair_of_experts(left, right, rows)
+    packed = packed_codes_on_gpu.kind_of_experts(left, right, rows, finish)
     with backend_of(left.memory()[0], stream) as backend:
         _record(backend, stream, (left, right), finish, None if rows.on_host else rows.integers)
         out = _result(backend, finish)
@@ -393,6 +420,11 @@ def grouped_linear(
         if not known:
             raise ValueError(f"w has shape {right.shape}: there are no experts for the rows of x")
         integers = backend.array(rows.integers) if rows.on_host else rows.integers
+        if packed is not None and backend.arch == hopper_codes.ARCH:
+            given = left, right, rows, integers, out, finish
+            packed_codes_on_gpu.multiply_experts(backend, packed, *given)
+            return out
+        pair = pair_of_experts(left, right, rows)
         if pair is not None:
             multiply_experts(backend, pair, left, right, rows, integers, out, finish)
             return out

@@ -257,3 +257,40 @@ def captured(library, run):
         run()
         graph = stream.end_capture()
     return lambda: (cupy.cuda.Device().synchronize(), graph.launch(stream), stream.synchronize())
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        ("fp8_e4m3", "fp4_e2m1:row"),
+        ("mxfp8", "mxfp4"),
+        ("fp8_e4m3:1x128", "nvfp4"),
+        ("int8", "int4"),
+    ],
+)
+def test_prepacked_weights(to, formats):
+    """Twice, of which the second time is by what was kept; columns of whole vectors, or not."""
+    for m, n, k in ((1, 70, 256), (70, 130, 320), (9, 40, 200)):
+        x, w = pair((*formats, (m, n, k)))
+        there, packed, bias = to(x), cq.prepack(to(w)), to(normal((n,)))
+        first, second = (cq.linear(there, packed, bias) for _ in range(2))
+        wanted = values(x) @ values(w).T + normal((n,))
+        np.testing.assert_allclose(host(first), wanted, rtol=1e-3, atol=1e-2)
+        np.testing.assert_array_equal(host(first), host(second))
+
+
+def test_prepacked_experts(to):
+    """By offsets, by counts and by a number for each row."""
+    x, w = cq.quantize(normal((30, 64)), "fp8_e4m3"), cq.quantize(normal((4, 9, 64)), "mxfp4")
+    packed, ids = cq.prepack(to(w)), np.repeat([0, 2, 3], [7, 20, 3])
+    wanted = np.einsum("tk,tnk->tn", values(x), values(w)[ids])
+    for given in ({"offsets": np.array([0, 7, 7, 27, 30])}, {"experts": ids}):
+        (name, numbers), *_ = given.items()
+        y = host(cq.grouped_linear(to(x), packed, **{name: to(numbers)}))
+        np.testing.assert_allclose(y, wanted, rtol=1e-3, atol=1e-2)
+    x = cq.quantize(normal((4, 6, 64)), "fp8_e4m3")
+    wanted = np.einsum("emk,enk->emn", values(x), values(w))
+    counts = np.array([6, 0, 3, 1])
+    wanted[np.arange(6)[None] >= counts[:, None]] = 0
+    y = host(cq.grouped_linear(to(x), packed, counts=to(counts)))
+    np.testing.assert_allclose(y, wanted, rtol=1e-3, atol=1e-2)

@@ -55,6 +55,7 @@ class _OnHost:
     kind = "numpy"
     arch: int
     has_vendor = False
+    _in_workspace = False
 
     rates = H100
 
@@ -96,8 +97,15 @@ class _OnHost:
 
     @contextmanager
     def workspace(self, nbytes: int) -> Iterator[int]:
-        array = self.empty((nbytes,), np.dtype(np.uint8))
-        yield array.ctypes.data
+        """A call's one: a second one would be the same memory on a GPU."""
+        if self._in_workspace:
+            raise KernelError("a workspace within another one")
+        self._in_workspace = True
+        try:
+            array = self.empty((nbytes,), np.dtype(np.uint8))
+            yield array.ctypes.data
+        finally:
+            self._in_workspace = False
 
     def tensor_map(
         self,
@@ -110,12 +118,13 @@ class _OnHost:
         width: int = COLUMNS,
     ) -> bytes:
         """hopper.h's EmulatorMap, in the room of a CUtensorMap."""
-        box = 0 < height <= 256 and 0 < width <= 256 and width % 8 == 0
+        size = 1 if dtype == "uint8" else 2
+        box = 0 < height <= 256 and 0 < width <= 256 and width * size % 16 == 0
         taken = pointer % 16 == stride % 16 == 0 and 0 < stride < 1 << 40 and box
         if not taken or dtype not in DATA_TYPES or not (0 < rows < 1 << 32 and columns > 0):
             asked = (pointer, rows, columns, stride, height, dtype, width)
             raise KernelError(f"no tensor map of {asked}")
-        map = struct.pack("<Q6q", pointer, rows, columns, stride, height, width, MAP_MARK)
+        map = struct.pack("<Q7q", pointer, rows, columns, stride, height, width, size, MAP_MARK)
         return map.ljust(MAP_BYTES, b"\0")
 
     def view(self, array: np.ndarray) -> View:

@@ -65,7 +65,8 @@ void emulator_copy_box(void* to, const TensorMap* map, unsigned long long* barri
     std::memcpy(&box.map, map, sizeof box.map);
     if (box.map.mark != kEmulatorMap) emulator::fail("copy_box: this is no tensor map");
     if (box.to % 128) emulator::fail("misaligned copy_box: %u is no multiple of 128", box.to);
-    if (column % 8) emulator::fail("misaligned copy_box: column %d is no multiple of 8", column);
+    if (const auto vector = static_cast<int>(16 / box.map.size); column % vector)
+        emulator::fail("misaligned copy_box: column %d is no multiple of %d", column, vector);
     if (blockIdx.x % 2) box.run();
     else emulator_boxes[emulator::machine.rank].push_back(box);
 }
@@ -163,7 +164,8 @@ void emulator_wgmma_wait(int pending, Place place) {
 }
 
 void emulator_wgmma(const EmulatorProduct& product, Place place) {
-    if (product.b >> 14 != 4 || (product.b & 0x3F) % 2) emulator::fail("wgmma: b is not that of swizzled rows");
+    const unsigned within = product.is_byte() ? 0x1F : 0x3F;  // rows that are swizzled alike
+    if (product.b >> 14 != 4 || (product.b & within) % 2 || (product.b & within) >= (product.is_byte() ? 4 : 8)) emulator::fail("wgmma: b is not that of swizzled rows");
     if (blockIdx.x % 2) product.run(place);
     else emulator_products[emulator::machine.rank][threadIdx.x].back().push_back(product);
 }

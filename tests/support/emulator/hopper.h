@@ -4,6 +4,8 @@
 namespace cuquant {
 
 struct TensorMap;
+struct E4m3;
+struct Int8;
 unsigned char* emulator_remote(const void* p, std::size_t bytes, unsigned rank, const char* what);  // cluster.h
 
 // ---- barriers in shared memory ------------------------------------------------------------------
@@ -55,13 +57,14 @@ struct Remote {
 // What Emulator.tensor_map packs.
 struct EmulatorMap {
     const unsigned char* pointer;
-    long long rows, columns, stride, height, width;  // stride in bytes; height and width of a box
+    long long rows, columns, stride, height, width, size;  // stride in bytes; height and width of a box; bytes of an element
     long long mark;
 };
 constexpr long long kEmulatorMap = 0x70616D20726F736E;
 
-// Where the copy engine puts the byte that belongs to an address, in boxes whose rows have 128 bytes.
+// Where the copy engine puts the byte that belongs to an address, in boxes whose rows have 128 bytes, or 64.
 inline unsigned emulator_swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+inline unsigned emulator_swizzled_64(unsigned address) { return address ^ (address >> 7 & 3) << 4; }
 
 struct EmulatorBox {
     unsigned to;
@@ -80,13 +83,15 @@ struct EmulatorBox {
         for (int i = 0; i < map.height; ++i)
             for (int j = 0; j < map.width; ++j) {
                 const bool inside = row + i >= 0 && row + i < map.rows && column + j >= 0 && column + j < map.columns;
-                const unsigned straight = static_cast<unsigned>(to + (i * map.width + j) * 2), at = map.width == 64 ? emulator_swizzled(straight) : straight;
-                unsigned char* const element = emulator_shared(at, 2, "copy_box");
-                if (inside) std::memcpy(element, map.pointer + (row + i) * map.stride + (column + j) * 2, 2);
-                else std::memset(element, 0, 2);
-                if (both) std::memcpy(emulator_remote(element, 2, other(), "copy_box_to_both"), element, 2);
+                const auto size = static_cast<unsigned>(map.size);
+                const unsigned straight = static_cast<unsigned>(to + (i * map.width + j) * size);
+                const unsigned at = map.width != 64 ? straight : size == 1 ? emulator_swizzled_64(straight) : emulator_swizzled(straight);
+                unsigned char* const element = emulator_shared(at, size, "copy_box");
+                if (inside) std::memcpy(element, map.pointer + (row + i) * map.stride + (column + j) * size, size);
+                else std::memset(element, 0, size);
+                if (both) std::memcpy(emulator_remote(element, size, other(), "copy_box_to_both"), element, size);
             }
-        const int came = static_cast<int>(map.height * map.width) * 2;
+        const int came = static_cast<int>(map.height * map.width * map.size);
         emulator_arrived(emulator_barrier(barrier), 0, -came);
         if (both) emulator_arrived(emulator_barrier_of(barrier, other()), 0, -came);
     }
@@ -147,36 +152,66 @@ void store_matrices_transposed(unsigned shared_address, const unsigned (&r)[2], 
 
 // ---- products of a warpgroup: in every other block at once, else when they are waited for ---------
 
+enum class EmulatorType { Half, Bfloat16, E4m3, Int8 };
+
+// The number of an element.
+inline float emulator_element(unsigned bits, EmulatorType type) {
+    if (type == EmulatorType::Int8) return static_cast<float>(static_cast<signed char>(bits));
+    if (type != EmulatorType::E4m3) return emulator_value(bits, type == EmulatorType::Half);
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(static_cast<float>(mantissa), -9);
+    return (bits & 0x7F) == 0x7F ? NAN : bits & 0x80 ? -size : size;
+}
+
 struct EmulatorProduct {
-    float* d;
+    void* d;
     const unsigned (*a)[4];
     unsigned long long b;
     int columns;
     bool add;
-    bool half_type;
+    EmulatorType type;
 
+    bool is_byte() const { return type == EmulatorType::E4m3 || type == EmulatorType::Int8; }
+    // Element k of a lane's words, of the row 8 h further, which the four lanes of a row share.
+    float left(const EmulatorOperands* lanes, int lane, int h, int k) const {
+        const int each = is_byte() ? 4 : 2, bits = 32 / each;
+        const unsigned word = lanes[lane / 4 * 4 + k % (4 * each) / each].a[2 * (k / (4 * each)) + h];
+        return emulator_element(word >> bits * (k % each) & ((1ull << bits) - 1), type);
+    }
     void run(Place place) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, depth = is_byte() ? 32 : 16;
         EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
         for (int i = 0; i < 4; ++i) lanes[lane].a[i] = (*a)[i];
         __syncwarp(~0u, place);
-        float left[2][16];
-        for (int h = 0; h < 2; ++h)
-            for (int k = 0; k < 16; ++k)
-                left[h][k] = emulator_value(lanes[lane / 4 * 4 + k % 8 / 2].a[2 * (k / 8) + h] >> 16 * (k % 2) & 0xFFFFu, half_type);
         const unsigned start = kEmulatorShared + static_cast<unsigned>(b & 0x3FFF) * 16;
+        float rows[2][32];
+        for (int h = 0; h < 2; ++h)
+            for (int k = 0; k < depth; ++k) rows[h][k] = left(lanes, lane, h, k);
         for (int column = lane % 4 * 2; column < columns; column += column % 2 ? 7 : 1) {
-            float right[16];
-            for (int k = 0; k < 16; k += 8) {  // 16 bytes stay together
-                const unsigned at = emulator_swizzled(start + column / 8 * 1024 + column % 8 * 128 + 2 * k);
-                std::uint16_t bits[8];
-                std::memcpy(bits, emulator_shared(at, 16, "wgmma"), 16);
-                for (int i = 0; i < 8; ++i) right[k + i] = emulator_value(bits[i], half_type);
+            float right[32];
+            for (int part = 0; part < 2; ++part) {  // 16 bytes stay together
+                const unsigned at = is_byte() ? emulator_swizzled_64(start + column * 64 + 16 * part)
+                                              : emulator_swizzled(start + column * 128 + 16 * part);
+                unsigned char bytes[16];
+                std::memcpy(bytes, emulator_shared(at, 16, "wgmma"), 16);
+                const int each = depth / 2;
+                for (int i = 0; i < each; ++i) {
+                    const unsigned bits = is_byte() ? bytes[i] : bytes[2 * i] | bytes[2 * i + 1] << 8;
+                    right[each * part + i] = emulator_element(bits, type);
+                }
             }
             for (int h = 0; h < 2; ++h) {
-                float& sum = d[column / 8 * 4 + 2 * h + column % 2];
-                if (!add) sum = 0.0f;
-                for (int k = 0; k < 16; ++k) sum += left[h][k] * right[k];
+                const int at = column / 8 * 4 + 2 * h + column % 2;
+                if (type == EmulatorType::Int8) {
+                    int& sum = static_cast<int*>(d)[at];
+                    unsigned total = add ? static_cast<unsigned>(sum) : 0u;  // which wraps
+                    for (int k = 0; k < depth; ++k) total += static_cast<unsigned>(static_cast<int>(rows[h][k] * right[k]));
+                    sum = static_cast<int>(total);
+                } else {
+                    float& sum = static_cast<float*>(d)[at];
+                    if (!add) sum = 0.0f;
+                    for (int k = 0; k < depth; ++k) sum += rows[h][k] * right[k];
+                }
             }
         }
         __syncwarp(~0u, place);  // no lane goes on before all have read
@@ -192,10 +227,15 @@ inline void wgmma_wait(Place place = Place::here()) {
     emulator_wgmma_wait(kPending, place);
 }
 void emulator_wgmma(const EmulatorProduct& product, Place place);
-template <class T, int kColumns, bool kAdd>
-inline void wgmma(float (&d)[kColumns / 2], const unsigned (&a)[4], unsigned b, Place place = Place::here()) {
+template <class T, int kColumns, bool kAdd, class Sum>
+inline void wgmma(Sum (&d)[kColumns / 2], const unsigned (&a)[4], unsigned b, Place place = Place::here()) {
     static_assert(kColumns % 8 == 0 && kColumns <= 256);
-    emulator_wgmma({d, &a, b, kColumns, kAdd, std::is_same_v<T, Half>}, place);
+    constexpr auto type = std::is_same_v<T, Half>   ? EmulatorType::Half
+                          : std::is_same_v<T, E4m3> ? EmulatorType::E4m3
+                          : std::is_same_v<T, Int8> ? EmulatorType::Int8
+                                                    : EmulatorType::Bfloat16;
+    static_assert(std::is_same_v<Sum, std::conditional_t<type == EmulatorType::Int8, int, float>>);
+    emulator_wgmma({d, &a, b, kColumns, kAdd, type}, place);
 }
 
 }  // namespace cuquant

@@ -83,7 +83,7 @@ __global__ void group_product(const __grid_constant__ TensorMap map, const u32* 
     if (warp == 4) {
         if (lane == 0) {
             TensorMap wrong = map;
-            wrong.words[6] = 0;
+            wrong.words[7] = 0;
             barrier_expect(full, 1024);
             if constexpr (kBug == Bug::TooManyArrivals) barrier_arrive(full);
             const u8* const run = reinterpret_cast<const u8*>(a) + 4;
