@@ -26,8 +26,9 @@ def tensor_map(
 ) -> bytes:
     """The CUtensorMap of rows of a type of DATA_TYPES, copied by boxes of `height` x `width`.
 
-    Boxes of LINE bytes a row are swizzled, and bytes of half a line; others lie as they are. `stride` is from row to row, in
-    bytes; it, `pointer` and the bytes of `width` are multiples of 16.
+    Boxes of LINE bytes a row are swizzled, and those of half a line whose elements are bytes;
+    others lie as they are. `stride` is from row to row, in bytes; it, `pointer` and the bytes of
+    `width` are multiples of 16.
 
     Raises
     ------
