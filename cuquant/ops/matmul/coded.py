@@ -129,7 +129,7 @@ class Scaling:
     scale: int = 0
     global_scale: int = 0
     tall: int = 1
-    wide: int = 1 << 40  # more than there are
+    wide: int = 1 << 30  # more than there are; kernels divide by it in 32 bits
     across: int = 0
     matrix: int = 0
     dtype: str = "float32"

@@ -151,11 +151,17 @@ def multiply_experts(
     numbers = as_int64(backend, integers)
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
     if rows.name != "experts":
-        interop.fill(out, 0)
+        # Kernels write the rows of experts alone, so that the others are 0 where these lie.
+        target = out
+        if flat_rows(backend.view(out)) is None:
+            target = backend.empty(finish.shape, finish.dtype)
+        interop.fill(target, 0)
         own = backend.pointer(numbers)
         offsets, counts = (own, 0) if rows.name == "offsets" else (0, own)
         groups = Groups(pair.groups, pair.rows, offsets, counts)
-        run(backend, pair, (x, weights), groups, out, finish)
+        run(backend, pair, (x, weights), groups, target, finish)
+        if target is not out:
+            backend.copy_into(out, target)
         return
     # Rows sorted by expert, and back; those whose expert does not exist are NaN.
     order = numbers.argsort()

@@ -112,6 +112,10 @@ def test_counts(to, x_format):
     y = cq.grouped_linear(to(x), to(w), counts=to(counts), out=out)
     assert y is out
     np.testing.assert_allclose(host(y), wanted, atol=1e-4)
+    room = to(np.full((3, 20, 9), 7, F32))  # whose rows cannot be counted through
+    cq.grouped_linear(to(x), to(w), counts=to(counts), out=room[:, 5:15])
+    np.testing.assert_allclose(host(room)[:, 5:15], wanted, atol=1e-4)
+    assert (host(room)[:, :5] == 7).all() and (host(room)[:, 15:] == 7).all()
 
 
 def test_wrong_groups_are_the_errors_of_the_cpu(to):
