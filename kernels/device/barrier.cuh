@@ -4,8 +4,9 @@
 namespace cuquant {
 
 #ifndef CUQUANT_EMULATOR
-// `number`: 1 to 15; 0 is that of __syncthreads.
+// `number`: 1 to 15; 0 is that of __syncthreads. Who only arrives does not wait.
 __device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+__device__ inline void named_barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 #endif
 
 }  // namespace cuquant

@@ -298,7 +298,7 @@ def add_up(
     """Write the sums of rows of codes to an address; `shape` is rows, columns, bytes of a row."""
     rows, depth, _ = shape
     segments = -(-depth // segment)
-    program = Program("matmul/codes.cu", "code_sums", (SUMMED[kind],))
+    program = Program("matmul/codes.cu", "code_sums", (SUMMED[kind],), overlaps=True)
     launch = Launch(program, (-(-rows * segments // WARPS), 1, 1), THREADS)
     backend.launch(launch, codes, to, *shape, segment, segments)
 
