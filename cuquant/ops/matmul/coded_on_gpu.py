@@ -26,14 +26,13 @@ from cuquant.ops.matmul.coded import (
     tall_of,
 )
 from cuquant.ops.matmul.coded_kernels import Run
-from cuquant.ops.matmul.coded_plans import keep
-from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.experts import Rows, as_int64, offsets_of
-from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
-from cuquant.ops.matmul.prepared import Call
+from cuquant.ops.matmul.operands import epilogue_of, flat_rows, row_steps, stored_rows
+from cuquant.ops.matmul.prepared import Again, Call, keep
 from cuquant.ops.matmul.problem import Weight
 
 F32 = np.dtype(np.float32)
+NO_NUMBERS = bytes(16)  # of a CodedResults: no factor, no scale of the output
 
 
 class Pair(NamedTuple):
@@ -112,7 +111,18 @@ def multiply(
     groups = Groups(pair.groups, pair.rows)
     made = run(backend, pair, (x, weights), groups, out, finish)
     if call is not None and made is not None and own:
-        keep(call, out, *made, backend)
+        launch, coded, constants = made
+        keep(call, out, again_of(call, launch, coded), constants, backend)
+
+
+def again_of(call: Call, run: Run, x: Coded) -> Again:
+    """What a plan runs: the same of a call's x at other addresses."""
+    parts = tuple(call.x.components)
+
+    def again(backend: GpuBackend, addresses: tuple[int, ...], epilogue: bytes) -> None:
+        run(backend, x.at(parts, addresses), epilogue + NO_NUMBERS)
+
+    return again
 
 
 def is_own(source: Any, weight: Weight) -> bool:
@@ -193,7 +203,7 @@ def run(
     as it has numbers, or arrays that are made for it.
     """
     x, w = weights
-    epilogue, given = epilogue_of(backend, pair.rows, pair.columns, out, finish)
+    epilogue, given = epilogue_of(backend, pair.columns, out, finish)
     target = epilogue.out
     known = (
         None if number is None else backend.broadcast(number, (1,), F32)
@@ -219,33 +229,3 @@ def run(
     if not (given and in_place) or any(number is not None for number in kept):
         return None
     return launch, first, epilogue.constants
-
-
-def epilogue_of(
-    backend: GpuBackend, count: int, columns: int, out: Any, finish: Finish
-) -> tuple[Epilogue, bool]:
-    """What `count` rows of sums become, and whether all of its arrays are those that were given.
-
-    Its own `out` is another array where kernels cannot write to this one.
-    """
-    rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
-    target = out
-    if rows is None or finish.shape[-1:] != (columns,):
-        is_whole = backend.view(out).is_contiguous
-        target = out if is_whole else backend.empty(finish.shape, finish.dtype)
-        rows = count, columns, 1
-    bias, _ = unit_columns(backend, finish.bias)
-    residual, residual_step = unit_columns(backend, finish.residual)
-    epilogue = Epilogue(
-        out=target,
-        out_type=interop.name_of(finish.dtype),
-        out_stride=rows[1],
-        out_column=rows[2],
-        bias=bias,
-        bias_type=name_of(backend, bias),
-        activation=finish.activation,
-        residual=residual,
-        residual_type=name_of(backend, residual),
-        residual_stride=residual_step,
-    )
-    return epilogue, target is out and bias is finish.bias and residual is finish.residual
