@@ -402,14 +402,15 @@ def grouped_linear(
             _routed(backend, x, right, integers, out)
             return out
         # Kernels make NaN of rows whose expert does not exist.
-        ids, whole = rows.ids(backend, as_int64(backend, integers)), out
+        numbers = as_int64(backend, integers)  # until the kernels are launched
+        groups, whole = rows.groups(backend, numbers), out
         if len(finish.shape) > 2 and not backend.view(out).is_contiguous:
             whole = backend.empty(finish.shape, finish.dtype)
         flat = whole.reshape(rows.count, right.shape[1])
-        _routed(backend, x, right, ids, flat)
-        clear_lost(backend, ids, backend.view(flat))
+        _routed(backend, x, right, rows.ids(backend, groups), flat)
         if whole is not out:
             backend.copy_into(out, whole)
+        clear_lost(backend, groups, backend.view(out))
         return out
 
 

@@ -14,7 +14,6 @@ from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import side, side_bytes, tall_of
 from cuquant.ops.matmul.coded_on_gpu import again_of, is_in_order, is_own
 from cuquant.ops.matmul.experts import Rows, as_int64
-from cuquant.ops.matmul.hopper_codes import Experts
 from cuquant.ops.matmul.operands import epilogue_of, stored_rows, weight_of
 from cuquant.ops.matmul.prepared import Call, keep
 from cuquant.ops.matmul.problem import Weight
@@ -114,11 +113,9 @@ def multiply_experts(
     with backend.workspace(made + routing + ready.nbytes) as at:
         codes = side(backend, x, kind, at)
         if spans:
-            own = {rows.name: backend.pointer(numbers)}
-            experts = Experts(room=rows.lead[-1], **own)
+            experts = rows.groups(backend, numbers)
         else:
-            to = route(backend, backend.view(numbers), known, height, step, at + made)
-            experts = Experts(to.order, to.segments, to.count)
+            experts = route(backend, backend.view(numbers), known, height, step, at + made)
         ready.run(backend, codes, experts, epilogue.pack(backend), at + made + routing)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)
