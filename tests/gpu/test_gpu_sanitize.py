@@ -123,7 +123,10 @@ def test_plain_products(shape, gpu):
     packed = functions.pack_int4(a % 8), functions.pack_int4(b % 8, axis=0)
     functions.int4_matmul(*map(gpu.asarray, packed), k)
     floats = [gpu.asarray(each.astype(np.float16)) for each in (a, b)]
-    functions.binary_matmul(*floats)
+    signs = (np.where(x < 0, -1, 1).astype(np.int64) for x in (a, b))
+    wanted = np.matmul(*signs)
+    for left, right in (floats, (x, w), [each.astype(np.float32).T.copy().T for each in floats]):
+        assert (functions.binary_matmul(left, right).get() == wanted).all()
     functions.fp16_gemm(*floats, floats[1][0], 2, 3)
     functions.matmul_bias_relu(*floats, floats[1][0], 0.5, out_dtype="float32")
 

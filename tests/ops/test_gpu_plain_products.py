@@ -158,6 +158,34 @@ def test_large_products(shape, lie, torch):
     assert (F.binary_matmul(a.half(), b.float()) == signs).all()
 
 
+RAGGED = [
+    ((1, 1), (1, 1)),
+    ((3, 127), (127, 5)),
+    ((17, 129), (129, 300)),
+    ((300, 1000), (1000, 130)),
+    ((64, 4097), (4097, 1001)),
+    ((513, 8191), (8191, 96)),
+    ((2, 70, 200), (2, 200, 90)),
+    ((3, 1, 5, 333), (4, 333, 7)),
+]
+
+
+@pytest.mark.parametrize("lie", ["rows", "turned", "every other"])
+@pytest.mark.parametrize("dtype", [F32, np.float16, np.int8, np.int64], ids=str)
+@pytest.mark.parametrize("shapes", RAGGED, ids=str)
+def test_signs_of_any_shape(shapes, dtype, lie, torch):
+    """By bits on Hopper, whose last lines and boxes are not whole."""
+    host_sides = [(integers(s, np.int16, i) % 7 - 3).astype(dtype) for i, s in enumerate(shapes)]
+    signs = [np.where(x < 0, -1, 1) for x in host_sides]
+    sides = [tensor(torch, x) for x in host_sides]
+    if lie == "turned":
+        sides = [x.mT.contiguous().mT for x in sides]
+    if lie == "every other":
+        sides = [x.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., 1::2, ::2] for x in sides]
+    found = F.binary_matmul(*sides)
+    close(found, np.matmul(*(x.astype(np.int64) for x in signs)).astype(np.int32))
+
+
 def test_a_large_convolution(torch):
     x, w = integers((8, 64, 56, 56)), integers((128, 64, 3, 3), seed=1)
     found = F.int8_conv2d(tensor(torch, x), tensor(torch, w), padding=1)

@@ -298,9 +298,13 @@ def add_up(
     """Write the sums of rows of codes to an address; `shape` is rows, columns, bytes of a row."""
     rows, depth, _ = shape
     segments = -(-depth // segment)
-    program = Program("matmul/codes.cu", "code_sums", (SUMMED[kind],))
-    launch = Launch(program, (-(-rows * segments // WARPS), 1, 1), THREADS)
+    launch = Launch(sums_program(kind), (-(-rows * segments // WARPS), 1, 1), THREADS)
     backend.launch(launch, codes, to, *shape, segment, segments)
+
+
+def sums_program(kind: str) -> Program:
+    """The kernel that adds up codes, or counts the ones of bits."""
+    return Program("matmul/codes.cu", "code_sums", (SUMMED[kind],))
 
 
 @contextmanager
