@@ -18,8 +18,7 @@ struct Given {
     const void* at;
     i64 rows, row_step, column_step;  // steps in elements
     i64 dims, sizes[most], steps[most];  // of matrices, the last fastest
-    // A Way; whether an aligned vector are 16 rows (kTurned; else each 4 are), or 4 columns (kAlong), or 8 that become bits.
-    int way, vectors;
+    int way, vectors;  // a Way; whether 16 rows are an aligned vector (kTurned; else each 4 are), or 4 columns, of bits 8
 
     __device__ i64 base(i64 matrix) const {
         i64 sum = 0;
@@ -152,10 +151,11 @@ __global__ void __launch_bounds__(kThreads) byte_rows(
     const __grid_constant__ Given given, u8* __restrict__ out, i64 depth, i64 stride, i64 row_tiles, i64 column_tiles) {
     __shared__ __align__(16) u32 words[kTile * kWords];  // 16 KB
     const i64 index = blockIdx.x, down = index / column_tiles;
-    const i64 first_column = index % column_tiles * kWidth<Element>, first_row = down % row_tiles * kTile, matrix = down / row_tiles;
+    constexpr i64 kWide = kWidth<Element>;
+    const i64 first_column = index % column_tiles * kWide, first_row = down % row_tiles * kTile, matrix = down / row_tiles;
     const i64 base = given.base(matrix);
     const int rows = static_cast<int>(min(given.rows - first_row, static_cast<i64>(kTile)));
-    const int used = static_cast<int>(min(stride - first_column, static_cast<i64>(kWidth<Element>))) / 4;  // words of a row
+    const int used = static_cast<int>(min(stride - first_column, kWide)) / 4;  // words of a row
     if (given.way == kTurned) {
         // A thread takes 16 rows of 4 columns; 8 neighbours take 128 bytes of the array together.
         const int row = threadIdx.x % 8 * 16, word = threadIdx.x / 8;
