@@ -278,8 +278,8 @@ def binary_matmul(a: Any, b: Any) -> Any:
 
     Notes
     -----
-    The signs are those of the format int1. On a Hopper GPU they are multiplied as bits, eight in
-    a byte; elsewhere as bytes. XNOR-Net, arXiv 1603.05279.
+    The signs are those of the format int1. GPUs of sm_80 to sm_90 multiply them as bits, eight in
+    a byte; others as bytes. XNOR-Net, arXiv 1603.05279.
 
     Examples
     --------

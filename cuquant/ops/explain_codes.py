@@ -12,7 +12,7 @@ from cuquant.formats import Format
 from cuquant.gpu.boards import Board
 from cuquant.ops.candidate import Candidate
 from cuquant.ops.matmul import coded_kernels, dense, hopper_codes
-from cuquant.ops.matmul.coded import Coded, Groups, codes_of, segment_of, sides
+from cuquant.ops.matmul.coded import Coded, Groups, bytes_of, codes_of, segment_of, sides
 from cuquant.ops.matmul.dense_warps import TILES, program_of
 from cuquant.ops.matmul.hopper_codes_tiles import kind_of, reckoned_us, work_of
 from cuquant.ops.matmul.problem import Dense, Problem, Product, Weight
@@ -20,7 +20,6 @@ from cuquant.ops.programs import ADDRESS, Plan
 
 RESULTS = bytes(80)  # a CodedResults
 FIRST = "; laid out in rows first"
-ANY_GPU = "codes of a byte, any GPU's tensor cores"
 BEFORE = {"code_bytes": "; codes become bytes first", "code_sums": "; codes are added up first"}
 
 
@@ -73,7 +72,7 @@ def explain_codes(asked: Asked) -> tuple[list[Candidate], float] | None:
             replace(c, note=c.note + FIRST, is_chosen=c.is_chosen and kind is None) for c in rows
         ]
     rows, kind_of_codes = _in_rows(asked, "as quantized")
-    work = 2 * asked.rows * asked.columns * dense.bytes_of(kind_of_codes, asked.depth)
+    work = 2 * asked.rows * asked.columns * bytes_of(kind_of_codes, asked.depth)
     return found + rows, work * (1 + asked.gated) / asked.board.rates.codes
 
 
@@ -100,14 +99,14 @@ def _in_rows(asked: Asked, weights: str) -> tuple[list[Candidate], str]:
         shape = asked.rows, asked.columns, depth
         coded_kernels.prepare(plan, first, second, shape, groups, segment)(plan, first, RESULTS)
         *_, kernel = plan.programs
-        us, note = None, ANY_GPU
+        us, note = None, f"{_named(first, second)} by mma"
         if coded_kernels.is_hoppers(plan, first, second, depth):
             us, note = _by_hopper(plan, first, second, asked, groups)
     note += "".join(text for name, text in BEFORE.items() if name in before)
     found = [_candidate(asked, kernel.file, weights, us, note, True)]
     other = program_of(("int8", "int8"), TILES[-1], 32, False).file
     if other != kernel.file:
-        found.append(_candidate(asked, other, weights, None, ANY_GPU, False))
+        found.append(_candidate(asked, other, weights, None, "codes by mma, on any GPU", False))
     return found, kinds[0]
 
 
@@ -117,9 +116,12 @@ def _by_hopper(
     """The rule's microseconds, and the tile that it chooses."""
     work = dense.work_of(plan, x, weights, asked.columns, asked.depth, groups)
     tile = dense.tile_of(work)
-    kinds = x.kind if x.kind == weights.kind else f"{x.kind} and {weights.kind}"
-    note = f"{kinds} by wgmma, tiles of {dense.ROWS} x {tile.columns}"
+    note = f"{_named(x, weights)} by wgmma, tiles of {dense.ROWS} x {tile.columns}"
     return dense.time_us(tile, work), note
+
+
+def _named(x: Coded, weights: Coded) -> str:
+    return x.kind if x.kind == weights.kind else f"{x.kind} and {weights.kind}"
 
 
 def _candidate(

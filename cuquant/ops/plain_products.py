@@ -1,8 +1,8 @@
 """Products of plain arrays of integers on a GPU, b as [..., K, N].
 
 Integers of 8 and 4 bits, and signs, are rows of bytes for products of codes, whose sums are
-those of int64 modulo 2^32. On Hopper signs are rows of bits: an eighth is read, and multiplied
-faster.
+those of int64 modulo 2^32. Where tensor cores multiply bits signs are rows of those: an eighth is
+read, and multiplied faster.
 """
 
 import math
@@ -251,11 +251,11 @@ def multiply_integers(
 
 
 def multiply_signs(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
-    """A new int32 array of `shape`: the product of the signs of a and b, as bits on Hopper, or as
-    bytes -1 and +1."""
+    """A new int32 array of `shape`: the product of the signs of a and b, as bits where a GPU has
+    products of them, or as bytes -1 and +1."""
     depth = a.shape[-1]
     with backend_of(a) as backend:
-        as_bits = backend.arch == dense.ARCH and depth > 0
+        as_bits = coded_kernels.has_bits(backend.arch) and depth > 0
     made, kind = (bits_of, BITS) if as_bits else (signs_of, "int8")
     first, second = (
         Integers(x, axis, made(interop.dtype_of(x)), kind, depth) for x, axis in ((a, -1), (b, -2))
@@ -269,7 +269,7 @@ def multiply_signs(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
 def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -> list[Program]:
     """The programs of products and convolutions of plain arrays: of int8 and uint8, of int4's
     nibbles, and of int1's signs of arrays of `dtypes`."""
-    by_bits = arch == dense.ARCH
+    by_bits = coded_kernels.has_bits(arch)
     signs = [signs_of, bits_of] if by_bits else [signs_of]
     made = {
         "int8": [BYTES],
@@ -281,13 +281,15 @@ def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -
         return []
     own = "uint8" if fmt.name == "uint8" else "int8"
     kinds = dict.fromkeys(((own, "int8"), ("int8", own), (own, own)))
+    products = [(pair, x) for pair in kinds for x in (Coded.struct, Patches.struct)]
+    if fmt.name == "int1" and by_bits and arch != dense.ARCH:
+        products.append(((BITS, BITS), Coded.struct))
     return [
         *(program_of(element) for element in made),
         *([sums_program(BITS)] if fmt.name == "int1" and by_bits else []),
         *(
             dense_warps.program_of(pair, tile, dense_warps.STEP, False, x)
-            for pair in kinds
+            for pair, x in products
             for tile in dense_warps.TILES
-            for x in (Coded.struct, Patches.struct)
         ),
     ]

@@ -11,11 +11,17 @@ from cuquant.ops.matmul.problem import Weight
 Run = Callable[[Backend, Coded, bytes], None]
 
 
+def has_bits(arch: int) -> bool:
+    """Whether tensor cores multiply bits: not before sm_80 as kernels want it, and from sm_100 on
+    compilers do it with other instructions."""
+    return 80 <= arch < 100
+
+
 def kinds_on(
     backend: Backend, x: Weight, weights: Weight, kinds: tuple[str, str]
 ) -> tuple[str, str]:
     """What two arrays are multiplied as: bits where a GPU has products of them, or `kinds`."""
-    as_bits = backend.arch == dense.ARCH and are_bits(backend, x, weights)
+    as_bits = has_bits(backend.arch) and are_bits(backend, x, weights)
     return (BITS, BITS) if as_bits else kinds
 
 
