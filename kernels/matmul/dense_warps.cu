@@ -46,6 +46,13 @@ struct Standing {
     __device__ Standing(const Coded& side, i64 matrix, i64 own) : place(side.scaling.place(matrix, own)), row(matrix * side.rows + own) {}
 };
 
+// What the whole sums of a row of either side meet.
+struct End { float scale; int zero, sum; };
+
+template <int kCode> __device__ End end_of(const Coded& side, const Standing& at) {
+    return {side.scaling.at(at.place), zero_of<kCode>(side, at.place), sum_of(side, at.row, 1, 0)};
+}
+
 // Tile, which dense_warps.py prints:
 //   tokens, rows               of x and of the weights of a thread block
 //   row_warps, token_warps     warps beside each other that share them
@@ -140,7 +147,8 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
     using Sum = typename Own::Sum;
     constexpr int kThreads = Own::threads, kVectors = Tile::span / 16, kSteps = Tile::span / Tile::step;
     static_assert(kSteps % Tile::depth_warps == 0, "warps take turns");
-    static_assert(Own::staged_tokens * Own::line * 4 <= Tile::stages * Own::stage_bytes, "sums have the place of codes");
+    constexpr int kEndsAt = Own::staged_tokens * Own::line * 4, kEnds = Tile::segmented ? 0 : Tile::rows + Tile::tokens;
+    static_assert(kEndsAt + kEnds * sizeof(End) <= Tile::stages * Own::stage_bytes, "sums have the place of codes");
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const GroupTile tile = tile_of<Tile::tokens>(groups, static_cast<i64>(blockIdx.x) % token_tiles);
@@ -246,7 +254,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
         if (s < spans) copy(s, static_cast<i64>(s) * Tile::span);
         close_copies();
     }
-    i64 current = 0, ends = segment;  // the segment that sums belong to, and its end
+    i64 current = 0, segment_end = segment;  // the segment that sums belong to
     int stage = 0;
     for (i64 span = 0; span < spans; ++span) {
         wait_copies<Tile::stages - 2>();
@@ -260,10 +268,10 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
             const int own = (s * Tile::depth_warps + place.depth) * Tile::step;
             if constexpr (Tile::segmented) {
                 const i64 k = span * Tile::span + own;
-                if (k >= ends && k < K) {
+                if (k >= segment_end && k < K) {
                     promote(current);
                     current = k / segment;
-                    ends = (current + 1) * segment;
+                    segment_end = (current + 1) * segment;
                 }
             }
             products.add(row_at + at + own, token_at + at + own);
@@ -277,6 +285,11 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
     // Of 32 tokens at a time: the sums of warps that shared K are added in their order, then all threads store.
     Sum* const staged = reinterpret_cast<Sum*>(shared);
     float* const staged_totals = reinterpret_cast<float*>(shared);
+    End* const ends = reinterpret_cast<End*>(shared + kEndsAt);  // of rows of weights, and of x
+    for (int i = threadIdx.x; i < kEnds; i += kThreads) {
+        if (i < Tile::rows) ends[i] = end_of<Codes::weights>(weights, {weights, tile.group, weights_row(i)});
+        else ends[i] = end_of<Codes::x>(x, {x, x_matrix, token_row(i - Tile::rows)});
+    }
     const bool zeros = x.zero_point || weights.zero_point;
     const float inverse = results.inverse();
     for (int begin = 0; begin < Tile::tokens && begin < tile.count; begin += Own::staged_tokens) {
@@ -310,22 +323,18 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
             if constexpr (Tile::segmented) {
                 finish(results, inverse, staged_totals[at], m, n, target);
             } else {
-                const Standing left{x, x_matrix, x_row + token}, right{weights, tile.group, n};
+                const End &right = ends[own], &left = ends[Tile::rows + token];
                 Sum sum = staged[at];
                 if constexpr (!Own::floats) {
-                    if constexpr (Own::bits) {  // of T ones that meet, of p and q ones: K - 2 (p + q - 2 T)
-                        const int ones = sum_of(x, left.row, 1, 0) + sum_of(weights, right.row, 1, 0);
-                        sum = static_cast<int>(segment) + 4 * sum - 2 * ones;
-                    } else if (zeros) {
-                        const Zeros own{zero_of<Codes::x>(x, left.place), zero_of<Codes::weights>(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
-                        sum = own.correct(sum, static_cast<int>(K));
-                    }
+                    // Of T ones that meet, of p and q ones: K - 2 (p + q - 2 T).
+                    if constexpr (Own::bits) sum = static_cast<int>(segment) + 4 * sum - 2 * (left.sum + right.sum);
+                    else if (zeros) sum = Zeros{left.zero, right.zero, left.sum, right.sum}.correct(sum, static_cast<int>(K));
                     if (results.is_raw()) {
                         static_cast<int*>(results.epilogue.out)[target] = sum;
                         continue;
                     }
                 }
-                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), x.scaling.at(left.place)), weights.scaling.at(right.place));
+                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), left.scale), right.scale);
                 finish(results, inverse, scaled, m, n, target);
             }
         }
