@@ -30,6 +30,7 @@ from cuquant.ops.matmul.choose import (
     family_of,
 )
 from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, side, sides
+from cuquant.ops.matmul.coded_kernels import kinds_on
 from cuquant.ops.matmul.experts import Rows, clear_lost
 from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.problem import Dense, Product, Routing, Weight
@@ -374,7 +375,9 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
                     for f, shape in zip((other, fmt), shapes, strict=True)
                 )
                 segment = segment_of(other, fmt, depth)
-                with sides(plan, x, w, kinds, segment) as pair:
+                # Of Hopper's products of bits see dense.programs.
+                own = kinds if arch == dense.ARCH else kinds_on(plan, x, w, kinds)
+                with sides(plan, x, w, own, segment) as pair:
                     shape, groups = (tile.tokens, CODED_COLUMNS, depth), Groups(1, tile.tokens)
                     run = dense_warps.prepare(*pair, shape, groups, segment)
                     run(plan, pair[0], bytes(80))

@@ -1,5 +1,5 @@
-// x [M, K] times weights [N, K], both of codes of a byte: see coded.cuh. On a warp's tensor cores: integers of 8 bits,
-// and e4m3 and e5m2 as float16, which has all of their numbers.
+// x [M, K] times weights [N, K], both of codes of a byte: see coded.cuh; or of bits, which are -1 and 1. On a warp's
+// tensor cores: integers of 8 bits, e4m3 and e5m2 as float16, which has all of their numbers, and bits.
 // A thread block makes Tile::rows rows of weights times Tile::tokens rows of x; its warps share rows, tokens and K.
 // Rows of x lie in memory, or are patches of images: see patches.cuh.
 #include "device/bulk.cuh"
@@ -12,7 +12,7 @@
 
 namespace cuquant {
 
-enum Code { kInt = 0, kUnsigned = 1, kE4m3 = 2, kE5m2 = 3 };
+enum Code { kInt = 0, kUnsigned = 1, kE4m3 = 2, kE5m2 = 3, kBits = 4 };  // kBits: both sides
 
 template <int kCode, int kHalf> __device__ u32 halves_of_codes(u32 word) {
     return kCode == kE4m3 ? halves_of_e4m3<kHalf>(word) : halves_of_e5m2<kHalf>(word);
@@ -62,7 +62,7 @@ template <int kCode> __device__ End end_of(const Coded& side, const Standing& at
 //   segmented                  whether scales change along K
 template <class Codes, class Tile>
 struct CodedTile {
-    static constexpr bool floats = Codes::x >= kE4m3;
+    static constexpr bool floats = Codes::x == kE4m3 || Codes::x == kE5m2, bits = Codes::x == kBits;
     using Sum = Choice<floats, float, int>;
     static constexpr int warps = Tile::row_warps * Tile::token_warps * Tile::depth_warps, threads = 32 * warps;
     static constexpr int row_tiles = Tile::rows / Tile::row_warps / 16, token_tiles = Tile::tokens / Tile::token_warps / 8;
@@ -101,6 +101,8 @@ struct CodedTile {
                 if constexpr (floats) {
                     add_halves<0>(sums[r][n], a[0], a[1], b[n][0]);
                     if constexpr (Tile::step == 32) add_halves<1>(sums[r][n], a[2], a[3], b[n][1]);
+                } else if constexpr (bits) {
+                    mma_bits(sums[r][n], a, b[n][0], b[n][1]);
                 } else {
                     constexpr bool whole = Tile::step == 32;
                     const u32 own[4] = {a[0], a[1], whole ? a[2] : 0, whole ? a[3] : 0};
@@ -136,7 +138,7 @@ constexpr int kBlocks = 2;
 constexpr int kBlocks = 1;
 #endif
 
-// X: Coded, or Patches.
+// X: Coded, or Patches. K counts bytes: of bits `segment` has the columns, which are one segment.
 template <class Codes, class Tile, class X>
 __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : kBlocks) dense_warps(
     const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
@@ -324,7 +326,9 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
                 const End &right = ends[own], &left = ends[Tile::rows + token];
                 Sum sum = staged[at];
                 if constexpr (!Own::floats) {
-                    if (zeros) sum = Zeros{left.zero, right.zero, left.sum, right.sum}.correct(sum, static_cast<int>(K));
+                    // Of T ones that meet, of p and q ones: K - 2 (p + q - 2 T).
+                    if constexpr (Own::bits) sum = static_cast<int>(segment) + 4 * sum - 2 * (left.sum + right.sum);
+                    else if (zeros) sum = Zeros{left.zero, right.zero, left.sum, right.sum}.correct(sum, static_cast<int>(K));
                     if (results.is_raw()) {
                         static_cast<int*>(results.epilogue.out)[target] = sum;
                         continue;

@@ -12,13 +12,11 @@ from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
-from cuquant.ops.matmul import coded_kernels, dense
+from cuquant.ops.matmul import coded_kernels
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import (
-    BITS,
     Coded,
     Groups,
-    are_bits,
     codes_of,
     segment_of,
     sides,
@@ -208,8 +206,8 @@ def run(
     results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
-    bits = backend.arch == dense.ARCH and are_bits(backend, x, w)
-    with sides(backend, x, w, (BITS, BITS) if bits else pair.kinds, segment) as (first, second):
+    kinds = coded_kernels.kinds_on(backend, x, w, pair.kinds)
+    with sides(backend, x, w, kinds, segment) as (first, second):
         invariant = finish.batch_invariant
         arguments = first, second, shape, groups, segment
         launch = coded_kernels.prepare(backend, *arguments, batch_invariant=invariant)

@@ -231,6 +231,18 @@ def divide_experts(height: int, work: Work, scales: Scales) -> Shape:
     return min(found, key=lambda shape: _time_us(shape, height, work, scales))
 
 
+def reckoned_us(x: Format, weight: Format, rows: int, work: Work, experts: int = 0) -> float:
+    """About how many microseconds a product takes as it is divided; of experts, whose columns Work
+    has all, where each has as many of the rows."""
+    scales = scales_of(x, weight, work.depth)
+    if not experts:
+        return min(us for us, _ in ways(rows, work, scales))
+    each = -(-rows // experts)
+    height = height_of(x, weight, work.depth, each)
+    shape = divide_experts(height, work, scales)
+    return -(-each // height) * _time_us(shape, height, work, scales)
+
+
 def takes(x: Format, weight_format: Format, layout: str, depth: int) -> bool:
     """Whether a product is one of these, on a GPU of ARCH."""
     return layout == FRAGMENTS_LAYOUT and kind_of(x, weight_format, depth) is not None

@@ -42,6 +42,14 @@ def test_the_matrix(case, run):
     check(run(cq.linear, x, w), x, w)
 
 
+def test_bits_are_multiplied_where_tensor_cores_do():
+    bits = dense_warps.program_of(("bits", "bits"), dense_warps.TILES[0], 32, False)
+    for arch, depth in product((75, 80, 89, 100), (128, 136)):
+        recorder = Recorder(arch=arch)
+        Products(recorder)(cq.linear, *pair(("int1", "int1", (4, 9, depth))))
+        assert (bits in recorder.programs) == (80 <= arch < 100 and depth == 128)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "first, second", [("int8", "int8"), ("uint8:row", "int8"), ("int4:row", "uint8:row")]
