@@ -6,7 +6,7 @@ floats are e4m3 or e5m2. What is packed more densely becomes bytes first, in a c
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -191,6 +191,16 @@ class Coded:
     sums: int = 0
 
     struct: ClassVar[str] = "Coded"
+
+    def at(self, parts: Iterable[str], addresses: Iterable[int]) -> "Coded":
+        """The same of an array whose components lie elsewhere, without sums."""
+        own = dict(zip(parts, addresses, strict=True))
+        scaling = self.scaling
+        if scaling.scale:
+            shared = own.get("global_scale", 0)
+            scaling = replace(scaling, scale=own["scale"], global_scale=shared)
+        point = own["zero_point"] if self.zero_point else 0
+        return Coded(self.kind, own["packed"], self.stride, self.rows, scaling, point)
 
     def pack(self) -> bytes:
         """The struct's 96 bytes."""

@@ -14,7 +14,7 @@ from cuquant.formats import Format
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.layout import packed_weight
-from cuquant.ops.matmul.coded import Coded
+from cuquant.ops.matmul.coded import Coded, Groups
 from cuquant.ops.matmul.hopper import NO_MAP, NOT_ROUTED, TICKETS, program_of
 from cuquant.ops.matmul.hopper_codes_tiles import (
     BITS,
@@ -31,7 +31,7 @@ from cuquant.ops.matmul.hopper_tiles import (
     streamed_tiles,
     tokens_of_tile,
 )
-from cuquant.ops.matmul.problem import Weight
+from cuquant.ops.matmul.problem import Routing, Weight
 from cuquant.ops.matmul.route import INTEGER_BYTES, SEGMENT_BYTES, gathered
 
 ARCH = 90
@@ -166,32 +166,11 @@ def prepare(
 # ---- experts ------------------------------------------------------------------------------------
 
 
-class Experts(NamedTuple):
-    """Which rows of x are whose, on the device.
-
-    Attributes
-    ----------
-    order, segments, made
-        As matmul/route.cu sorted the rows; or 0.
-    offsets, counts
-        Or else as Groups has them.
-    room
-        Rows of x that each expert has room for, with counts; else all.
-    """
-
-    order: int = 0
-    segments: int = 0
-    made: int = 0
-    offsets: int = 0
-    counts: int = 0
-    room: int = 0
-
-
 class ReadyExperts(NamedTuple):
-    """As Ready: `run` is told whose rows they are."""
+    """As Ready: `run` is told whose rows they are, as matmul/route.cu sorted them or by Groups."""
 
     nbytes: int
-    run: Callable[[Backend, Coded, Experts, bytes, int], None]
+    run: Callable[[Backend, Coded, Routing | Groups, bytes, int], None]
 
 
 def prepare_experts(
@@ -227,16 +206,18 @@ def prepare_experts(
     used = sum(laid.sizes)
     sizes = (aligned(rows * INTEGER_BYTES), aligned(most * SEGMENT_BYTES), INTEGER_BYTES)
 
-    def run(backend: Backend, x: Coded, experts: Experts, epilogue: bytes, at: int) -> None:
-        if experts.order:
+    def run(
+        backend: Backend, x: Coded, experts: Routing | Groups, epilogue: bytes, at: int
+    ) -> None:
+        if isinstance(experts, Routing):
             map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, experts.order)
-            routed = experts.order, experts.segments, experts.made
+            routed = experts.order, experts.segments, experts.count
         else:
             order = at + used
             places = order + sizes[0], order + sizes[0] + sizes[1]
             segments = struct.pack("<3Qq", *places, order, height)
-            groups = struct.pack("<2q2Q", known, experts.room, experts.offsets, experts.counts)
-            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, 0, segments, groups)
+            told = 0, segments, experts.pack()
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, *told)
             routed = order, *places
         given = struct.pack("<3Q", *routed)
         arguments = map_of_x, NO_MAP, packed, packed, epilogue, given
