@@ -426,7 +426,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if constexpr (kFolded) {
                 if (n % kSegment == 0) fold.begin();
                 fold.template decode<kOperands>(words.w, n % kSegment, to);
-            } else {
+            } else if constexpr (kCodes) {
                 Decode::template decode<kOperands>(words.w, to);
             }
         };
