@@ -127,6 +127,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    constexpr bool kAhead = kCodes && kStages >= 3 * kDepthGroups;
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
@@ -359,11 +360,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto behind = [](int n) { return n / kSpan * kDepthGroups * kSpan + n % kSpan; };
         int i = first_unit + depth * kSpan;
         Choice<kFolded, Fold<Format, Tile>, NotFolded> fold;
-        const auto fetch_segment = [&](int n) {  // which unit n begins
-            if constexpr (kFolded) fold.fetch(lies, own_weights, i + behind(n + anew(lane) % kSegment));
+        const auto fetch_four = [&](int n) {  // units from unit n on
+            if constexpr (kFolded) fold.fetch(lies, own_weights, i + behind(n + anew(lane) % 4));
         };
         if constexpr (kFolded) {
-            fetch_segment(0);
+            fetch_four(0);
         } else {
             fetch(0, i);
             fetch(1, i + behind(1));
@@ -421,14 +422,19 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll
             for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
-        // The operands of unit n; a segment that it begins takes the place of the one before.
-        const auto decode_codes = [&](int n, u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {
+        // What is known of unit n before its codes are there.
+        const auto turn_to = [&](int n) {
             if constexpr (kFolded) {
-                if (n % kSegment == 0) fold.begin();
-                fold.template decode<kOperands>(words.w, n % kSegment, to);
-            } else if constexpr (kCodes) {
-                Decode::template decode<kOperands>(words.w, to);
+                if (n % 4 == 0) {
+                    fold.begin();
+                    fetch_four(n + 4);
+                }
+                fold.choose(n % 4);
             }
+        };
+        const auto decode_codes = [&](u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {
+            if constexpr (kFolded) fold.template decode<kOperands>(words.w, to);
+            else if constexpr (kCodes) Decode::template decode<kOperands>(words.w, to);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
         const auto step_stage = [&] {
@@ -442,8 +448,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             }
             if (i < stop) {
                 load(0);
-                decode_codes(0, a[0]);
-                fetch_segment(kSegment);
+                turn_to(0);
+                decode_codes(a[0]);
             }
         } else if constexpr (kLate) {
             if (i < stop) {
@@ -487,12 +493,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 multiply(0);
                 if constexpr (kPieces > 1 && kParts > 1) multiply(1);
                 if (of_stage == kSpan - 1) step_stage();
+                if (more) turn_to(n + 1);
+                if (kAhead && more) load((n + 1) % kSpan);
                 wgmma_wait<kParts>();  // for those of the unit before: the next one's operand has their place
                 if (of_stage == 0) release();
                 last = own_stage;
                 if (more) {
-                    load((n + 1) % kSpan);
-                    decode_codes(n + 1, a[1 - d]);
+                    if (!kAhead) load((n + 1) % kSpan);
+                    decode_codes(a[1 - d]);
                 }
                 if constexpr (kPieces > 1) {
 #pragma unroll
@@ -507,7 +515,6 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     add(0);
                 }
                 if constexpr (kGrouped && !kFolded) fetch(d, i + behind(n + 2));
-                if (kFolded && (n + 1) % (kSegment ? kSegment : 1) == 0) fetch_segment(n + 1 + kSegment);
             } else if constexpr (kLate) {
                 float part[kTokens / 2];
                 const auto multiply = [&](int step) {
@@ -563,7 +570,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 last = own_stage;
             }
         };
-        constexpr int kStaged = kSpan > 1 ? kSpan : 2, kRound = kSegment > kStaged ? kSegment : kStaged;  // units
+        constexpr int kStaged = kFolded ? 4 : kSpan > 1 ? kSpan : 2, kRound = kSegment > kStaged ? kSegment : kStaged;  // units
         static_assert(kSegment == 0 || kRound % kSegment == 0, "whole segments");
         static_assert(kRound % 2 == 0, "units have the two operands in turn");
 #pragma unroll 1

@@ -1,6 +1,6 @@
-// A weight's scales that are powers of two, in the operands of matmul_hopper. Groups of a segment, whose products the
-// tensor cores add up, share the largest of their scales, which meets the sums. By how many octaves a group's own is
-// smaller goes into its numbers, which stay exact. Groups that lie too far below have operands of 0; a tile that met
+// A weight's scales that are powers of two, in the operands of matmul_hopper. Groups of four units that follow each other
+// share the largest of their scales, which meets the sums. By how many octaves a group's own is smaller goes into its
+// numbers, which stay exact. Groups that lie too far below have operands of 0; a tile that met
 // any of them multiplies these one by one when it is done. So sums are those of the weight, whatever its scales are.
 #pragma once
 #include "layout/byte_fragments.cuh"
@@ -15,12 +15,13 @@ struct Fold {
     using Own = Group<Format, Tile::lie>;
     using Rows = LowerE2m1;
     static_assert(Own::stored == Stored::E8M0 || !Pace<Tile, true>::folded, "scales that are powers of two");
-    static constexpr int kFine = Tile::fine, kSegment = Tile::segment, kWords = (kFine + 1) / 2;
+    static constexpr int kFine = Tile::fine, kUnits = 4, kWords = (kFine + 1) / 2;
     static constexpr u32 kFar = 0x80808080u;  // marks in `below`
-    Own coming[kFine];  // of the next segment: the groups of its unit t % kSegment, for lane 4 g + t
-    u32 below[kWords];  // of this one: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
-    u32 largest;        // the segment's scales, as a Group has them
-    u32 met = 0;        // marks of all segments
+    Own coming[kFine];  // of the next four units: the groups of unit t, for lane 4 g + t
+    u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
+    u32 own[kWords];    // the same of the unit that is decoded next
+    u32 largest;        // the scales that the four share, as a Group has them
+    u32 met = 0;        // all marks
 
     __device__ static u32 group_of(u32 unit) {
         return kFine > 1 ? unit * kFine : unit / (Tile::group_units ? Tile::group_units : 1);
@@ -36,13 +37,13 @@ struct Fold {
 #pragma unroll
         for (int f = 0; f < kFine; ++f) coming[f] = load(lies, w, unit, f);
     }
-    // The segment whose groups came, by all lanes.
+    // The units whose groups came, by all lanes.
     __device__ void begin() {
         u32 most = 0;  // 16 bits for each of the two rows
 #pragma unroll
         for (int f = 0; f < kFine; ++f) most = __vmaxu2(most, __byte_perm(coming[f].scale[0], 0, 0x4140));
 #pragma unroll
-        for (int d = 1; d < kSegment; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
+        for (int d = 1; d < kUnits; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
         largest = __byte_perm(most, 0, 0x2020);
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
@@ -58,13 +59,18 @@ struct Fold {
         own.scale[0] = largest;
         return own.value(h) * (1.0f / Rows::worth);
     }
-    // The operands of unit `n` of this segment.
+    // Unit `n` of the four is decoded next.
+    __device__ void choose(int n) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) own[i] = __shfl_sync(~0u, below[i], n, 4);
+    }
+    // Its operands.
     template <int kOperands>
-    __device__ void decode(const u32 (&w)[4], int n, u32 (&to)[kOperands][4]) const {
+    __device__ void decode(const u32 (&w)[4], u32 (&to)[kOperands][4]) const {
         static_assert(kOperands == 2, "of 32 columns each");
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
-            const u32 own = kSegment == 1 ? below[i] : __shfl_sync(~0u, below[i], n, 4);
+            const u32 own = this->own[i];
             constexpr int kParts = 4 / kFine;  // of 16 columns, of a group
 #pragma unroll
             for (int f = 2 * i; f < min(2 * i + 2, kFine); ++f) {
@@ -86,11 +92,11 @@ struct Fold {
                             const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane) {
         if (!__any_sync(~0u, met & kFar)) return;
 #pragma unroll 1
-        for (int n = 0; unit_at(n) < stop; n += kSegment) {
-            fetch(lies, w, unit_at(n + lane % kSegment));
+        for (int n = 0; unit_at(n) < stop; n += kUnits) {
+            fetch(lies, w, unit_at(n + lane % kUnits));
             begin();
 #pragma unroll 1
-            for (int m = 0; m < kSegment && unit_at(n + m) < stop; ++m) {
+            for (int m = 0; m < kUnits && unit_at(n + m) < stop; ++m) {
                 const int unit = unit_at(n + m);
                 const u32* const codes = w.codes + (strip * w.units + unit) * 128 + lane / 4 * 16;
 #pragma unroll 1
