@@ -28,37 +28,23 @@ struct ByteRows<Minifloat<2, 1, kSpecials>, E4m3> {
     }
 };
 
-// The same times a power of two for each row and group: 64 / 2^octaves. e4m3 bytes of 0, 0.5, 1, 1.5 | 2, 3, 4, 6 times
-// that lie in a table, of which the three upper bits of a code choose one. They are exact for up to 14 octaves, and 0
-// for more.
+// The same times a power of two for each row and group: e4m3 bytes of 0, 0.5, 1, 1.5 | 2, 3, 4, 6 times 64 / 2^octaves,
+// which are numbers without a leading zero for up to 11 octaves. A byte's three upper bits choose among them.
 struct LowerE2m1 {
     static constexpr float worth = 64.0f;
-    static constexpr int octaves = 14, table_bytes = 256 * 8;
+    static constexpr int octaves = 11;
+    u32 small, large;
 
-    template <int kThreads>
-    struct Filling {
-        __device__ void load(const float*, int, bool) {}
-        __device__ void store(u8* table, int thread) {
-            for (int below = thread; below < 256; below += kThreads) {
-                const float size = below <= octaves ? worth / (1 << below) : 0.0f;
-                u32 half[2] = {0, 0};
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const float level = Minifloat<2, 1, Specials::None>::decode(i) * size;
-                    half[i / 4] |= Minifloat<4, 3, Specials::OneNan>::encode(level) << i % 4 * 8;
-                }
-                reinterpret_cast<uint2*>(table)[below] = make_uint2(half[0], half[1]);
-            }
-        }
-    };
+    __device__ explicit LowerE2m1(u32 octaves)
+        : small(0x6C686000u - octaves * 0x08080800u), large(0x7C787470u - octaves * 0x08080808u) {}
     // Of four codes: the lower half of `sizes`, and bit 7 of each byte of `signs`.
-    __device__ static u32 numbers(const uint2& levels, u32 sizes, u32 signs) {
-        return permuted(levels.x, levels.y, sizes) | (signs & 0x80808080u);
-    }
-    __device__ static void row_pair(u32 w, const uint2 (&levels)[2], u32& first, u32& second) {
-        const u32 sizes = w & 0x77777777u, low = w << 4;
-        first = numbers(levels[0], __byte_perm(sizes, 0, 0x4420), __byte_perm(low, w, 0x6240));
-        second = numbers(levels[1], __byte_perm(sizes, 0, 0x4431), __byte_perm(low, w, 0x7351));
+    __device__ u32 of(u32 sizes, u32 signs) const { return permuted(small, large, sizes) | (signs & 0x80808080u); }
+    // Bytes of `kept` that are 0 make a row's numbers 0.
+    __device__ static void row_pair(u32 w, u32 kept, const LowerE2m1& of_first, const LowerE2m1& of_second, u32& first,
+                                    u32& second) {
+        const u32 sizes = w & kept & 0x77777777u, low = w << 4;
+        first = of_first.of(__byte_perm(sizes, 0, 0x4420), __byte_perm(low, w, 0x6240));
+        second = of_second.of(__byte_perm(sizes, 0, 0x4431), __byte_perm(low, w, 0x7351));
     }
 };
 
@@ -88,15 +74,12 @@ struct ByteRows<Uniform<-8, kHigh, kRounding>, E4m3> {
     }
 };
 
-struct NoByteTable {
+// What matmul_hopper wants of a decoder.
+template <class Codec, class T>
+struct ByteDecoder {
+    using Rows = ByteRows<Codec, T>;
     static constexpr int table_bytes = 0;
     template <int> using Filling = NoTable;
-};
-
-// What matmul_hopper wants of a decoder. `kLower`: numbers are LowerE2m1's.
-template <class Codec, class T, bool kLower>
-struct ByteDecoder : Choice<kLower, LowerE2m1, NoByteTable> {
-    using Rows = ByteRows<Codec, T>;
     __device__ static u32 lane_table(int) { return 0; }
 
     // The operands of a unit, each of 64 columns / kOperands: 32, or the first and then the second half of them and 0.

@@ -108,7 +108,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     constexpr int kPeers = kSharedX ? 2 : 1, kCluster = kPeers * kSplit;
     using Between = Handover<Tile>;
     using Codec = typename Format::Codec;
-    using Decode = Choice<kCodes, ByteDecoder<Codec, T, Pace<Tile, kCodes>::folded>, Decoder<Codec, T, kBits, Tile::wide>>;
+    using Decode = Choice<kCodes, ByteDecoder<Codec, T>, Decoder<Codec, T, kBits, Tile::wide>>;
     // Results go by the copy engine, while the next tile is multiplied: of the most tokens, from boxes that begin on
     // 1024 bytes.
     constexpr bool kSends = kAlone && kSplit == 1 && kSingle && kTokens > 128 && Decode::table_bytes % 1024 == 0;
@@ -429,7 +429,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     fold.begin();
                     fetch_four(n + 4);
                 }
-                fold.choose(n % 4, shared_address(tables));
+                fold.choose(n % 4);
             }
         };
         const auto decode_codes = [&](u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {

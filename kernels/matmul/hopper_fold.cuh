@@ -18,10 +18,10 @@ struct Fold {
     static constexpr int kFine = Tile::fine, kUnits = 4, kWords = (kFine + 1) / 2;
     static constexpr u32 kFar = 0x80808080u;  // marks in `below`
     Own coming[kFine];  // of the next four units: the groups of unit t, for lane 4 g + t
-    u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one
-    uint2 levels[kFine][2];  // of the unit that is decoded next: see LowerE2m1
+    u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
+    u32 own[kWords];    // the same of the unit that is decoded next
     u32 largest;        // the scales that the four share, as a Group has them
-    u32 met = 0;        // marks of all
+    u32 met = 0;        // all marks
 
     __device__ static u32 group_of(u32 unit) {
         return kFine > 1 ? unit * kFine : unit / (Tile::group_units ? Tile::group_units : 1);
@@ -49,13 +49,9 @@ struct Fold {
         for (int i = 0; i < kWords; ++i) {
             const u32 own = __byte_perm(coming[2 * i].scale[0], coming[min(2 * i + 1, kFine - 1)].scale[0], 0x5410);
             const u32 octaves = largest - own;  // of each byte: none is larger than that of `largest`
-            below[i] = octaves;
-            met |= marks(octaves);
+            below[i] = octaves | (((octaves & ~kFar) + (0x7F - Rows::octaves) * 0x01010101u) & kFar);
+            met |= below[i];
         }
-    }
-    // Bit 7 of each byte that is too large.
-    __device__ static u32 marks(u32 octaves) {
-        return (octaves | ((octaves & ~kFar) + (0x7F - Rows::octaves) * 0x01010101u)) & kFar;
     }
     // That of row g + 8 h: of numbers that are `worth` as much.
     __device__ static float scale_of(u32 largest, int h) {
@@ -63,24 +59,30 @@ struct Fold {
         own.scale[0] = largest;
         return own.value(h) * (1.0f / Rows::worth);
     }
-    // Unit `n` of the four is decoded next. The table lies at a shared address.
-    __device__ void choose(int n, u32 table) {
+    // Unit `n` of the four is decoded next.
+    __device__ void choose(int n) {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const u32 own = __shfl_sync(~0u, below[i], n, 4);
-#pragma unroll
-            for (int f = 2 * i; f < min(2 * i + 2, kFine); ++f)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) levels[f][h] = load8_shared(table + (own >> (f % 2 * 16 + 8 * h) & 0xFFu) * 8);
-        }
+        for (int i = 0; i < kWords; ++i) own[i] = __shfl_sync(~0u, below[i], n, 4);
     }
     // Its operands.
     template <int kOperands>
     __device__ void decode(const u32 (&w)[4], u32 (&to)[kOperands][4]) const {
         static_assert(kOperands == 2, "of 32 columns each");
 #pragma unroll
-        for (int part = 0; part < 4; ++part)
-            Rows::row_pair(w[part], levels[part * kFine / 4], to[part / 2][part % 2 * 2], to[part / 2][part % 2 * 2 + 1]);
+        for (int i = 0; i < kWords; ++i) {
+            const u32 own = this->own[i];
+            constexpr int kParts = 4 / kFine;  // of 16 columns, of a group
+#pragma unroll
+            for (int f = 2 * i; f < min(2 * i + 2, kFine); ++f) {
+                const u32 both = own >> f % 2 * 16;
+                const Rows first(both & 0xFFu), second(both >> 8 & 0xFFu);
+                const u32 near = ~permuted(own, 0, f % 2 ? 0xBABA : 0x9898);  // bytes of rows without a mark
+#pragma unroll
+                for (int part = f * kParts; part < (f + 1) * kParts; ++part)
+                    Rows::row_pair(w[part], near, first, second, to[part / 2][part % 2 * 2],
+                                   to[part / 2][part % 2 * 2 + 1]);
+            }
+        }
     }
 
     // What the warp left out, if it met any: of units unit_at(0), unit_at(1), ... below `stop` of a strip, which
@@ -88,7 +90,7 @@ struct Fold {
     template <int kTokens, bool kOfX, class UnitAt>
     __device__ void add_far(float (&sum)[kTokens / 2], const Prepacked& w, const typename Own::Strip& lies, i64 strip,
                             const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane) {
-        if (!__any_sync(~0u, met)) return;
+        if (!__any_sync(~0u, met & kFar)) return;
 #pragma unroll 1
         for (int n = 0; unit_at(n) < stop; n += kUnits) {
             fetch(lies, w, unit_at(n + lane % kUnits));
@@ -99,7 +101,7 @@ struct Fold {
                 const u32* const codes = w.codes + (strip * w.units + unit) * 128 + lane / 4 * 16;
 #pragma unroll 1
                 for (int f = 0; f < kFine; ++f) {
-                    const u32 own = marks(__shfl_sync(~0u, f < 2 ? below[0] : below[kWords - 1], m, 4)) >> f % 2 * 16;
+                    const u32 own = __shfl_sync(~0u, f < 2 ? below[0] : below[kWords - 1], m, 4) >> f % 2 * 16;
                     if (!__any_sync(~0u, own & 0x8080u)) continue;
                     const Own group = load(lies, w, unit, f);
                     const float scale[2] = {own & 0x80u ? group.value(0) : 0.0f, own & 0x8000u ? group.value(1) : 0.0f};

@@ -156,7 +156,7 @@ def prepare(
     whole = tiles - streamed_tiles(tiles, processors) if tile.streamed else tiles
     blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
     program = program_of(fmt, kind, tile, scales.of_weight)
-    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, tile.level_bytes))
+    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
     numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
     laid = _Rows.of(fmt, scales, depth, rows, rows, tile.tokens)
@@ -230,7 +230,7 @@ def prepare_experts(
     most = -(-rows // height) + (spans or known + 1)
     tiles = most * row_tiles
     blocks = blocks_of(tile, tiles, -(-depth // UNIT), processors)
-    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, tile.level_bytes))
+    launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
     probable = known if rows >= LIKELY * known else 0
     numbers = rows, columns, most, row_tiles, tile.tokens, tile.rows, probable
     used = sum(laid.sizes)

@@ -193,7 +193,7 @@ def _registers(shape: Shape, scales: Scales) -> int:
 
 def _staged(shape: Shape) -> Shape | None:
     """With its stages; None where these do not fit, or sums do not fit into them."""
-    made = staged(shape, BITS, shape.level_bytes, COMING[shape.kind])
+    made = staged(shape, BITS, 0, COMING[shape.kind])
     if made is None or not made.once:
         return made
     groups = made.row_groups * made.depth_groups

@@ -19,7 +19,6 @@ DRAIN_PITCH = 72  # floats that each of them has room for
 KEPT = 384  # bytes, of a power of two and of five numbers for each warp
 GIVEN_AT_ONCE = 12  # eights of rows of x that warpgroups along K give each other at a time
 GIVEN_BYTES = 2048  # of each of them
-LEVEL_BYTES = 256 * 8  # eight numbers of a byte, for all octaves
 BARRIER = 16  # bytes of the one for what another block gives, and to 16 of them
 FLAG_BYTES = 128  # of a block, beside the sums that it hands to another one
 BOX_ALIGNMENT = 1024  # bytes on which those begin that the copy engine stores
@@ -110,11 +109,6 @@ class Shape:
     def scale_bytes(self) -> int:
         """Of x's scales in a unit, whose first ones need not start on a vector with EXPERTS."""
         return self.x_fine * (self.tokens + (4 if self.kind == EXPERTS else 0)) * 4
-
-    @property
-    def level_bytes(self) -> int:
-        """Of layout/byte_fragments.cuh's LowerE2m1."""
-        return LEVEL_BYTES if self.folded else 0
 
     @property
     def portion(self) -> int:
