@@ -82,11 +82,12 @@ struct ByteDecoder {
     template <int> using Filling = NoTable;
     __device__ static u32 lane_table(int) { return 0; }
 
-    // The operands of a unit, each of 64 columns / kOperands: 32, or the first and then the second half of them and 0.
+    // The operands of half a unit, each of 64 columns / kOperands: 32, or the first and then the second half of them
+    // and 0.
     template <int kOperands>
-    __device__ static void decode(const u32 (&w)[4], u32 (&to)[kOperands][4]) {
+    __device__ static void decode(const u32 (&w)[4], int half, u32 (&to)[kOperands][4]) {
 #pragma unroll
-        for (int part = 0; part < 4; ++part) {
+        for (int part = 2 * half; part < 2 * half + 2; ++part) {
             u32 (&own)[4] = to[part * kOperands / 4];
             const int first = part % 2 * 2;
             Rows::row_pair(w[part], own[first], own[first + 1]);

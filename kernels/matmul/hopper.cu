@@ -127,7 +127,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
-    constexpr bool kAhead = kCodes && kStages >= 3 * kDepthGroups;
+    constexpr bool kAhead = kFolded && kStages >= 3 * kDepthGroups;
+    constexpr bool kHalves = kFolded && kFineX == 0;  // where there are registers for it
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
@@ -320,6 +321,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     const Prepacked& own_weights = kSingle ? weights : moved;
     Kept& kept = all_kept[warp];
+    u32* const in_tile = reinterpret_cast<u32*>(strip_units) + warp;  // of Fold: the first unit, and kMet
     Share schedule = share();
     const auto come_back = [&] {
         schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done;
@@ -334,7 +336,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         // What comes after the products waits in shared memory, and leaves them its registers.
         if (lane == 0) kept = {schedule.tile, schedule.left, token, row,
                                done + (stop - first_unit + kSpan - 1) / kSpan};
-        if (kFolded && lane == 0) strip_units[warp] = float_of(static_cast<u32>(first_unit));
+        if (kFolded && lane == 0) *in_tile = first_unit;
         __syncwarp();
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
         const auto own_strip = [&] {
@@ -426,15 +428,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto turn_to = [&](int n) {
             if constexpr (kFolded) {
                 if (n % 4 == 0) {
-                    fold.begin();
+                    fold.begin(in_tile);
                     fetch_four(n + 4);
                 }
                 fold.choose(n % 4);
             }
         };
-        const auto decode_codes = [&](u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {
-            if constexpr (kFolded) fold.template decode<kOperands>(words.w, to);
-            else if constexpr (kCodes) Decode::template decode<kOperands>(words.w, to);
+        const auto decode_codes = [&](int half, u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {
+            if constexpr (kFolded) fold.template decode<kOperands>(words.w, half, to);
+            else if constexpr (kCodes) Decode::template decode<kOperands>(words.w, half, to);
         };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
         const auto step_stage = [&] {
@@ -449,7 +451,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             if (i < stop) {
                 load(0);
                 turn_to(0);
-                decode_codes(a[0]);
+                decode_codes(0, a[0]);
+                decode_codes(1, a[0]);
             }
         } else if constexpr (kLate) {
             if (i < stop) {
@@ -464,9 +467,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
             const u32 b = place_of_x(of_stage);
             if constexpr (kCodes) {
-                constexpr int kEach = kOperands / kPieces;  // operands of a piece
+                // Operands of a piece. Between the two halves of a unit the next one's are made: products keep a warp
+                // waiting for the ones before.
+                constexpr int kEach = kHalves ? 1 : kOperands / kPieces;
                 const auto multiply = [&](int piece) {
-                    const bool adds = kPieces == 1 && (kSegment == 0 || n % (kSegment ? kSegment : 1) != 0);
+                    const bool adds = kPieces == 1 && (kSegment == 0 || piece > 0 || n % (kSegment ? kSegment : 1) != 0);
                     wgmma_fence();
 #pragma unroll
                     for (int e = 0; e < kEach; ++e) {
@@ -500,7 +505,12 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 last = own_stage;
                 if (more) {
                     if (!kAhead) load((n + 1) % kSpan);
-                    decode_codes(a[1 - d]);
+                    decode_codes(0, a[1 - d]);
+                    if constexpr (!kHalves) decode_codes(1, a[1 - d]);
+                }
+                if constexpr (kHalves) {
+                    multiply(1);
+                    if (more) decode_codes(1, a[1 - d]);
                 }
                 if constexpr (kPieces > 1) {
 #pragma unroll
@@ -589,10 +599,10 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? sum[j] : static_cast<float>(part[0][j]);
         }
         if constexpr (kFolded) {
-            const int first = static_cast<int>(bits_of(strip_units[warp])) + depth * kSpan;
+            const int first = static_cast<int>(*in_tile & ~fold.kMet) + depth * kSpan;
             const auto unit_at = [&](int n) { return first + behind(n); };
             fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at, stop,
-                                                         of_tokens, token, lane);
+                                                         of_tokens, token, anew(lane), in_tile);
         }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -622,7 +632,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const Own& own = groups[0][0];
             const float of_rows[2] = {kGrouped ? 1.0f : own.value(0), kGrouped ? 1.0f : own.value(1)};
             const float* const of_x = of_tokens.scale + token;
-            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, kFolded ? 1.0f : 1.0f / Decode::Rows::worth, of_rows, of_x, t);
+            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, kFolded ? 1.0f : 1.0f / Decode::Rows::worth, of_rows, of_x, kFolded ? anew(lane) % 4 : t);
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,

@@ -17,11 +17,11 @@ struct Fold {
     static_assert(Own::stored == Stored::E8M0 || !Pace<Tile, true>::folded, "scales that are powers of two");
     static constexpr int kFine = Tile::fine, kUnits = 4, kWords = (kFine + 1) / 2;
     static constexpr u32 kFar = 0x80808080u;  // marks in `below`
+    static constexpr u32 kMet = 1u << 31;     // that there was one
     Own coming[kFine];  // of the next four units: the groups of unit t, for lane 4 g + t
     u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
     u32 own[kWords];    // the same of the unit that is decoded next
     u32 largest;        // the scales that the four share, as a Group has them
-    u32 met = 0;        // all marks
 
     __device__ static u32 group_of(u32 unit) {
         return kFine > 1 ? unit * kFine : unit / (Tile::group_units ? Tile::group_units : 1);
@@ -37,8 +37,8 @@ struct Fold {
 #pragma unroll
         for (int f = 0; f < kFine; ++f) coming[f] = load(lies, w, unit, f);
     }
-    // The units whose groups came, by all lanes.
-    __device__ void begin() {
+    // The units whose groups came, by all lanes. A mark also sets kMet in the warp's `tile`.
+    __device__ void begin(u32* tile) {
         u32 most = 0;  // 16 bits for each of the two rows
 #pragma unroll
         for (int f = 0; f < kFine; ++f) most = __vmaxu2(most, __byte_perm(coming[f].scale[0], 0, 0x4140));
@@ -50,7 +50,7 @@ struct Fold {
             const u32 own = __byte_perm(coming[2 * i].scale[0], coming[min(2 * i + 1, kFine - 1)].scale[0], 0x5410);
             const u32 octaves = largest - own;  // of each byte: none is larger than that of `largest`
             below[i] = octaves | (((octaves & ~kFar) + (0x7F - Rows::octaves) * 0x01010101u) & kFar);
-            met |= below[i];
+            if (below[i] & kFar) *tile |= kMet;
         }
     }
     // That of row g + 8 h: of numbers that are `worth` as much.
@@ -64,37 +64,32 @@ struct Fold {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) own[i] = __shfl_sync(~0u, below[i], n, 4);
     }
-    // Its operands.
+    // The operand of half of its columns.
     template <int kOperands>
-    __device__ void decode(const u32 (&w)[4], u32 (&to)[kOperands][4]) const {
+    __device__ void decode(const u32 (&w)[4], int half, u32 (&to)[kOperands][4]) const {
         static_assert(kOperands == 2, "of 32 columns each");
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            const u32 own = this->own[i];
-            constexpr int kParts = 4 / kFine;  // of 16 columns, of a group
-#pragma unroll
-            for (int f = 2 * i; f < min(2 * i + 2, kFine); ++f) {
-                const u32 both = own >> f % 2 * 16;
-                const Rows first(both & 0xFFu), second(both >> 8 & 0xFFu);
-                const u32 near = ~permuted(own, 0, f % 2 ? 0xBABA : 0x9898);  // bytes of rows without a mark
-#pragma unroll
-                for (int part = f * kParts; part < (f + 1) * kParts; ++part)
-                    Rows::row_pair(w[part], near, first, second, to[part / 2][part % 2 * 2],
-                                   to[part / 2][part % 2 * 2 + 1]);
-            }
+        for (int part = 2 * half; part < 2 * half + 2; ++part) {
+            const int f = part * kFine / 4;
+            const u32 at = 0x4440 + f % 2 * 2;
+            const Rows first(__byte_perm(own[f / 2], 0, at)), second(__byte_perm(own[f / 2], 0, at + 1));
+            const u32 near = ~permuted(own[f / 2], 0, f % 2 ? 0xBABA : 0x9898);  // bytes of rows without a mark
+            u32 (&operand)[4] = to[half];
+            Rows::row_pair(w[part], near, first, second, operand[part % 2 * 2], operand[part % 2 * 2 + 1]);
         }
     }
 
-    // What the warp left out, if it met any: of units unit_at(0), unit_at(1), ... below `stop` of a strip, which
+    // What the warp left out, if `tile` says so: of units unit_at(0), unit_at(1), ... below `stop` of a strip, which
     // `strip` counts through all experts, times rows of x from `token` on. x's scales meet whole sums but where kOfX.
     template <int kTokens, bool kOfX, class UnitAt>
     __device__ void add_far(float (&sum)[kTokens / 2], const Prepacked& w, const typename Own::Strip& lies, i64 strip,
-                            const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane) {
-        if (!__any_sync(~0u, met & kFar)) return;
+                            const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane, u32* tile) {
+        __syncwarp();
+        if (!(*tile & kMet)) return;
 #pragma unroll 1
         for (int n = 0; unit_at(n) < stop; n += kUnits) {
             fetch(lies, w, unit_at(n + lane % kUnits));
-            begin();
+            begin(tile);
 #pragma unroll 1
             for (int m = 0; m < kUnits && unit_at(n + m) < stop; ++m) {
                 const int unit = unit_at(n + m);
