@@ -29,7 +29,7 @@ struct ByteRows<Minifloat<2, 1, kSpecials>, E4m3> {
 };
 
 // The same times a power of two for each row and group: e4m3 bytes of 0, 0.5, 1, 1.5 | 2, 3, 4, 6 times 64 / 2^octaves,
-// which are numbers without a leading zero for up to 11 octaves. A byte's three upper bits choose among them.
+// which are numbers without a leading zero for up to 11 octaves. Three bits of a code choose one.
 struct LowerE2m1 {
     static constexpr float worth = 64.0f;
     static constexpr int octaves = 11;

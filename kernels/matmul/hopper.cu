@@ -428,7 +428,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto turn_to = [&](int n) {
             if constexpr (kFolded) {
                 if (n % 4 == 0) {
-                    fold.begin(in_tile);
+                    fold.begin(in_tile, anew(lane));
                     fetch_four(n + 4);
                 }
                 fold.choose(n % 4);

@@ -1,7 +1,7 @@
 // A weight's scales that are powers of two, in the operands of matmul_hopper. Groups of four units that follow each other
 // share the largest of their scales, which meets the sums. By how many octaves a group's own is smaller goes into its
-// numbers, which stay exact. Groups that lie too far below have operands of 0; a tile that met
-// any of them multiplies these one by one when it is done. So sums are those of the weight, whatever its scales are.
+// numbers, which stay exact. Groups that lie too far below have operands of 0, and a tile that met any multiplies them
+// one by one when it is done: what a zero's scale is, or a hostile one, changes no result, but it may take long.
 #pragma once
 #include "layout/byte_fragments.cuh"
 #include "matmul/hopper_codes.cuh"
@@ -10,6 +10,7 @@ namespace cuquant {
 
 struct NotFolded {};  // in its place where scales meet sums
 
+// Of one warp and strip. `tile` is a word of the warp in shared memory, of which it has the upper bit.
 template <class Format, class Tile>
 struct Fold {
     using Own = Group<Format, Tile::lie>;
@@ -17,7 +18,7 @@ struct Fold {
     static_assert(Own::stored == Stored::E8M0 || !Pace<Tile, true>::folded, "scales that are powers of two");
     static constexpr int kFine = Tile::fine, kUnits = 4, kWords = (kFine + 1) / 2;
     static constexpr u32 kFar = 0x80808080u;  // marks in `below`
-    static constexpr u32 kMet = 1u << 31;     // that there was one
+    static constexpr u32 kMet = 1u << 31;     // in `tile`: that there was one
     Own coming[kFine];  // of the next four units: the groups of unit t, for lane 4 g + t
     u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
     u32 own[kWords];    // the same of the unit that is decoded next
@@ -37,9 +38,9 @@ struct Fold {
 #pragma unroll
         for (int f = 0; f < kFine; ++f) coming[f] = load(lies, w, unit, f);
     }
-    // The units whose groups came, by all lanes. A mark also sets kMet in the warp's `tile`.
-    __device__ void begin(u32* tile) {
-        u32 most = 0;  // 16 bits for each of the two rows
+    // The units whose groups came, by all lanes.
+    __device__ void begin(u32* tile, int lane) {
+        u32 most = 0, marks = 0;  // most: 16 bits for each of the two rows
 #pragma unroll
         for (int f = 0; f < kFine; ++f) most = __vmaxu2(most, __byte_perm(coming[f].scale[0], 0, 0x4140));
 #pragma unroll
@@ -50,8 +51,9 @@ struct Fold {
             const u32 own = __byte_perm(coming[2 * i].scale[0], coming[min(2 * i + 1, kFine - 1)].scale[0], 0x5410);
             const u32 octaves = largest - own;  // of each byte: none is larger than that of `largest`
             below[i] = octaves | (((octaves & ~kFar) + (0x7F - Rows::octaves) * 0x01010101u) & kFar);
-            if (below[i] & kFar) *tile |= kMet;
+            marks |= below[i] & kFar;
         }
+        if (__any_sync(~0u, marks) && lane == 0) *tile |= kMet;
     }
     // That of row g + 8 h: of numbers that are `worth` as much.
     __device__ static float scale_of(u32 largest, int h) {
@@ -89,7 +91,7 @@ struct Fold {
 #pragma unroll 1
         for (int n = 0; unit_at(n) < stop; n += kUnits) {
             fetch(lies, w, unit_at(n + lane % kUnits));
-            begin(tile);
+            begin(tile, lane);
 #pragma unroll 1
             for (int m = 0; m < kUnits && unit_at(n + m) < stop; ++m) {
                 const int unit = unit_at(n + m);

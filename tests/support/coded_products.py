@@ -72,7 +72,9 @@ def scales_far_apart(rows: int, groups: int) -> dict[str, np.ndarray]:
         "one is large": np.where(np.arange(groups) == groups // 2, 180, near),
         "the last is small": np.where(np.arange(groups) == groups - 1, 90, near),
         "the smallest": np.where(some < 0.5, 0, 3),
-        "one row": np.where(np.arange(rows)[:, None] == rows - 1, rng.integers(70, 180, groups), near),
+        "one row": np.where(
+            np.arange(rows)[:, None] == rows - 1, rng.integers(70, 180, groups), near
+        ),
     }
 
 

@@ -188,6 +188,8 @@ def _registers(shape: Shape, scales: Scales) -> int:
         kept += 32
     if pieces > 2 and shape.depth_groups > 1:
         kept += 16
+    if shape.folded and shape.x_fine and shape.once:
+        kept += 24
     return tokens // 2 * (parts + summed) + 8 * max(2, pieces) + kept + OTHERS
 
 

@@ -215,7 +215,9 @@ def test_powers_of_two_are_exact(run):
     for block, k in product((16, 32, 64, 128), (64, 512)):
         w = cq.quantize(normal((70, k), seed=5), f"mxfp4:{block}")
         w = with_scales(w, 127 + rng.integers(0, 12, (70, -(-k // block))))
-        x = cq.quantize(rng.integers(-1, 2, (20, k)).astype(F32), "fp8_e4m3", scale=np.ones((20, 1), F32))
+        x = cq.quantize(
+            rng.integers(-1, 2, (20, k)).astype(F32), "fp8_e4m3", scale=np.ones((20, 1), F32)
+        )
         wanted = values(x) @ values(w).T
         assert np.abs(wanted).max() < 2**23
         np.testing.assert_array_equal(run(cq.linear, x, cq.prepack(w)), wanted)
