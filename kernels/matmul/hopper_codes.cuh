@@ -10,11 +10,13 @@
 
 namespace cuquant {
 
-// Of x, which matmul/code_rows.cu makes: [groups, pitch], a float for each row of x. Null but for codes.
+// Of x, which matmul/code_rows.cu makes: [groups, pitch], a float for each row of x; and its codes. Null but for codes.
 struct TokenScales {
     const float* scale;
     i64 pitch;
     int groups, units;  // along K; units of a group, 0 where a unit has several or a row is one
+    const u8* codes;    // [rows, stride]
+    i64 stride, rows;
 };
 
 // While kernels before this one end: to the L2 cache the beginning of what warp `own` of four brings of the block's
@@ -38,10 +40,17 @@ __device__ void prefetch_first(const Prepacked& w, int experts, int row_tiles, i
 // What Tile says of codes, and other tiles do not have:
 //   x_fine    groups of x's scales in a unit; 0: a row of x is one group, whose scale meets whole sums
 //   segment   units whose products are added up by the tensor cores alone; 0: all
+//   folded    operands have their share of the weight's scales: see hopper_fold.cuh
 template <class Tile, bool kCodes>
-struct Pace { static constexpr int x_fine = 0, segment = 0; };
+struct Pace {
+    static constexpr int x_fine = 0, segment = 0;
+    static constexpr bool folded = false;
+};
 template <class Tile>
-struct Pace<Tile, true> { static constexpr int x_fine = Tile::x_fine, segment = Tile::segment; };
+struct Pace<Tile, true> {
+    static constexpr int x_fine = Tile::x_fine, segment = Tile::segment;
+    static constexpr bool folded = Tile::folded;
+};
 
 // sum += part * scale of the lane's two rows * x's scales of the tokens, which lie at a shared address where kOfX: on
 // 8 bytes if kEven.

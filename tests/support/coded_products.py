@@ -51,6 +51,36 @@ def check(y: np.ndarray, x: Any, w: Any, roundings: int = 4) -> None:
     assert is_close(y, wanted, size, values(w).shape[-1] + roundings)
 
 
+def with_scales(w: cq.QuantArray, scale: np.ndarray) -> cq.QuantArray:
+    """The same codes; of groups whose byte is negative codes are 0, and the scale is its opposite."""
+    codes = w.codes()
+    zero = np.repeat(scale < 0, w.format.scale.block, axis=-1)[..., : w.shape[-1]]
+    kept = np.where(zero, 0, codes).astype(np.uint8).reshape(-1, w.shape[-1])
+    packed = w.format.row_packing.pack(kept, 0).reshape(*w.shape[:-1], -1)
+    parts = {**w.arrays(), "packed": packed, "scale": np.abs(scale).astype(np.uint8)}
+    return cq.QuantArray(w.format, w.shape, w.dtype, parts, w.axes)
+
+
+def scales_far_apart(rows: int, groups: int) -> dict[str, np.ndarray]:
+    """Bytes of e8m0 scales, which operands have no room for together: see with_scales."""
+    rng = np.random.default_rng(rows)
+    near = rng.integers(118, 130, (rows, groups))
+    some = rng.random((rows, groups))
+    return {
+        "within 11 octaves": near,
+        "11 or 12 octaves": np.where(some < 0.3, 127 - 11 - (some < 0.15), 127),
+        "any": rng.integers(70, 180, (rows, groups)),
+        "zeros with the smallest": np.where(some < 0.3, 0, near) * np.where(some < 0.3, -1, 1),
+        "zeros with the largest": np.where(some < 0.3, -254, near),
+        "one is large": np.where(np.arange(groups) == groups // 2, 180, near),
+        "the last is small": np.where(np.arange(groups) == groups - 1, 90, near),
+        "the smallest": np.where(some < 0.5, 0, 3),
+        "one row": np.where(
+            np.arange(rows)[:, None] == rows - 1, rng.integers(70, 180, groups), near
+        ),
+    }
+
+
 def check_on_gpu(y: np.ndarray, x: Any, w: Any) -> None:
     """The same; but Hopper's tensor cores add 32 products of small floats to a sum with 13 bits
     behind the largest of them: what is cut off each of the 33 is less than 2^-13 of it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cuquant.array.fragments import UNIT
-from cuquant.formats import Format
+from cuquant.formats import Format, Minifloat
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.layout import packed_weight
@@ -36,6 +36,8 @@ from cuquant.ops.matmul.route import INTEGER_BYTES, SEGMENT_BYTES, gathered
 
 ARCH = 90
 THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
+# What it chooses, beside integers and beside floats.
+ORDERS = ((0x5140, 0x7362), (0x5410, 0x7632))
 EPILOGUE_BYTES = 64
 EXPERTS_BOX = 16  # rows of x that are copied together, with experts
 LIKELY = 4  # rows for each expert, from which on hardly any has none
@@ -58,6 +60,8 @@ class _Rows:
         Units of K that a group has; 0 where a unit has several.
     stride
         Bytes from row to row.
+    order
+        Of four columns and of four that lie 8 behind them: see layout/byte_fragments.cuh.
     """
 
     rows: int
@@ -66,16 +70,20 @@ class _Rows:
     pitch: int
     units: int
     stride: int
+    order: tuple[int, int]
 
     @classmethod
-    def of(cls, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int) -> "_Rows":
+    def of(
+        cls, weight: Format, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int
+    ) -> "_Rows":
         groups = 1
         if scales.x_fine:
             wide = scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine
             groups = -(-depth // wide)
         pitch = -(-(all_rows + tokens) // 4) * 4  # a tile's scales lie within, and start on vectors
         stride = -(-depth // VECTOR) * VECTOR
-        return cls(rows, all_rows, groups, pitch, scales.x_units, stride)
+        order = ORDERS[isinstance(weight.codec, Minifloat)]
+        return cls(rows, all_rows, groups, pitch, scales.x_units, stride, order)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -98,10 +106,11 @@ class _Rows:
         vectors = self.all_rows * (x.stride // VECTOR)
         launch = Launch(ROWS_PROGRAM, (-(-vectors // THREADS), 1, 1), THREADS)
         scale = at + self.sizes[0]
-        numbers = self.rows, self.all_rows, self.groups, self.pitch
+        numbers = self.rows, self.all_rows, self.groups, self.pitch, *self.order
         backend.launch(launch, x.pack(), groups, segments, order, *numbers, at, scale)
         matrix = at, self.all_rows, x.stride, x.stride, box
-        told = struct.pack("<Qq2i", scale, self.pitch, self.groups, self.units)
+        scales = scale, self.pitch, self.groups, self.units
+        told = struct.pack("<Qq2iQ2q", *scales, at, x.stride, self.all_rows)
         return backend.tensor_map(*matrix, "uint8"), told
 
 
@@ -150,7 +159,7 @@ def prepare(
     launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
     numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
-    laid = _Rows.of(scales, depth, rows, rows, tile.tokens)
+    laid = _Rows.of(fmt, scales, depth, rows, rows, tile.tokens)
     handed = blocks * tile.handed_bytes
 
     used = sum(laid.sizes)
@@ -195,7 +204,7 @@ def prepare_experts(
     row_tiles = -(-columns // tile.rows)
     program = program_of(fmt, kind, tile, scales.of_weight)
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
-    laid = _Rows.of(scales, depth, rows, gathered(rows, height), height)
+    laid = _Rows.of(fmt, scales, depth, rows, gathered(rows, height), height)
 
     most = -(-rows // height) + (spans or known + 1)
     tiles = most * row_tiles

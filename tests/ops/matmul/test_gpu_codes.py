@@ -6,7 +6,7 @@ All but the last part also runs on arrays that only look like theirs, with the e
 import fake_gpu
 import numpy as np
 import pytest
-from coded_products import CASES, check_on_gpu, pair
+from coded_products import CASES, check_on_gpu, pair, scales_far_apart, with_scales
 from gpu_products import host, to_gpu
 from products import normal, values
 
@@ -306,6 +306,8 @@ def captured(library, run):
     [
         ("fp8_e4m3", "fp4_e2m1:row"),
         ("mxfp8", "mxfp4"),
+        ("fp8_e4m3", "mxfp4"),
+        ("fp8_e4m3:1x128", "mxfp4"),
         ("fp8_e4m3:1x128", "nvfp4"),
         ("int8", "int4"),
     ],
@@ -319,6 +321,15 @@ def test_prepacked_weights(to, formats):
         wanted = values(x) @ values(w).T + normal((n,))
         np.testing.assert_allclose(host(first), wanted, rtol=1e-3, atol=1e-2)
         np.testing.assert_array_equal(host(first), host(second))
+
+
+@pytest.mark.parametrize("first", ["fp8_e4m3", "fp8_e4m3:1x128"])
+def test_prepacked_weights_whose_scales_are_far_apart(to, first):
+    for m, n, k in ((1, 33, 96), (150, 130, 1000)):
+        for scale in scales_far_apart(n, -(-k // 32)).values():
+            x, w = pair((first, "mxfp4", (m, n, k)))
+            w = with_scales(w, scale)
+            check_on_gpu(host(cq.linear(to(x), cq.prepack(to(w)))), x, w)
 
 
 def test_prepacked_experts(to):
