@@ -4,6 +4,7 @@
 // these are float32 and not of the row's type.
 #pragma once
 #include "device/elementary.cuh"
+#include "device/pairs.cuh"
 #include "format/chunk.cuh"
 
 namespace cuquant {
@@ -25,6 +26,7 @@ struct Operands {
 // A unit as it lies in memory.
 template <typename T>
 struct Unit {
+    static constexpr bool pairs = kHasPairs && sizeof(T) == 2;
     Raw<T> half[2];
     __device__ void zero() { half[0].zero(), half[1].zero(); }
     __device__ void load(const T* from) { half[0].load(from), half[1].load(from + kChunk); }
@@ -34,10 +36,10 @@ struct Unit {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int i = 0; i < Raw<T>::count; ++i) half[h].part[i] = words(v + h * kChunk + i * kEach);
+            for (int i = 0; i < Raw<T>::count; ++i) half[h].part[i] = rounded(v + h * kChunk + i * kEach);
         }
     }
-    __device__ static uint4 words(const float* v) {
+    __device__ static uint4 rounded(const float* v) {
         if constexpr (sizeof(T) == 4) return words_of(v);
         else return make_uint4(pair_of<T>(v[0], v[1]), pair_of<T>(v[2], v[3]), pair_of<T>(v[4], v[5]), pair_of<T>(v[6], v[7]));
     }
@@ -45,6 +47,45 @@ struct Unit {
 #pragma unroll
         for (int i = 0; i < 2 * Raw<T>::count; ++i)
             store16(reinterpret_cast<uint4*>(to) + i, half[i / Raw<T>::count].part[i % Raw<T>::count]);
+    }
+    // f(a word of it), one after the other.
+    template <class F>
+    __device__ void words(F f) const {
+#pragma unroll
+        for (int i = 0; i < 2 * Raw<T>::count; ++i) {
+            const uint4& part = half[i / Raw<T>::count].part[i % Raw<T>::count];
+            f(part.x), f(part.y), f(part.z), f(part.w);
+        }
+    }
+    // What the largest magnitude of units is found by: of a unit, of two, and its bits as a float32. Bits of floats
+    // compare like integers of their sign, in pairs too: the signed maximum is the largest number without a sign,
+    // the other one the smallest number with one; where there is none of its kind it has a smaller magnitude.
+    __device__ u32 size() const {
+        if constexpr (pairs) {
+            u32 above = half[0].part[0].x, below = above;
+            words([&](u32 word) {
+                above = signed_pair_max(above, word);
+                below = pair_max(below, word);
+            });
+            return pair_max(above & 0x7FFF7FFFu, below & 0x7FFF7FFFu);
+        } else {
+            float v[kUnit];
+            values(v);
+            Extremes extremes = Extremes::of(bits_of(v[0]));
+#pragma unroll
+            for (int i = 1; i < kUnit; ++i) extremes.add(bits_of(v[i]));
+            return extremes.furthest();
+        }
+    }
+    __device__ static u32 larger(u32 a, u32 b) {
+        if constexpr (pairs) return pair_max(a, b);
+        else return max(a, b);
+    }
+    __device__ static u32 bits_of_size(u32 size) {
+        if constexpr (!pairs) return size;
+        const u32 most = max(size << 16, size & 0xFFFF0000u);
+        if constexpr (is_same<T, Half>) return bits_of(float_of_high_half(most));
+        return most;
     }
 };
 
