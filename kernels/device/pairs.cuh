@@ -12,6 +12,8 @@ constexpr bool kHasPairs = false;
 
 #ifdef CUQUANT_EMULATOR
 
+inline u32 least_of(u32 a, u32 b, u32 c) { return min(min(a, b), c); }
+
 template <class Operation>
 u32 each_of_pair(Operation operation) {
     return (operation(0) & 0xFFFFu) | operation(16) << 16;
@@ -35,7 +37,12 @@ inline u32 bfloat16_pair_fma(u32 a, u32 b, u32 c) {
     });
 }
 
-#elif __CUDA_ARCH__ >= 900
+#else
+
+// One instruction where there is one; the compiler finds it from two minimums at times only.
+__device__ inline u32 least_of(u32 a, u32 b, u32 c) { return __vimin3_u32(a, b, c); }
+
+#if __CUDA_ARCH__ >= 900
 
 __device__ inline u32 pair_max(u32 a, u32 b) {
     u32 most;
@@ -66,6 +73,7 @@ __device__ u32 pair_min(u32 a, u32 b);
 __device__ u32 signed_pair_max(u32 a, u32 b);
 __device__ u32 bfloat16_pair_fma(u32 a, u32 b, u32 c);
 
+#endif
 #endif
 
 }  // namespace cuquant

@@ -74,11 +74,13 @@ struct Quick {
         using Packing = typename Format::Packing;
         constexpr bool small = is_e2m1<typename Format::Codec> && Packing::bits == 4;
         if constexpr (small && powers && Unit<T>::pairs && is_same<T, Bfloat16>) {
-            const u32 inverse = bits_of(numbers.inverse);
-            static_assert(Format::peak_bits == 0x40C00000, "6, of which limit is a power of two");
-            const u32 limit = 0x80400000u - inverse;  // 6 / inverse
+            static_assert(Format::peak_bits == 0x40C00000, "6, where sizes saturate");
 #pragma unroll
-            for (int h = 0; h < 2; ++h) bits[h] = e2m1_codes<Packing>(unit.half[h].part[0], inverse, limit);
+            for (int h = 0; h < 2; ++h) {
+                const uint4& part = unit.half[h].part[0];
+                const u32 pairs[4] = {part.x, part.y, part.z, part.w};
+                bits[h] = e2m1_codes<Packing>(pairs, numbers.inverse);
+            }
         } else {
             float v[kUnit];
             unit.values(v);
@@ -88,8 +90,12 @@ struct Quick {
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if constexpr (small) bits[h] = e2m1_codes<Packing>(v + h * kChunk, numbers.inverse);
-                else bits[h] = encode_chunk<Format>(v + h * kChunk, 0, tables, lookup);
+                const uint4& part = unit.half[h].part[0];
+                const u32 pairs[4] = {part.x, part.y, part.z, part.w};
+                const float* x = v + h * kChunk;
+                if constexpr (small && sizeof(T) == 2) bits[h] = e2m1_codes<Packing>(x, pairs, numbers.inverse);
+                else if constexpr (small) bits[h] = e2m1_codes<Packing>(x, x, numbers.inverse);
+                else bits[h] = encode_chunk<Format>(x, 0, tables, lookup);
             }
         }
     }

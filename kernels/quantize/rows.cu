@@ -171,6 +171,21 @@ __device__ void scale_rows(Held<T, Work>& x, const Norm& norm, const Operands& o
     }
 }
 
+// A unit times signs along the row.
+template <class Source, typename T>
+__device__ void turn(Unit<T>& unit, const void* signs, int at) {
+    if constexpr (!Source::wide || sizeof(T) == 4) {
+        unit.turn(Along<Source, T>(signs, at));
+    } else {
+        float v[kUnit], factors[kUnit];
+        unit.values(v);
+        along_row<Source, T>(signs, at, factors);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], factors[i]);
+        unit.round(v);
+    }
+}
+
 // x becomes what is quantized.
 template <class Source, typename T, class Work>
 __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Work>& place) {
@@ -184,18 +199,10 @@ __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Wo
         __shared__ float exchange[Source::group > 32 * kUnit ? kUnit * Work::threads : 1];
 #pragma unroll
         for (int u = 0; u < Work::units; ++u) {
-            float v[kUnit];
-            hadamard<Source, T>(v, operands.scale, exchange, [&](float* given) {
-                x.unit[u].values(given);
-                if constexpr (Source::weight) {
-                    float signs[kUnit];
-                    if (!place.valid(u)) return;
-                    along_row<Source, T>(operands.weight, place.unit(u), signs);
-#pragma unroll
-                    for (int i = 0; i < kUnit; ++i) given[i] = __fmul_rn(given[i], signs[i]);
-                }
-            });
-            x.unit[u].round(v);
+            if constexpr (Source::weight) {
+                if (place.valid(u)) turn<Source>(x.unit[u], operands.weight, place.unit(u));
+            }
+            hadamard<Source>(x.unit[u], operands.scale, exchange);
         }
     }
 }
@@ -220,9 +227,24 @@ template <class Rule> constexpr bool is_absmax = is_same<Rule, AbsMax> || is_sam
 template <class Format, bool kWithin = false>
 __device__ void encode_unit(
     float* v, const Numbers& numbers, u64* bits, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup) {
-    scale_values<Format, kUnit>(v, numbers.inverse, numbers.minimum);
+    if constexpr (Format::Codec::is_codebook) {
+        scale_values<Format, kUnit>(v, numbers.inverse, numbers.minimum);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) bits[h] = encode_chunk<Format, kWithin>(v + h * kChunk, numbers.zero_point, tables, lookup);
+        for (int h = 0; h < 2; ++h) bits[h] = encode_chunk<Format>(v + h * kChunk, 0, tables, lookup);
+    } else {  // as scale_values, with the codes of zeros chosen, and not zeros
+        const float zeros[kChunk] = {};
+        const bool any = usable(numbers.inverse);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            if constexpr (Format::offset == Offset::Minimum) v[i] = __fadd_rn(v[i], -numbers.minimum);
+            v[i] = __fmul_rn(v[i], numbers.inverse);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            bits[h] = encode_chunk<Format, kWithin>(v + h * kChunk, numbers.zero_point, tables, lookup);
+            if (!any) bits[h] = encode_chunk<Format>(zeros, numbers.zero_point, tables, lookup);
+        }
+    }
 }
 
 // Blocks of Work::share neighbouring units. Whether any is not done: whose scale is contested, or which is not Quick.

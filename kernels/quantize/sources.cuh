@@ -57,9 +57,19 @@ struct Unit {
             f(part.x), f(part.y), f(part.z), f(part.w);
         }
     }
+    // Times the signs of another unit, which are 1 and -1.
+    __device__ void turn(const Unit& signs) {
+        constexpr u32 kSigns = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+#pragma unroll
+        for (int i = 0; i < 2 * Raw<T>::count; ++i) {
+            uint4& own = half[i / Raw<T>::count].part[i % Raw<T>::count];
+            const uint4& other = signs.half[i / Raw<T>::count].part[i % Raw<T>::count];
+            own.x ^= other.x & kSigns, own.y ^= other.y & kSigns, own.z ^= other.z & kSigns, own.w ^= other.w & kSigns;
+        }
+    }
     // What the largest magnitude of units is found by: of a unit, of two, and its bits as a float32. Bits of floats
     // compare like integers of their sign, in pairs too: the signed maximum is the largest number without a sign,
-    // the other one the smallest number with one; where there is none of its kind it has a smaller magnitude.
+    // the other one the smallest number with one; where there is none of its kind, one of the other kind.
     __device__ u32 size() const {
         if constexpr (pairs) {
             u32 above = half[0].part[0].x, below = above;
@@ -91,11 +101,13 @@ struct Unit {
 
 // The elements of a vector along the row that belong to a unit.
 template <class Source, typename T>
-__device__ void along_row(const void* from, i64 unit, float* v) {
+struct Along : Unit<Choice<Source::wide != 0, float, T>> {
     using Own = Choice<Source::wide != 0, float, T>;
-    Unit<Own> raw;
-    raw.load(static_cast<const Own*>(from) + unit * kUnit);
-    raw.values(v);
+    __device__ Along(const void* from, i64 unit) { this->load(static_cast<const Own*>(from) + unit * kUnit); }
+};
+template <class Source, typename T>
+__device__ void along_row(const void* from, i64 unit, float* v) {
+    Along<Source, T>(from, unit).values(v);
 }
 
 // Eight neighbours in index order, then the two halves.
@@ -243,36 +255,48 @@ __device__ bool group_any(bool own, float* exchange) {
     return any;
 }
 
-// The orthonormal transform of a unit's group. `given(v)` gives the values before it.
-template <class Source, typename T, class Values>
-__device__ void hadamard(float* v, float scale, float* exchange, Values given) {
+// Whether a number of a unit is not finite.
+__device__ inline bool any_lost(const float* v) {
+    float probe = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) probe = __fmaf_rn(v[i], 0.0f, probe);
+    return probe != probe;
+}
+
+// `unit` becomes its part of the orthonormal transform of its group.
+template <class Source, typename T>
+__device__ void hadamard(Unit<T>& unit, float scale, float* exchange) {
     constexpr int kGroup = Source::group;
-    given(v);
+    float v[kUnit], scaled[kUnit];
+    unit.values(v);
     transform<kGroup>(v, exchange);
-    bool lost = false;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) scaled[i] = __fmul_rn(v[i], scale);
+    Unit<T> turned;
+    turned.round(scaled);
     if constexpr (!is_same<T, Half>) {  // whose sums are far below float32's largest number
-        float probe = 0.0f;
+        // What is rounded to 16 bits is infinite where the sum is, and seldom else; its size is found anyway.
+        const bool maybe = Unit<T>::pairs ? Unit<T>::bits_of_size(turned.size()) >= 0x7F800000u : any_lost(v);
+        if (kGroup / kUnit > 32 ? __syncthreads_or(maybe) != 0 : __any_sync(~0u, maybe) != 0) {
+            // Seldom: once more to see whether sums are lost, and in units of 1 / group.
+            bool lost = false;
+            float share = 1.0f;
+#pragma unroll 1
+            for (int attempt = 0; attempt < 2; ++attempt) {
+                unit.values(v);
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) probe = __fmaf_rn(v[i], 0.0f, probe);
-        lost = probe != probe;
-    } else {
+                for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], share);
+                transform<kGroup>(v, exchange);
+                if (attempt) break;
+                lost = group_any<kGroup>(any_lost(v), exchange);
+                share = 1.0f / kGroup;
+            }
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], scale);
-        return;
+            for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(__fmul_rn(v[i], scale), static_cast<float>(kGroup));
+            if (lost) turned.round(v);
+        }
     }
-    const bool any = kGroup / kUnit > 32 ? __syncthreads_or(lost) != 0 : __any_sync(~0u, lost) != 0;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], scale);
-    if (!any) return;  // nearly always; else in units of 1 / group
-    const bool other = group_any<kGroup>(lost, exchange);
-    float small[kUnit];
-    given(small);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) small[i] = __fmul_rn(small[i], 1.0f / kGroup);
-    transform<kGroup>(small, exchange);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i)
-        if (other) v[i] = __fmul_rn(__fmul_rn(small[i], scale), static_cast<float>(kGroup));
+    unit = turned;
 }
 
 }  // namespace cuquant
