@@ -1,11 +1,11 @@
 // Scales and codes of nearly all blocks of a power of two or of an e4m3 scale, by fewer operations: of blocks whose
-// scale is a normal number and needs no saturation. They are those that numbers_of, scale_values and encode_chunk make.
+// scale is a normal number. They are those that numbers_of, scale_values and encode_chunk make.
 #pragma once
 #include "quantize/sources.cuh"
 
 namespace cuquant {
 
-// An e4m3 number nearest to x, from 2^-6 to 448, and its value.
+// The e4m3 number nearest to x, which is 2^-6 or more, saturating, and its value.
 __device__ inline u32 e4m3_of(float x, float& value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     const u32 code = e4m3_pair_of(x, 0.0f) & 0xFFu;
@@ -26,7 +26,7 @@ struct Quick {
         (powers || e4m3) && Format::offset == Offset::None && !Format::encode_exact && !Format::mean && !(kFlags & kGiven);
 
     float global, peak, reciprocal;  // peak: the largest number of a block whose scale is 1
-    bool open;
+    bool within, counts;  // counts: scales beyond e4m3
 
     // What the blocks of a thread share.
     __device__ explicit Quick(const Given& given) {
@@ -34,7 +34,8 @@ struct Quick {
             global = *given.global_scale;
             peak = __fmul_rn(Format::peak(), global);
             reciprocal = __frcp_rn(peak);
-            open = peak > 0x1p-60f && peak < 0x1p60f;
+            within = peak > 0x1p-60f && peak < 0x1p60f;
+            counts = !given.global_from_data;
         }
     }
 
@@ -61,7 +62,8 @@ struct Quick {
             float value;
             numbers.stored = e4m3_of(scale, value);
             numbers.inverse = inverse_of(__fmul_rn(value, global));
-            return open && scale >= 0x1p-6f && scale <= 448.0f;  // below it is contested
+            numbers.overflows = counts && scale > 464.0f;
+            return within && scale >= 0x1p-6f && scale <= 0x1p60f;  // below it is contested
         }
         return false;
     }

@@ -82,6 +82,15 @@ struct Held {
     }
 };
 
+// Blocks that must fit a multiprocessor. Left alone, the compiler takes more registers than these thread blocks are
+// worth; before Hopper it needs local memory for so few.
+template <typename T, class Work, bool kMeans>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int fitting = Work::units * sizeof(T) <= 4 ? (kMeans ? 768 : 896) / Work::threads : Work::fitting;
+#else
+constexpr int fitting = Work::fitting;
+#endif
+
 // Where a thread's units lie.
 template <class Work>
 struct Place {
@@ -191,12 +200,15 @@ template <class Source, typename T, class Work>
 __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Work>& place) {
     if constexpr (Source::adds || Source::gate) combine<Source>(x, operands, place);
     if constexpr (Source::norm) {
-        const Norm norm = norm_of<Source>(operands, RowSum<T, Work>{x, place}, uniform<Work::lanes>);
-        if (norm.unit == 1.0f) scale_rows<Source, T, Work, false>(x, norm, operands, place);
-        else scale_rows<Source, T, Work, true>(x, norm, operands, place);
+        const RowSum<T, Work> sum{x, place};
+        const Norm norm = norm_of<Source>(operands, sum);
+        if (uniform<Work::lanes>(!norm.within()))  // seldom, if of any row whose threads must stay together
+            scale_rows<Source, T, Work, true>(x, norm_again<Source>(norm, operands, sum), operands, place);
+        else
+            scale_rows<Source, T, Work, false>(x, norm, operands, place);
     }
     if constexpr (Source::group) {
-        __shared__ float exchange[Source::group > 32 * kUnit ? kUnit * Work::threads : 1];
+        alignas(16) __shared__ float exchange[Turn<Source::group>::floats(Work::threads)];
 #pragma unroll
         for (int u = 0; u < Work::units; ++u) {
             if constexpr (Source::weight) {
@@ -286,6 +298,10 @@ __device__ bool quantize_blocks(
             open = Contest<Format, kFlags>(numbers, given).open;
         }
         encode_unit<Format>(v, numbers, bits, tables, lookup);
+        if constexpr (Quick<Format, kFlags>::possible) {
+            Numbers before;
+            if (quick.numbers(found.top, before)) numbers.overflows = 0;  // it has been counted
+        }
     }
     if (valid && lane == 0) store_scale<Format>(scales, block, numbers);
     store_chunks<typename Format::Packing, 2>(packed, place.at(u), bits, valid);
@@ -388,7 +404,7 @@ __device__ void quantize_row(
 // `units` in the array, `along` in a row (any number where there are no rows); the scale of row r is the one at
 // r * step, where a scale is a row's.
 template <class Format, typename T, class Source, class Work, int kFlags>
-__global__ void __launch_bounds__(Work::threads, Work::fitting) rows(
+__global__ void __launch_bounds__(Work::threads, fitting<T, Work, Source::norm == 2>) rows(
     Operands operands, T* __restrict__ values, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup,
     i64 units, int along, int step, u32* lost) {
     const Place<Work> place(units, along);

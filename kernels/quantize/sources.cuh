@@ -186,17 +186,19 @@ __device__ Norm norm_in(float unit, float eps, double share, Sum sum) {
     return norm;
 }
 
-// `uniform(b)`: b of any row whose threads must stay together.
-template <class Source, class Sum, class Uniform>
-__device__ Norm norm_of(const Operands& operands, Sum sum, Uniform uniform) {
-    Norm norm = norm_in<Source, false>(1.0f, operands.eps, operands.share, sum);
-    if (uniform(!norm.within())) {  // seldom
-        const bool down = norm.square > 1.0f;
-        const Norm other = norm_in<Source, true>(
-            down ? kSmall : kLarge, down ? operands.eps_small : operands.eps_large, operands.share, sum);
-        if (!norm.within()) norm = other;
-    }
-    return norm;
+// Of a row in the units that its numbers come in.
+template <class Source, class Sum>
+__device__ Norm norm_of(const Operands& operands, Sum sum) {
+    return norm_in<Source, false>(1.0f, operands.eps, operands.share, sum);
+}
+
+// Seldom: in other units, where `norm` is not within.
+template <class Source, class Sum>
+__device__ Norm norm_again(const Norm& norm, const Operands& operands, Sum sum) {
+    const bool down = norm.square > 1.0f;
+    const Norm other = norm_in<Source, true>(
+        down ? kSmall : kLarge, down ? operands.eps_small : operands.eps_large, operands.share, sum);
+    return norm.within() ? norm : other;
 }
 
 // ---- gates --------------------------------------------------------------------------------------
@@ -208,28 +210,89 @@ __device__ float gated(float gate, float up) {
 
 // ---- Walsh-Hadamard -----------------------------------------------------------------------------
 
-// The sums and differences of a group whose units are held by neighbouring threads. `exchange`, [kUnit * threads],
-// is for those of 64 threads, a warp's and its neighbour's.
-template <int kGroup>
-__device__ void transform(float* v, float* exchange) {
+// The sums and differences of numbers that are up to kCount / 2 apart, kApart elements for each.
+template <int kCount, int kApart>
+__device__ void butterflies(float* v) {
 #pragma unroll
-    for (int distance = 1; distance < (kGroup < kUnit ? kGroup : kUnit); distance *= 2) {
+    for (int distance = 1; distance < kCount; distance *= 2) {
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-            if (i & distance) continue;
-            const float a = v[i], b = v[i + distance];
+        for (int i = 0; i < kCount * kApart; ++i) {
+            if (i / kApart & distance) continue;
+            const float a = v[i], b = v[i + distance * kApart];
             v[i] = __fadd_rn(a, b);
-            v[i + distance] = __fadd_rn(a, -b);
+            v[i + distance * kApart] = __fadd_rn(a, -b);
         }
     }
-    // The upper one of a pair takes its own off the other's; the product is exact.
+}
+
+// kCount neighbours to shared memory and back, by as few accesses as may be.
+template <int kCount>
+__device__ void put(float* to, const float* v) {
+    if constexpr (kCount % 4 == 0) {
 #pragma unroll
-    for (int lanes = 1; lanes < kGroup / kUnit && lanes < 32; lanes *= 2) {
-        const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
+        for (int i = 0; i < kCount; i += 4) *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    } else if constexpr (kCount == 2) {
+        *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+    } else {
+        *to = *v;
     }
-    if constexpr (kGroup / kUnit > 32) {
+}
+template <int kCount>
+__device__ void get(float* v, const float* from) {
+    if constexpr (kCount % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+            const float4 part = *reinterpret_cast<const float4*>(from + i);
+            v[i] = part.x, v[i + 1] = part.y, v[i + 2] = part.z, v[i + 3] = part.w;
+        }
+    } else if constexpr (kCount == 2) {
+        const float2 part = *reinterpret_cast<const float2*>(from);
+        v[0] = part.x, v[1] = part.y;
+    } else {
+        *v = *from;
+    }
+}
+
+// Where the units of a group lie in shared memory while threads hold elements of all of them. A unit and what follows
+// it has 20 floats and a group 16 more than a multiple of 32, so that no two threads meet in a bank.
+template <int kGroup>
+struct Turn {
+    static constexpr int lanes = kGroup / kUnit, own = kUnit / (lanes < kUnit ? lanes : kUnit);  // elements of each unit
+    static constexpr bool used = lanes >= 4 && lanes <= kUnit;
+    static constexpr int unit = 20, group = lanes * unit % 32 == 16 ? lanes * unit : lanes * unit + 16;
+    __device__ static constexpr int floats(int threads) { return used ? threads / lanes * group : lanes > 32 ? threads * kUnit : 4; }
+};
+
+// The sums and differences of a group whose units are held by neighbouring threads. `exchange`, Turn::floats(threads)
+// aligned to 16 bytes, is for those of a warp, and of 64 threads: a warp's and its neighbour's.
+template <int kGroup>
+__device__ void transform(float* v, float* exchange) {
+    using Turned = Turn<kGroup>;
+    constexpr int kLanes = Turned::lanes;
+    butterflies<(kGroup < kUnit ? kGroup : kUnit), 1>(v);
+    if constexpr (Turned::used) {  // by shuffles each distance takes two operations an element
+        constexpr int own = Turned::own;
+        const int lane = threadIdx.x % kLanes;
+        float* group = exchange + threadIdx.x / kLanes * Turned::group;
+        put<kUnit>(group + lane * Turned::unit, v);
+        __syncwarp();
+#pragma unroll
+        for (int l = 0; l < kLanes; ++l) get<own>(v + l * own, group + l * Turned::unit + lane * own);
+        butterflies<kLanes, own>(v);
+#pragma unroll
+        for (int l = 0; l < kLanes; ++l) put<own>(group + l * Turned::unit + lane * own, v + l * own);
+        __syncwarp();
+        get<kUnit>(v, group + lane * Turned::unit);  // which no other thread reads before it is written again
+    } else {
+        // The upper one of a pair takes its own off the other's; the product is exact.
+#pragma unroll
+        for (int lanes = 1; lanes < kLanes && lanes < 32; lanes *= 2) {
+            const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(~0u, v[i], lanes));
+        }
+    }
+    if constexpr (kLanes > 32) {
         const float sign = threadIdx.x & 32 ? -1.0f : 1.0f;
         __syncthreads();  // the exchange before has been read
 #pragma unroll
