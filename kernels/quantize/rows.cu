@@ -1,6 +1,7 @@
 // What a layer does to rows, and their scales and codes, each row read once: a thread holds Work::units units of 16
 // elements, and Work::lanes neighbouring threads a row: a part of a warp, a warp, or the whole block.
 // Where there are no rows to be added up (gates, transforms, blocks of a few lanes), a "row" is any stretch.
+#include "device/overlap.cuh"
 #include "quantize/contest.cuh"
 #include "quantize/find.cuh"
 #include "quantize/quick.cuh"
@@ -86,7 +87,7 @@ struct Held {
 // worth; before Hopper it needs local memory for so few.
 template <typename T, class Work, bool kMeans>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int fitting = Work::units * sizeof(T) <= 4 ? (kMeans ? 768 : 896) / Work::threads : Work::fitting;
+constexpr int fitting = Work::fitting > 1 ? Work::fitting : Work::units * sizeof(T) <= 4 ? (kMeans ? 768 : 896) / Work::threads : Work::fitting;
 #else
 constexpr int fitting = Work::fitting;
 #endif
@@ -95,16 +96,16 @@ constexpr int fitting = Work::fitting;
 template <class Work>
 struct Place {
     i64 row, first;  // the row, and its first unit in the array
-    int own;         // units that the row has
+    int own, along;  // units that the row has, and rows have
     int lane;
-    __device__ Place(i64 units, int along) {
+    __device__ Place(i64 units, int along) : along(along) {
         row = static_cast<i64>(blockIdx.x) * (Work::threads / Work::lanes) + threadIdx.x / Work::lanes;
         first = row * along;
         own = static_cast<int>(min(static_cast<i64>(along), max(units - first, 0ll)));
         lane = threadIdx.x % Work::lanes;
     }
     __device__ int unit(int u) const { return u * Work::lanes + lane; }  // in the row
-    __device__ bool valid(int u) const { return unit(u) < own; }
+    __device__ bool valid(int u) const { return Work::whole || unit(u) < own; }
     __device__ i64 at(int u) const { return first + unit(u); }  // in the array
 };
 
@@ -120,6 +121,22 @@ template <typename T, class Work>
 __device__ void load(Held<T, Work>& held, const void* from, const Place<Work>& place) {
 #pragma unroll
     for (int u = 0; u < Work::units; ++u) held.unit[u] = load<T>(from, place, u);
+}
+
+// To the L2 cache: what the block reads that starts when some of the present ones have ended. Without it warps waited
+// for memory, too few of them to be busy meanwhile; from twice as far ahead it was slower than without.
+constexpr int kAhead = 4 << 20;  // bytes
+
+template <typename T, class Work>
+__device__ void prefetch(const void* from, const Place<Work>& place, i64 units) {
+    constexpr int kLine = 128 / (kUnit * sizeof(T));  // units
+    constexpr int kBlocks = kAhead / (Work::threads * Work::units * kUnit * static_cast<int>(sizeof(T)));
+    const i64 distance = static_cast<i64>(kBlocks) * (Work::threads / Work::lanes) * place.along;
+#pragma unroll
+    for (int u = 0; u < Work::units; ++u) {
+        const i64 unit = place.at(u) + distance;
+        if (threadIdx.x % kLine == 0 && unit < units) prefetch_line(static_cast<const T*>(from) + unit * kUnit);
+    }
 }
 
 // x with another array: a sum, which is stored too, or what a gate lets through. All of it is loaded first, but
@@ -202,10 +219,12 @@ __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Wo
     if constexpr (Source::norm) {
         const RowSum<T, Work> sum{x, place};
         const Norm norm = norm_of<Source>(operands, sum);
-        if (uniform<Work::lanes>(!norm.within()))  // seldom, if of any row whose threads must stay together
+        if (uniform<Work::lanes>(!norm.within())) {  // seldom, if of any row whose threads must stay together
+            if constexpr (!Source::adds) load(x, operands.x, place);  // anew: keeping it took registers
             scale_rows<Source, T, Work, true>(x, norm_again<Source>(norm, operands, sum), operands, place);
-        else
+        } else {
             scale_rows<Source, T, Work, false>(x, norm, operands, place);
+        }
     }
     if constexpr (Source::group) {
         alignas(16) __shared__ float exchange[Turn<Source::group>::floats(Work::threads)];
@@ -410,6 +429,10 @@ __global__ void __launch_bounds__(Work::threads, fitting<T, Work, Source::norm =
     const Place<Work> place(units, along);
     Held<T, Work> x;
     load(x, operands.x, place);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    prefetch<T>(operands.x, place, units);
+    if constexpr (Source::adds || Source::gate) prefetch<T>(operands.other, place, units);
+#endif
     if constexpr (is_same<Format, Values>) {
         apply<Source>(x, operands, place);
 #pragma unroll
