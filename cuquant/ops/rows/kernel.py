@@ -36,12 +36,15 @@ class Work:
         Of a block.
     share
         Units that share a scale; 0: those of a row do.
+    whole
+        Whether a row has as many units as its threads hold, and a block one row.
     """
 
     lanes: int
     units: int
     threads: int
     share: int = 0
+    whole: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,7 +91,7 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
     least = max(source.least_lanes, share or 1)
     usual = USUAL[itemsize]
     if not source.has_rows and share != 0:
-        return Work(THREADS, usual, THREADS, share or 0)
+        return Work(THREADS // 2, usual, THREADS // 2, share or 0)
     along = columns // UNIT
     lanes = max(least, min(THREADS, _power(along / usual)))
     # Fewer threads that hold more each, where fewer of them have nothing to do.
@@ -99,7 +102,9 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
     units = -(-along // lanes)
     if units > MOST[itemsize] - 2 * (source.norm == LAYER and itemsize == 2):
         return None
-    return Work(lanes, units, lanes if lanes > WARP else THREADS // 2, share or 0)
+    threads = lanes if lanes > WARP else THREADS // 2
+    whole = lanes == threads and units * lanes == along
+    return Work(lanes, units, threads, share or 0, whole)
 
 
 def _idle(lanes: int, along: int) -> int:

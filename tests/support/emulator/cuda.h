@@ -155,6 +155,10 @@ inline float __fmul_rd(float a, float b) {
 inline float __fmul_ru(float a, float b) {
     return emulator_rounded(FE_UPWARD, a, b, [](float x, float y) { return x * y; });
 }
+inline float __fmaf_ru(float a, float b, float c) {
+    volatile float factor = a;
+    return emulator_rounded(FE_UPWARD, b, c, [&](float x, float y) { return fmaf(factor, x, y); });
+}
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
 // Saturating; NaN becomes 0.
