@@ -395,6 +395,8 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
             clear_lost(plan, groups, out)
             scatter(plan, ADDRESS, routing, 1, out)
         for part in fmt.components((CODED_COLUMNS, CODED_DEPTHS[0])):
+            if not part.shape:  # one number for all rows
+                continue
             for step in (1, VECTOR_BYTES):  # from its address on vectors
                 gather_part(plan, View(ADDRESS + step, part.shape, (), part.dtype), routing)
     return list(plan.programs)
