@@ -91,9 +91,10 @@ template <> inline constexpr bool has_quotients<Values> = false;
 template <class Format, typename T, class Source, class Work>
 __device__ constexpr int fitting() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-    constexpr int held = Work::units * static_cast<int>(sizeof(T));
+    constexpr int held = Work::units * static_cast<int>(sizeof(T));  // 8: 32 registers
     constexpr bool quotients = Work::share && has_quotients<Format>;
     if (held == 8 && Source::norm == 2 && !Source::wide && Work::share && Work::whole) return 512 / Work::threads;
+    if (held == 8 && Source::gate) return 768 / Work::threads;
     if (held > 4 || Source::group > 32 * kUnit) return Work::fitting;
     if (Source::norm == 2 && quotients) return 768 / Work::threads;
     return (Source::group >= 128 && quotients ? 1024 : 896) / Work::threads;
@@ -313,7 +314,7 @@ __device__ bool quantize_blocks(
     u64 bits[2];
     bool open = false;
     if constexpr (Quick<Format, kFlags>::possible && !kAll) {
-        open = !quick.numbers(found.top, numbers);
+        open = !quick.numbers(found.top, numbers) && valid;  // zeros beyond a row are none
         if (valid && lane == 0 && !open) beyond += numbers.overflows;
         numbers.overflows = 0;
         quick.encode(unit, numbers, bits, tables, lookup);
