@@ -95,7 +95,7 @@ __device__ constexpr int fitting() {
     constexpr bool quotients = Work::share && has_quotients<Format>;
     if (held == 8 && Source::norm == 2 && !Source::wide && Work::share && Work::whole) return 512 / Work::threads;
     if (held == 8 && Source::gate) return 768 / Work::threads;
-    if (held > 4 || Source::group > 32 * kUnit) return Work::fitting;
+    if (held > 4 || Source::group > 32 * kUnit || (Source::norm == 2 && Source::wide)) return Work::fitting;
     if (Source::norm == 2 && quotients) return 768 / Work::threads;
     return (Source::group >= 128 && quotients ? 1024 : 896) / Work::threads;
 #else
