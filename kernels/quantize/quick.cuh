@@ -28,10 +28,15 @@ struct Quick {
     float global, peak, reciprocal;  // peak: the largest number of a block whose scale is 1
     bool within, counts;  // counts: scales beyond e4m3
 
+    // What a thread loads before anything else, since it waits for it.
+    __device__ static float early(const Given& given) {
+        if constexpr (possible && e4m3) return *given.global_scale;
+        else return 1.0f;
+    }
+
     // What the blocks of a thread share.
-    __device__ explicit Quick(const Given& given) {
+    __device__ Quick(const Given& given, float global) : global(global) {
         if constexpr (possible && e4m3) {
-            global = *given.global_scale;
             peak = __fmul_rn(Format::peak(), global);
             reciprocal = __frcp_rn(peak);
             within = peak > 0x1p-60f && peak < 0x1p60f;

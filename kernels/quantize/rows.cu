@@ -83,14 +83,25 @@ struct Held {
     }
 };
 
+template <class Format> constexpr bool has_quotients = !Quick<Format, 0>::powers;
+template <> inline constexpr bool has_quotients<Values> = false;
+
 // Blocks that must fit a multiprocessor. Left alone, the compiler takes more registers than these thread blocks are
-// worth; before Hopper it needs local memory for so few.
-template <typename T, class Work, bool kMeans>
+// worth on Hopper, or fewer; before it needs local memory for so few.
+template <class Format, typename T, class Source, class Work>
+__device__ constexpr int fitting() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int fitting = Work::fitting > 1 ? Work::fitting : Work::units * sizeof(T) <= 4 ? (kMeans ? 768 : 896) / Work::threads : Work::fitting;
+    constexpr int held = Work::units * static_cast<int>(sizeof(T));  // 8: 32 registers
+    constexpr bool quotients = Work::share && has_quotients<Format>;
+    if (held == 8 && Source::norm == 2 && !Source::wide && Work::share && Work::whole) return 512 / Work::threads;
+    if (held == 8 && Source::gate) return 768 / Work::threads;
+    if (held > 4 || Source::group > 32 * kUnit || (Source::norm == 2 && Source::wide)) return Work::fitting;
+    if (Source::norm == 2 && quotients) return 768 / Work::threads;
+    return (Source::group >= 128 && quotients ? 1024 : 896) / Work::threads;
 #else
-constexpr int fitting = Work::fitting;
+    return Work::fitting;
 #endif
+}
 
 // Where a thread's units lie.
 template <class Work>
@@ -98,11 +109,13 @@ struct Place {
     i64 row, first;  // the row, and its first unit in the array
     int own, along;  // units that the row has, and rows have
     int lane;
-    __device__ Place(i64 units, int along) : along(along) {
-        row = static_cast<i64>(blockIdx.x) * (Work::threads / Work::lanes) + threadIdx.x / Work::lanes;
+    __device__ Place(i64 units, int given) {
+        constexpr bool kOne = Work::lanes == Work::threads;  // row in a block
+        row = kOne ? blockIdx.x : static_cast<i64>(blockIdx.x) * (Work::threads / Work::lanes) + threadIdx.x / Work::lanes;
+        lane = kOne ? threadIdx.x : threadIdx.x % Work::lanes;
+        along = Work::whole ? Work::lanes * Work::units : given;
         first = row * along;
-        own = static_cast<int>(min(static_cast<i64>(along), max(units - first, 0ll)));
-        lane = threadIdx.x % Work::lanes;
+        own = Work::whole ? along : static_cast<int>(min(static_cast<i64>(along), max(units - first, 0ll)));
     }
     __device__ int unit(int u) const { return u * Work::lanes + lane; }  // in the row
     __device__ bool valid(int u) const { return Work::whole || unit(u) < own; }
@@ -228,13 +241,13 @@ __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Wo
     }
     if constexpr (Source::group) {
         alignas(16) __shared__ float exchange[Turn<Source::group>::floats(Work::threads)];
+        if constexpr (Source::weight) {  // all of them first: their loads take time
 #pragma unroll
-        for (int u = 0; u < Work::units; ++u) {
-            if constexpr (Source::weight) {
+            for (int u = 0; u < Work::units; ++u)
                 if (place.valid(u)) turn<Source>(x.unit[u], operands.weight, place.unit(u));
-            }
-            hadamard<Source>(x.unit[u], operands.scale, exchange);
         }
+#pragma unroll
+        for (int u = 0; u < Work::units; ++u) hadamard<Source>(x.unit[u], operands.scale, exchange);
     }
 }
 
@@ -279,11 +292,11 @@ __device__ void encode_unit(
 }
 
 // Blocks of Work::share neighbouring units. Whether any is not done: whose scale is contested, or which is not Quick.
-// With kAll all are.
+// With kAll all are. `beyond` counts scales of Quick ones that their type cannot hold.
 template <class Format, typename T, class Work, int kFlags, bool kAll>
 __device__ bool quantize_blocks(
     const Unit<T>& unit, int u, const Place<Work>& place, const Quick<Format, kFlags>& quick, u8* packed, const Scales& scales,
-    const Given& given, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup) {
+    const Given& given, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup, u32& beyond) {
     using Rule = typename Format::Rule;
     constexpr int kShare = Work::share;
     const int lane = threadIdx.x % kShare;
@@ -301,7 +314,9 @@ __device__ bool quantize_blocks(
     u64 bits[2];
     bool open = false;
     if constexpr (Quick<Format, kFlags>::possible && !kAll) {
-        open = !quick.numbers(found.top, numbers);
+        open = !quick.numbers(found.top, numbers) && valid;  // zeros beyond a row are none
+        if (valid && lane == 0 && !open) beyond += numbers.overflows;
+        numbers.overflows = 0;
         quick.encode(unit, numbers, bits, tables, lookup);
     } else {
         numbers = numbers_of<Format, kFlags>(found, kShare * kUnit, given, valid ? block : 0);
@@ -423,15 +438,14 @@ __device__ void quantize_row(
 // `units` in the array, `along` in a row (any number where there are no rows); the scale of row r is the one at
 // r * step, where a scale is a row's.
 template <class Format, typename T, class Source, class Work, int kFlags>
-__global__ void __launch_bounds__(Work::threads, fitting<T, Work, Source::norm == 2>) rows(
+__global__ void __launch_bounds__(Work::threads, fitting<Format, T, Source, Work>()) rows(
     Operands operands, T* __restrict__ values, u8* __restrict__ packed, Scales scales, Given given, Lookup lookup,
     i64 units, int along, int step, u32* lost) {
     const Place<Work> place(units, along);
     Held<T, Work> x;
     load(x, operands.x, place);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    prefetch<T>(operands.x, place, units);
-    if constexpr (Source::adds || Source::gate) prefetch<T>(operands.other, place, units);
+    if constexpr (!Source::adds) prefetch<T>(operands.x, place, units);  // which has enough on its way
 #endif
     if constexpr (is_same<Format, Values>) {
         apply<Source>(x, operands, place);
@@ -444,21 +458,24 @@ __global__ void __launch_bounds__(Work::threads, fitting<T, Work, Source::norm =
             Format::Codec::fill(tables, lookup, threadIdx.x, Work::threads);
             __syncthreads();
         }
+        const float global = Quick<Format, kFlags>::early(given);
         apply<Source>(x, operands, place);
         if constexpr (kFlags & kClamp) clamp(x);
         if constexpr (Work::share) {
-            const Quick<Format, kFlags> quick(given);
+            const Quick<Format, kFlags> quick(given, global);
             bool open = false;
+            u32 beyond = 0;
 #pragma unroll
             for (int u = 0; u < Work::units; ++u)
                 open |= quantize_blocks<Format, T, Work, kFlags, false>(
-                    x.unit[u], u, place, quick, packed, scales, given, tables, lookup);
+                    x.unit[u], u, place, quick, packed, scales, given, tables, lookup, beyond);
+            if (beyond && scales.overflow) atomicAdd(scales.overflow, beyond);
             if constexpr (Quick<Format, kFlags>::possible || Contest<Format, kFlags>::possible) {
                 if (!__any_sync(~0u, open)) return;  // nearly always
                 const Scales again = Quick<Format, kFlags>::possible ? scales : scales.uncounted();
                 x.each_slowly([&](const Unit<T>& unit, int u) {
                     quantize_blocks<Format, T, Work, kFlags, true>(
-                        unit, u, place, quick, packed, again, given, tables, lookup);
+                        unit, u, place, quick, packed, again, given, tables, lookup, beyond);
                 });
             }
         } else {

@@ -48,13 +48,14 @@ struct Unit {
         for (int i = 0; i < 2 * Raw<T>::count; ++i)
             store16(reinterpret_cast<uint4*>(to) + i, half[i / Raw<T>::count].part[i % Raw<T>::count]);
     }
-    // f(a word of it), one after the other.
+    // f(a word of it), one after the other but for the first.
     template <class F>
-    __device__ void words(F f) const {
+    __device__ void later_words(F f) const {
 #pragma unroll
         for (int i = 0; i < 2 * Raw<T>::count; ++i) {
             const uint4& part = half[i / Raw<T>::count].part[i % Raw<T>::count];
-            f(part.x), f(part.y), f(part.z), f(part.w);
+            if (i) f(part.x);
+            f(part.y), f(part.z), f(part.w);
         }
     }
     // Times the signs of another unit, which are 1 and -1.
@@ -73,7 +74,7 @@ struct Unit {
     __device__ u32 size() const {
         if constexpr (pairs) {
             u32 above = half[0].part[0].x, below = above;
-            words([&](u32 word) {
+            later_words([&](u32 word) {
                 above = signed_pair_max(above, word);
                 below = pair_max(below, word);
             });

@@ -18,6 +18,7 @@ BITS = (1, 2, 4, 8)  # of codes, whose units are whole words of their own
 RULES = ("absmax", "signed_max", "range", "e8m0")
 # Units of a thread by the size of an element: the usual ones, and the most that registers hold.
 USUAL, MOST = {2: 2, 4: 1}, {2: 8, 4: 4}
+FEW = (1, 2)  # units that share a scale where codes take longest
 PLAIN_THREADS = 256
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)  # of a transform in registers
 
@@ -93,6 +94,9 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
     if not source.has_rows and share != 0:
         return Work(THREADS // 2, usual, THREADS // 2, share or 0)
     along = columns // UNIT
+    few = source.norm == LAYER and not source.wide and share in FEW
+    if few and itemsize == 2 and along == _power(along):
+        usual *= 2  # two sums cost more than registers
     lanes = max(least, min(THREADS, _power(along / usual)))
     # Fewer threads that hold more each, where fewer of them have nothing to do.
     while lanes // 2 >= max(least, WARP) and _idle(lanes // 2, along) < _idle(lanes, along):
