@@ -410,7 +410,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto turn_to = [&](int n) {
             if constexpr (kFolded) {
                 if (n % 4 == 0) {
-                    fold.begin(in_tile, anew(lane));
+                    if (fold.begin() && anew(lane) == 0) *in_tile |= fold.kMet;
                     fetch_four(n + 4);
                 }
                 fold.choose(n % 4);
@@ -581,10 +581,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? sum[j] : static_cast<float>(part[0][j]);
         }
         if constexpr (kFolded) {
-            const int first = static_cast<int>(*in_tile & ~fold.kMet) + depth * kSpan;
+            __syncwarp();  // behind the last mark
+            const u32 known = *in_tile;
+            const int first = static_cast<int>(known & ~fold.kMet) + depth * kSpan;
             const auto unit_at = [&](int n) { return first + behind(n); };
-            fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at, stop,
-                                                         of_tokens, token, anew(lane), in_tile);
+            if (known & fold.kMet)
+                fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at,
+                                                             stop, of_tokens, token, anew(lane));
         }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
