@@ -11,6 +11,7 @@
 #include "matmul/hopper_drain.cuh"
 #include "matmul/hopper_factor.cuh"
 #include "matmul/hopper_fold.cuh"
+#include "matmul/hopper_prefetch.cuh"
 #include "matmul/hopper_schedule.cuh"
 #include "device/cluster.cuh"
 #include "device/overlap.cuh"
@@ -31,25 +32,6 @@ struct Routed {
 
 // What a warp needs again after the products of a tile.
 struct Kept { int tile, left, token, row, done; };
-
-// Brings what a strip has beside codes to the L2 cache: its groups from `first` to `last`.
-template <class Format, int kLie>
-__device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 last) {
-    using Own = Group<Format, kLie>;
-    if constexpr (kLie == kInStrips) {
-        const auto bring = [&](const void* from, i64 each, i64 begin, i64 end, int bytes) {
-            prefetch_run(static_cast<const u8*>(from) + (strip * each + begin) * kStrip * bytes,
-                         static_cast<int>(end - begin + 1) * kStrip * bytes);
-        };
-        constexpr int kBlock = Own::blocks ? Own::Parts::per_block : 1;
-        const i64 each = Own::blocks ? w.blocks : w.groups;
-        bring(w.scale, each, first / kBlock, last / kBlock, Own::bytes);
-        if constexpr (Own::zeros) bring(w.zero_point, w.groups, first, last, 1);
-        if constexpr (Own::Parts::minimums) bring(w.minimum, each, first / kBlock, last / kBlock, Own::bytes);
-        if constexpr (Own::Parts::sub_scales) bring(w.sub_scale, w.groups, first, last, 1);
-        if constexpr (Own::Parts::sub_scales && Own::Parts::minimums) bring(w.sub_minimum, w.groups, first, last, 1);
-    }
-}
 
 // Tile, which hopper.py prints:
 //   tokens         rows of x of a block
@@ -428,7 +410,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         const auto turn_to = [&](int n) {
             if constexpr (kFolded) {
                 if (n % 4 == 0) {
-                    fold.begin(in_tile, anew(lane));
+                    if (fold.begin() && anew(lane) == 0) *in_tile |= fold.kMet;
                     fetch_four(n + 4);
                 }
                 fold.choose(n % 4);
@@ -599,10 +581,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? sum[j] : static_cast<float>(part[0][j]);
         }
         if constexpr (kFolded) {
-            const int first = static_cast<int>(*in_tile & ~fold.kMet) + depth * kSpan;
+            __syncwarp();  // behind the last mark
+            const u32 known = *in_tile;
+            const int first = static_cast<int>(known & ~fold.kMet) + depth * kSpan;
             const auto unit_at = [&](int n) { return first + behind(n); };
-            fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at, stop,
-                                                         of_tokens, token, anew(lane), in_tile);
+            if (known & fold.kMet)
+                fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at,
+                                                             stop, of_tokens, token, anew(lane));
         }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;

@@ -10,7 +10,7 @@ namespace cuquant {
 
 struct NotFolded {};  // in its place where scales meet sums
 
-// Of one warp and strip. `tile` is a word of the warp in shared memory, of which it has the upper bit.
+// Of one warp and strip.
 template <class Format, class Tile>
 struct Fold {
     using Own = Group<Format, Tile::lie>;
@@ -18,7 +18,7 @@ struct Fold {
     static_assert(Own::stored == Stored::E8M0 || !Pace<Tile, true>::folded, "scales that are powers of two");
     static constexpr int kFine = Tile::fine, kUnits = 4, kWords = (kFine + 1) / 2;
     static constexpr u32 kFar = 0x80808080u;  // marks in `below`
-    static constexpr u32 kMet = 1u << 31;     // in `tile`: that there was one
+    static constexpr u32 kMet = 1u << 31;     // of a word about a tile: there was one
     Own coming[kFine];  // of the next four units: the groups of unit t, for lane 4 g + t
     u32 below[kWords];  // of these: octaves, for rows g and g + 8 of a group, and of the next one; or a mark
     u32 own[kWords];    // the same of the unit that is decoded next
@@ -38,8 +38,8 @@ struct Fold {
 #pragma unroll
         for (int f = 0; f < kFine; ++f) coming[f] = load(lies, w, unit, f);
     }
-    // The units whose groups came, by all lanes.
-    __device__ void begin(u32* tile, int lane) {
+    // The units whose groups came, by all lanes; whether a group of them has a mark.
+    __device__ bool begin() {
         u32 most = 0, marks = 0;  // most: 16 bits for each of the two rows
 #pragma unroll
         for (int f = 0; f < kFine; ++f) most = __vmaxu2(most, __byte_perm(coming[f].scale[0], 0, 0x4140));
@@ -53,7 +53,7 @@ struct Fold {
             below[i] = octaves | (((octaves & ~kFar) + (0x7F - Rows::octaves) * 0x01010101u) & kFar);
             marks |= below[i] & kFar;
         }
-        if (__any_sync(~0u, marks) && lane == 0) *tile |= kMet;
+        return __any_sync(~0u, marks);
     }
     // That of row g + 8 h: of numbers that are `worth` as much.
     __device__ static float scale_of(u32 largest, int h) {
@@ -81,17 +81,15 @@ struct Fold {
         }
     }
 
-    // What the warp left out, if `tile` says so: of units unit_at(0), unit_at(1), ... below `stop` of a strip, which
+    // What the warp left out: of units unit_at(0), unit_at(1), ... below `stop` of a strip, which
     // `strip` counts through all experts, times rows of x from `token` on. x's scales meet whole sums but where kOfX.
     template <int kTokens, bool kOfX, class UnitAt>
     __device__ void add_far(float (&sum)[kTokens / 2], const Prepacked& w, const typename Own::Strip& lies, i64 strip,
-                            const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane, u32* tile) {
-        __syncwarp();
-        if (!(*tile & kMet)) return;
+                            const UnitAt& unit_at, int stop, const TokenScales& x, int token, int lane) {
 #pragma unroll 1
         for (int n = 0; unit_at(n) < stop; n += kUnits) {
             fetch(lies, w, unit_at(n + lane % kUnits));
-            begin(tile, lane);
+            begin();
 #pragma unroll 1
             for (int m = 0; m < kUnits && unit_at(n + m) < stop; ++m) {
                 const int unit = unit_at(n + m);

@@ -52,7 +52,7 @@ def check(y: np.ndarray, x: Any, w: Any, roundings: int = 4) -> None:
 
 
 def with_scales(w: cq.QuantArray, scale: np.ndarray) -> cq.QuantArray:
-    """The same codes; of groups whose byte is negative codes are 0, and the scale is its opposite."""
+    """The same codes; where a byte is negative a group of zeros, whose scale is its opposite."""
     codes = w.codes()
     zero = np.repeat(scale < 0, w.format.scale.block, axis=-1)[..., : w.shape[-1]]
     kept = np.where(zero, 0, codes).astype(np.uint8).reshape(-1, w.shape[-1])
