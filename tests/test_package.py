@@ -59,7 +59,6 @@ LAYERS = [
     ["ops.matmul.vendor", "ops.matmul.hopper_codes"],
     ["ops.matmul.choose"],
     ["ops.matmul.prepared", "ops.matmul.unpacked"],
-    ["ops.matmul.coded_plans"],
     ["ops.matmul.coded_on_gpu"],
     ["ops.matmul.packed_codes_on_gpu"],
     ["ops.matmul.on_gpu", "ops.matmul.q8_1_on_gpu"],

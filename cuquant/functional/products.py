@@ -177,8 +177,7 @@ def int4_matmul(
             f"a has {left.shape[-1]} bytes in a row; {depth} integers have {INT4.words(depth)}"
         )
     first, second = (
-        Integers(x, axis, NIBBLES, np.dtype(np.int8), depth)
-        for x, axis in ((left, -1), (right, -2))
+        Integers(x, axis, NIBBLES, "int8", depth) for x, axis in ((left, -1), (right, -2))
     )
     return multiply_integers(first, second, shape, "float32" if scales else "int32", scales)
 
@@ -279,7 +278,8 @@ def binary_matmul(a: Any, b: Any) -> Any:
 
     Notes
     -----
-    The signs are those of the format int1. XNOR-Net, arXiv 1603.05279.
+    The signs are those of the format int1. GPUs of sm_80 to sm_90 multiply them as bits, eight in
+    a byte; others as bytes. XNOR-Net, arXiv 1603.05279.
 
     Examples
     --------
@@ -403,7 +403,7 @@ def _gemm(a: Any, b: Any, c: Any, alpha: Any, beta: Any, dtype: np.dtype) -> Any
 
 
 def _bytes_of(x: Any, axis: int, zero_point: Any = None) -> Integers:
-    return Integers(x, axis, BYTES, interop.dtype_of(x), x.shape[axis], zero_point)
+    return Integers(x, axis, BYTES, interop.dtype_of(x).name, x.shape[axis], zero_point)
 
 
 def _float_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

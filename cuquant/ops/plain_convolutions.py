@@ -1,4 +1,7 @@
-"""Convolutions of integers on a GPU: pixels as rows of bytes, whose patches kernels gather."""
+"""Convolutions of integers on a GPU: pixels as rows of bytes, whose patches kernels gather.
+
+Signs are bytes too: padded places add 0, which no bit stands for.
+"""
 
 import math
 import struct

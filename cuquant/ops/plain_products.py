@@ -1,7 +1,8 @@
 """Products of plain arrays of integers on a GPU, b as [..., K, N].
 
 Integers of 8 and 4 bits, and signs, are rows of bytes for products of codes, whose sums are
-those of int64 modulo 2^32.
+those of int64 modulo 2^32. Where tensor cores multiply bits signs are rows of those: an eighth is
+read, and multiplied faster.
 """
 
 import math
@@ -18,9 +19,25 @@ from cuquant.formats import Format
 from cuquant.gpu.arrays import GpuBackend, backend_of
 from cuquant.gpu.backend import aligned
 from cuquant.gpu.jit import Program
-from cuquant.ops.matmul import coded_kernels, dense_warps
-from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, program_of, signs_of
-from cuquant.ops.matmul.coded import SUM_BYTES, Coded, Groups, Scaling, add_up
+from cuquant.ops.matmul import coded_kernels, dense, dense_warps
+from cuquant.ops.matmul.byte_rows import (
+    BYTES,
+    NIBBLES,
+    ByteRows,
+    bits_of,
+    expanded,
+    program_of,
+    signs_of,
+)
+from cuquant.ops.matmul.coded import (
+    BITS,
+    SUM_BYTES,
+    Coded,
+    Groups,
+    Scaling,
+    add_up,
+    sums_program,
+)
 from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.operands import name_of, resolved
 from cuquant.ops.matmul.patches import Patches
@@ -50,7 +67,7 @@ UNSCALED = Scales()
 
 @dataclass(frozen=True)
 class Integers:
-    """An operand whose elements become bytes.
+    """An operand whose elements become bytes, or bits.
 
     Attributes
     ----------
@@ -60,8 +77,8 @@ class Integers:
         That of K: -1 or -2.
     element
         What bytes are made of, as `ByteRows` has it.
-    dtype
-        int8 or uint8: what the bytes are then.
+    kind
+        "int8", "uint8" or BITS: what the bytes are then.
     depth
         K.
     zero_point
@@ -71,7 +88,7 @@ class Integers:
     array: Any
     axis: int
     element: str
-    dtype: np.dtype
+    kind: str
     depth: int
     zero_point: Any = None
 
@@ -139,7 +156,7 @@ class _Sides:
             self._zero_points(operand, scaling)
             for operand, scaling in zip(operands, self._scalings, strict=True)
         ]
-        self._kinds = [operand.dtype.name for operand in operands]
+        self._kinds = [operand.kind for operand in operands]
 
     def keep(self, array: Any) -> Any:
         self.kept.append(array)
@@ -170,14 +187,14 @@ class _Sides:
         """The address of one for each scale, or 0; without columns it does not matter."""
         if operand.zero_point is None or not operand.depth:
             return 0
-        made = one_number(self.backend, operand.zero_point, operand.dtype, scaling[1])
+        made = one_number(self.backend, operand.zero_point, np.dtype(operand.kind), scaling[1])
         return self.backend.pointer(self.keep(made))
 
     @contextmanager
     def coded(self) -> Iterator[tuple[Coded, Coded]]:
         """Both as kernels read them, while the context lasts."""
-        sums = [  # of a side's rows, which meet the zero points of the other
-            aligned(rows.rows * SUM_BYTES) if other else 0
+        sums = [  # of a side's rows, which meet the zero points of the other; or of their ones
+            aligned(rows.rows * SUM_BYTES) if other or rows.is_bits else 0
             for rows, other in zip(self._bytes, self._points[::-1], strict=True)
         ]
         sizes = [*(rows.nbytes for rows in self._bytes), *sums]
@@ -188,8 +205,9 @@ class _Sides:
                 codes, kind, total = rows.make(self.backend, places[i]), self._kinds[i], 0
                 if sums[i]:
                     total = places[2 + i]
-                    lie = rows.rows, rows.depth, rows.stride
-                    add_up(self.backend, kind, codes, lie, rows.depth, total)
+                    wide = rows.width if rows.is_bits else rows.depth
+                    lie = rows.rows, wide, rows.stride
+                    add_up(self.backend, kind, codes, lie, wide, total)
                 scaling, points = self._scalings[i][0], self._points[i]
                 made.append(Coded(kind, codes, rows.stride, self.rows[i], scaling, points, total))
             yield made[0], made[1]
@@ -233,15 +251,15 @@ def multiply_integers(
 
 
 def multiply_signs(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
-    """A new int32 array of `shape`: the product of the signs of a and b, as bytes -1 and +1.
-
-    Bytes are for every GPU; a kernel of bits takes over here.
-    """
-    sides = (
-        Integers(x, axis, signs_of(interop.dtype_of(x)), np.dtype(np.int8), x.shape[axis])
-        for x, axis in ((a, -1), (b, -2))
+    """A new int32 array of `shape`: the product of the signs of a and b, as bits where a GPU has
+    products of them, or as bytes -1 and +1."""
+    depth = a.shape[-1]
+    with backend_of(a) as backend:
+        as_bits = coded_kernels.has_bits(backend.arch) and depth > 0
+    made, kind = (bits_of, BITS) if as_bits else (signs_of, "int8")
+    first, second = (
+        Integers(x, axis, made(interop.dtype_of(x)), kind, depth) for x, axis in ((a, -1), (b, -2))
     )
-    first, second = sides
     return multiply_integers(first, second, shape, "int32")
 
 
@@ -251,22 +269,27 @@ def multiply_signs(a: Any, b: Any, shape: tuple[int, ...]) -> Any:
 def programs(fmt: Format, dtypes: Sequence[str] = ("float32",), arch: int = 0) -> list[Program]:
     """The programs of products and convolutions of plain arrays: of int8 and uint8, of int4's
     nibbles, and of int1's signs of arrays of `dtypes`."""
+    by_bits = coded_kernels.has_bits(arch)
+    signs = [signs_of, bits_of] if by_bits else [signs_of]
     made = {
         "int8": [BYTES],
         "uint8": [BYTES],
         "int4": [NIBBLES],
-        "int1": [signs_of(interop.float_dtype(name)) for name in dtypes],
+        "int1": [sign(interop.float_dtype(name)) for sign in signs for name in dtypes],
     }.get(fmt.name)
     if made is None:
         return []
     own = "uint8" if fmt.name == "uint8" else "int8"
     kinds = dict.fromkeys(((own, "int8"), ("int8", own), (own, own)))
+    products = [(pair, x) for pair in kinds for x in (Coded.struct, Patches.struct)]
+    if fmt.name == "int1" and by_bits and arch != dense.ARCH:
+        products.append(((BITS, BITS), Coded.struct))
     return [
         *(program_of(element) for element in made),
+        *([sums_program(BITS)] if fmt.name == "int1" and by_bits else []),
         *(
             dense_warps.program_of(pair, tile, dense_warps.STEP, False, x)
-            for pair in kinds
+            for pair, x in products
             for tile in dense_warps.TILES
-            for x in (Coded.struct, Patches.struct)
         ),
     ]

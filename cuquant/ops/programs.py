@@ -30,10 +30,11 @@ from cuquant.ops.matmul.choose import (
     family_of,
 )
 from cuquant.ops.matmul.coded import Groups, codes_of, segment_of, side, sides
-from cuquant.ops.matmul.experts import Rows, clear_lost, offsets_of
+from cuquant.ops.matmul.coded_kernels import kinds_on
+from cuquant.ops.matmul.experts import Rows, clear_lost
 from cuquant.ops.matmul.hopper import segment_rows
-from cuquant.ops.matmul.problem import Dense, Product, Weight
-from cuquant.ops.matmul.route import route
+from cuquant.ops.matmul.problem import Dense, Product, Routing, Weight
+from cuquant.ops.matmul.route import VECTOR_BYTES, gather_part, route, scatter
 from cuquant.ops.plain_floats import END
 from cuquant.ops.plain_products import programs as integer_programs
 from cuquant.ops.quantize.call import Known, Task
@@ -194,8 +195,7 @@ def dequantize_programs(
 def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
     """The programs that multiply with weights of the usual shapes, and with decoded ones."""
     plan = Plan(arch)
-    for rows in (1, 1 << 16):  # to be sorted by expert
-        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1, ADDRESS)
+    _plan_routes(plan)
     for name in dtypes:
         dtype = interop.float_dtype(name)
         for stored, _ in SHAPES:
@@ -221,6 +221,15 @@ def matmul_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARC
             for rows in EXPERT_ROWS:
                 _plan_experts(plan, weight, dtype, rows, plain=False)
     return list(plan.programs)
+
+
+def _plan_routes(plan: Plan) -> Routing:
+    """Few and many rows to be sorted by expert."""
+    some, _ = (
+        route(plan, View(ADDRESS, (rows,), (1,), np.dtype(np.int64)), 8, 8, 1, ADDRESS)
+        for rows in (1, 1 << 16)
+    )
+    return some
 
 
 def _plan_experts(
@@ -366,7 +375,9 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
                     for f, shape in zip((other, fmt), shapes, strict=True)
                 )
                 segment = segment_of(other, fmt, depth)
-                with sides(plan, x, w, kinds, segment) as pair:
+                # Of Hopper's products of bits see dense.programs.
+                own = kinds if arch == dense.ARCH else kinds_on(plan, x, w, kinds)
+                with sides(plan, x, w, own, segment) as pair:
                     shape, groups = (tile.tokens, CODED_COLUMNS, depth), Groups(1, tile.tokens)
                     run = dense_warps.prepare(*pair, shape, groups, segment)
                     run(plan, pair[0], bytes(80))
@@ -376,10 +387,18 @@ def coded_programs(fmt: Format, dtypes: Sequence[str] = (), arch: int = ARCH) ->
         _plan_packed_codes(plan, fmt)
     if plan.programs:
         rows = Rows("offsets", None, (1,), 1)
-        ids = rows.ids(plan, _Nothing((2,)))
-        offsets_of(plan, ids, 1, 1)
+        groups = rows.groups(plan, _Nothing((2,)))
+        rows.ids(plan, groups)
+        routing = _plan_routes(plan)
         for name in DTYPES:
-            clear_lost(plan, ids, View(ADDRESS, (1, 1), (1, 1), interop.float_dtype(name)))
+            out = View(ADDRESS, (1, 1), (1, 1), interop.float_dtype(name))
+            clear_lost(plan, groups, out)
+            scatter(plan, ADDRESS, routing, 1, out)
+        for part in fmt.components((CODED_COLUMNS, CODED_DEPTHS[0])):
+            if not part.shape:  # one number for all rows
+                continue
+            for step in (1, VECTOR_BYTES):  # from its address on vectors
+                gather_part(plan, View(ADDRESS + step, part.shape, (), part.dtype), routing)
     return list(plan.programs)
 
 
@@ -406,7 +425,7 @@ def _plan_packed_codes(plan: Plan, fmt: Format) -> None:
             given = other, weight, kind, (rows, columns, depth), EXPERTS, height, 1
             ready = hopper_codes.prepare_experts(plan, *given)
             codes = side(plan, x, kind, ADDRESS)
-            ready.run(plan, codes, hopper_codes.Experts(), bytes(64), ADDRESS)
+            ready.run(plan, codes, Groups(EXPERTS, rows), bytes(64), ADDRESS)
 
 
 def row_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:

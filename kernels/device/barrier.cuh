@@ -4,9 +4,8 @@
 namespace cuquant {
 
 #ifndef CUQUANT_EMULATOR
-// `number`: 1 to 15; 0 is that of __syncthreads. Who only arrives does not wait.
+// `number`: 1 to 15; 0 is that of __syncthreads.
 __device__ inline void named_barrier(int number, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
-__device__ inline void named_barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
 #endif
 
 }  // namespace cuquant

@@ -1,4 +1,5 @@
-// Products of bytes by a warp's tensor cores, signed or not on either side, and small floats as pairs of float16.
+// Products of bytes by a warp's tensor cores, signed or not on either side, and of bits; and small floats as pairs of
+// float16.
 #pragma once
 #include "device/mma.cuh"
 
@@ -36,6 +37,19 @@ __device__ inline void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
 }
 #undef CUQUANT_MMA_BYTES
 #undef CUQUANT_MMA_QUARTER
+
+// d[16, 8] += how many ones each row of a[16, 256] and of b[8, 256] share: 32 bits lie where mma_bytes has four bytes.
+// From sm_80 on; from sm_100 on there is no such instruction, and the compiler calls a function.
+__device__ inline void mma_bits(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    __trap();  // rules choose bytes
+#endif
+}
 
 #endif  // CUQUANT_EMULATOR
 

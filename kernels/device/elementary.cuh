@@ -46,9 +46,10 @@ __device__ inline float gelu_of(float x) {
                                0.009414518928110866f, 0.06875224230332741f, 0.7978844431234919f};
     constexpr float below[] = {1.1802089579448173e-06f, 7.510186251903776e-05f, 0.00191297836059386f,
                                0.028940093694292734f, 0.2528338703344978f, 1.0f};
-    const float near = fminf(fmaxf(x, -6.0f), 6.0f), square = __fmul_rn(near, near);
-    const float ratio = __fmul_rn(__fmul_rn(near, polynomial(above, square)), inverse_of(polynomial(below, square)));
-    return __fmul_rn(__fmul_rn(x, 0.5f), __fadd_rn(1.0f, fminf(fmaxf(ratio, -1.0f), 1.0f)));
+    // Of the size, and the sign afterwards: nothing else depends on it.
+    const float near = fminf(fabsf(x), 6.0f), square = __fmul_rn(near, near);
+    const float ratio = __saturatef(__fmul_rn(__fmul_rn(near, polynomial(above, square)), inverse_of(polynomial(below, square))));
+    return __fmul_rn(__fmul_rn(x, 0.5f), __fadd_rn(1.0f, copysignf(ratio, x)));
 }
 
 }  // namespace cuquant

@@ -1,6 +1,7 @@
 // A chunk, 8 consecutive elements, on its way between an array and packed codes.
 #pragma once
 #include "device/random.cuh"
+#include "format/e2m1.cuh"
 #include "format/scaling.cuh"
 
 namespace cuquant {
@@ -113,8 +114,8 @@ __device__ inline u64 pack_chunk(Code code) {
     }
 }
 
-// Encode and pack a chunk: its bytes in memory.
-template <class Format>
+// Encode and pack a chunk: its bytes in memory. kWithin: no element is beyond the peak by more than a rounding.
+template <class Format, bool kWithin = false>
 __device__ inline u64 encode_chunk(
     const float* z, int zero_point, const typename Format::Codec::EncodeTables& tables, const Lookup& lookup) {
     using Codec = typename Format::Codec;
@@ -127,11 +128,14 @@ __device__ inline u64 encode_chunk(
              | static_cast<u64>(e5m2_pair_of(z[4], z[5]) | e5m2_pair_of(z[6], z[7]) << 16) << 32;
     } else
 #endif
+    if constexpr (is_e2m1<Codec> && Format::Packing::bits == 4) return e2m1_codes<typename Format::Packing>(z);
     if constexpr (Codec::is_codebook) {
         if (lookup.steps > 1)
             return pack_chunk<typename Format::Packing, 0>(
                 [&](int i) { return Codec::encode_crowded(z[i], tables, lookup); });
     }
+    if constexpr (kWithin && is_rounding<Codec, Format::peak_bits>)
+        return pack_chunk<typename Format::Packing, Codec::bias>([&](int i) { return Codec::round(z[i]); });
     return pack_chunk<typename Format::Packing, Codec::bias>([&](int i) { return Codec::encode(z[i], zero_point, tables, lookup); });
 }
 

@@ -116,6 +116,9 @@ struct Codebook {  // the nearest of kCount levels
 
 enum class Rounding { HalfEven, HalfAway, HalfUp };
 
+// Whether a codec's codes of what is not above the peak, in size, are those that `round` makes.
+template <class Codec, int kPeakBits> constexpr bool is_rounding = false;
+
 template <int kLow, int kHigh, Rounding kRounding>
 struct Uniform {  // the integers kLow..kHigh; the code is the integer plus offset
     static constexpr bool is_codebook = false;
@@ -149,6 +152,9 @@ struct Uniform {  // the integers kLow..kHigh; the code is the integer plus offs
         }
     }
 
+    // The same of x that need no saturation, without a zero point.
+    __device__ static u32 round(float x) { return bits_of(__fadd_rn(x, magic + offset)); }
+
     // floor(x), or one more where draw < x - floor(x).
     __device__ static u32 encode_stochastic(
         float x, float draw, int zero_point, const EncodeTables&, const Lookup&) {
@@ -164,6 +170,9 @@ struct Uniform {  // the integers kLow..kHigh; the code is the integer plus offs
     }
     __device__ static float shift_of(int zero_point) { return 8388608.0f + static_cast<float>(offset + zero_point); }
 };
+
+template <int kLow, int kHigh, int kPeakBits>
+constexpr bool is_rounding<Uniform<kLow, kHigh, Rounding::HalfEven>, kPeakBits> = kPeakBits == 0x42FE0000 && kLow <= -127 && kHigh >= 127;
 
 // What the highest exponent holds: values (fp4, fp6), values and one NaN (e4m3), or Inf and NaN.
 enum class Specials { None, OneNan, Ieee };

@@ -1,6 +1,7 @@
 // Rows of bytes along one axis of an array with any strides, for kernels that multiply bytes: 8-bit integers as they are,
-// 4-bit ones out of their nibbles, or signs as -1 and +1. A thread block makes a tile of 128 rows and 128 columns, which
-// passes through shared memory: columns of the array may become rows.
+// 4-bit ones out of their nibbles, or signs as -1 and +1; or, for those that multiply bits, eight signs in a byte. A
+// thread block makes a tile of 128 rows and 128 bytes, or 32 bytes of bits, which passes through shared memory: columns
+// of the array may become rows.
 #include "device/vector.cuh"
 
 namespace cuquant {
@@ -17,7 +18,7 @@ struct Given {
     const void* at;
     i64 rows, row_step, column_step;  // steps in elements
     i64 dims, sizes[most], steps[most];  // of matrices, the last fastest
-    int way, vectors;  // a Way; whether 16 rows are an aligned vector (kTurned; else each 4 are), or 4 columns (kAlong)
+    int way, vectors;  // a Way; whether 16 rows are an aligned vector (kTurned; else each 4 are), or 4 columns, of bits 8
 
     __device__ i64 base(i64 matrix) const {
         i64 sum = 0;
@@ -63,6 +64,35 @@ __device__ u32 byte_at(const Given& given, i64 row, i64 k) {
     }
 }
 
+// Signs as bits, eight columns in a byte, the first in the lowest bit: 1 is +1. Steps count elements.
+template <typename T>
+struct Bits {
+    using Type = T;
+    __device__ static u32 made(T x) { return is_negative(x) ? 0u : 1u; }
+};
+template <class Element> constexpr bool kIsBits = false;
+template <typename T> constexpr bool kIsBits<Bits<T>> = true;
+
+// Byte b, whose bits are columns 8 b .. 8 b + 7; those from `depth` on are 0, which no product counts.
+template <class Element>
+__device__ u8 bits_at(const Given& given, i64 row, i64 b, i64 depth) {
+    using T = typename Element::Type;
+    struct alignas(8 * sizeof(T)) Eight { T x[8]; };
+    const i64 k = 8 * b;
+    const T* const from = static_cast<const T*>(given.at) + row + k * given.column_step;
+    u32 byte = 0;
+    if (given.vectors && k + 8 <= depth) {
+        const Eight eight = *reinterpret_cast<const Eight*>(from);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) byte |= Element::made(eight.x[i]) << i;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (k + i < depth) byte |= Element::made(from[i * given.column_step]) << i;
+    }
+    return static_cast<u8>(byte);
+}
+
 // Columns k .. k + 3, of which those from `depth` on are 0.
 template <class Element>
 __device__ u32 word_at(const Given& given, i64 row, i64 k, i64 depth) {
@@ -86,6 +116,8 @@ __device__ u32 word_at(const Given& given, i64 row, i64 k, i64 depth) {
 // ---- the tile -------------------------------------------------------------------------------------------------------
 
 constexpr int kTile = 128, kWords = kTile / 4, kThreads = 256;
+// Bytes of a row of a tile: of bits fewer, which are made of eight columns each.
+template <class Element> constexpr int kWidth = kIsBits<Element> ? 32 : kTile;
 
 // Where a word of a tile's row lies. Groups of 4 words are turned, by another count in each of 8 neighbouring rows and in
 // each of 8 rows that lie 16 apart, so that neither way of writing meets a bank twice that reading does not.
@@ -119,10 +151,11 @@ __global__ void __launch_bounds__(kThreads) byte_rows(
     const __grid_constant__ Given given, u8* __restrict__ out, i64 depth, i64 stride, i64 row_tiles, i64 column_tiles) {
     __shared__ __align__(16) u32 words[kTile * kWords];  // 16 KB
     const i64 index = blockIdx.x, down = index / column_tiles;
-    const i64 first_column = index % column_tiles * kTile, first_row = down % row_tiles * kTile, matrix = down / row_tiles;
+    constexpr i64 kWide = kWidth<Element>;
+    const i64 first_column = index % column_tiles * kWide, first_row = down % row_tiles * kTile, matrix = down / row_tiles;
     const i64 base = given.base(matrix);
     const int rows = static_cast<int>(min(given.rows - first_row, static_cast<i64>(kTile)));
-    const int used = static_cast<int>(min(stride - first_column, static_cast<i64>(kTile))) / 4;  // words of a row
+    const int used = static_cast<int>(min(stride - first_column, kWide)) / 4;  // words of a row
     if (given.way == kTurned) {
         // A thread takes 16 rows of 4 columns; 8 neighbours take 128 bytes of the array together.
         const int row = threadIdx.x % 8 * 16, word = threadIdx.x / 8;
@@ -146,11 +179,19 @@ __global__ void __launch_bounds__(kThreads) byte_rows(
         write(12, columns[0].w, columns[1].w, columns[2].w, columns[3].w);
     } else {
         const bool across = given.way == kAcross;
+        // A thread makes words, or bytes of bits.
+        constexpr int kParts = kIsBits<Element> ? 4 : 1;
+        const int parts = used * kParts;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < rows * used; i += kThreads) {
-            const int row = across ? i % rows : i / used, word = across ? i / rows : i % used;
+        for (int i = threadIdx.x; i < rows * parts; i += kThreads) {
+            const int row = across ? i % rows : i / parts, part = across ? i / rows : i % parts;
             const i64 from = base + (first_row + row) * given.row_step;
-            words[place_of(row, word)] = word_at<Element>(given, from, first_column + word * 4, depth);
+            if constexpr (kIsBits<Element>) {
+                u8* const word = reinterpret_cast<u8*>(words + place_of(row, part / 4));
+                word[part % 4] = bits_at<Element>(given, from, first_column + part, depth);
+            } else {
+                words[place_of(row, part)] = word_at<Element>(given, from, first_column + part * 4, depth);
+            }
         }
     }
     __syncthreads();

@@ -1,5 +1,5 @@
 // Rows of x whose elements are bytes, for matmul_hopper: each 16 columns in the order that layout/byte_fragments.cuh
-// says, rows in another order where experts have them; and x's scales as floats, side by side for rows that follow each
+// says (`first` and `second` choose 4 bytes of 4 columns and of those 8 behind them), rows in another order where experts have them; and x's scales as floats, side by side for rows that follow each
 // other. A thread makes a vector of 16 bytes, and some scales. Of groups one warp finds the segments.
 #include "device/overlap.cuh"
 #include "matmul/coded.cuh"
@@ -50,7 +50,7 @@ __device__ inline void make_segments(const Groups& groups, i64 all, const Segmen
 // out [all_rows, stride] and scales [x_groups, pitch]. Row i is row order[i] of x, or row i; those behind `rows` are 0.
 __global__ void __launch_bounds__(256) code_rows(
     const __grid_constant__ Coded x, const __grid_constant__ Groups groups, const __grid_constant__ Segments segments,
-    const i64* order, i64 rows, i64 all_rows, int x_groups, i64 pitch, u8* out, float* scales) {
+    const i64* order, i64 rows, i64 all_rows, int x_groups, i64 pitch, u32 first, u32 second, u8* out, float* scales) {
     let_next_start();
     wait_for_earlier();
     const i64 threads = static_cast<i64>(gridDim.x) * 256, index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(256) code_rows(
     if (own < all_rows) {
         uint4 v = make_uint4(0, 0, 0, 0);
         if (own < rows) v = *reinterpret_cast<const uint4*>(x.codes + row_of(own) * x.stride + index % vectors * 16);
-        store16(out + index * 16, make_uint4(__byte_perm(v.x, v.z, 0x5140), __byte_perm(v.x, v.z, 0x7362),
-                                             __byte_perm(v.y, v.w, 0x5140), __byte_perm(v.y, v.w, 0x7362)));
+        store16(out + index * 16, make_uint4(__byte_perm(v.x, v.z, first), __byte_perm(v.x, v.z, second),
+                                             __byte_perm(v.y, v.w, first), __byte_perm(v.y, v.w, second)));
     }
     for (i64 i = index; i < x_groups * pitch; i += threads) {
         const i64 row = i % pitch, group = i / pitch;

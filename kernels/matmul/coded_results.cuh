@@ -2,7 +2,7 @@
 // or the integer sums themselves.
 #pragma once
 #include "format.cuh"
-#include "matmul/completed.cuh"
+#include "matmul/epilogue.cuh"
 
 namespace cuquant {
 

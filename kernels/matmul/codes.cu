@@ -9,26 +9,6 @@ namespace cuquant {
 
 enum Made { kAsStored = 0, kAsInt8 = 1, kAsE4m3 = 2 };  // of codes: bytes as they lie, or what they stand for before scales
 
-// The codes of a chunk of a row, and the shifts that their zero points mean; beyond the depth anything.
-template <class Format, typename Word>
-__device__ void load_numbers(const Rows<Format, Word>& from, i64 row, i64 k, i64 depth, u32* codes, float* shifts) {
-    using Packing = typename Format::Packing;
-    const Word* const words = from.packed + row * from.row_words;
-    bool loaded = false;
-    if constexpr (Packing::by_chunk) {
-        loaded = from.vectors && k + kChunk <= depth;
-        const u64 bits = loaded ? load_packed<Packing>(reinterpret_cast<const u8*>(words), k / kChunk, from.row_words - 1) : 0;
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) codes[i] = code_at<Packing>(bits, i);
-    }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-        if (!loaded) codes[i] = k + i < depth ? Packing::get(words, k + i) : 0u;
-        const i64 block = Format::stored == Stored::None ? 0 : from.tiles.block(row, min(k + i, depth - 1));
-        shifts[i] = shift_of<Format>(from.arrays, block);
-    }
-}
-
 // To `out`, [rows, stride]; beyond the depth there is 0.
 template <class Format, typename Word, int kMade>
 __global__ void __launch_bounds__(256, 1) code_bytes(Rows<Format, Word> from, u8* __restrict__ out, i64 rows, i64 depth, i64 stride) {
@@ -43,14 +23,15 @@ __global__ void __launch_bounds__(256, 1) code_bytes(Rows<Format, Word> from, u8
     const i64 row = index / chunks, k = index % chunks * kChunk;
     u64 bytes = 0;
     if (k < depth) {
+        const auto own = from.row(0, row);
         u32 codes[kChunk];
-        float shifts[kChunk];
-        load_numbers(from, row, k, depth, codes, shifts);
+        from.load_codes(own.packed, k, depth, codes);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
             u32 byte = codes[i] ^ (Format::Packing::flip & 0xFFu);
             if constexpr (kMade != kAsStored) {
-                const float number = Codec::decode(codes[i], shifts[i], tables);
+                const float shift = shift_of<Format>(from.arrays, from.block_of(own, min(k + i, depth - 1)));
+                const float number = Codec::decode(codes[i], shift, tables);
                 byte = kMade == kAsInt8 ? static_cast<u32>(static_cast<int>(number)) & 0xFFu
                                         : Minifloat<4, 3, Specials::OneNan>::encode(number) & 0xFFu;
             }

@@ -1,5 +1,5 @@
-// x [M, K] times weights [N, K], both of codes of a byte: see coded.cuh. On a warp's tensor cores: integers of 8 bits,
-// and e4m3 and e5m2 as float16, which has all of their numbers.
+// x [M, K] times weights [N, K], both of codes of a byte: see coded.cuh; or of bits, which are -1 and 1. On a warp's
+// tensor cores: integers of 8 bits, e4m3 and e5m2 as float16, which has all of their numbers, and bits.
 // A thread block makes Tile::rows rows of weights times Tile::tokens rows of x; its warps share rows, tokens and K.
 // Rows of x lie in memory, or are patches of images: see patches.cuh.
 #include "device/bulk.cuh"
@@ -12,7 +12,7 @@
 
 namespace cuquant {
 
-enum Code { kInt = 0, kUnsigned = 1, kE4m3 = 2, kE5m2 = 3 };
+enum Code { kInt = 0, kUnsigned = 1, kE4m3 = 2, kE5m2 = 3, kBits = 4 };  // kBits: both sides
 
 template <int kCode, int kHalf> __device__ u32 halves_of_codes(u32 word) {
     return kCode == kE4m3 ? halves_of_e4m3<kHalf>(word) : halves_of_e5m2<kHalf>(word);
@@ -46,6 +46,13 @@ struct Standing {
     __device__ Standing(const Coded& side, i64 matrix, i64 own) : place(side.scaling.place(matrix, own)), row(matrix * side.rows + own) {}
 };
 
+// What the whole sums of a row of either side meet.
+struct End { float scale; int zero, sum; };
+
+template <int kCode> __device__ End end_of(const Coded& side, const Standing& at) {
+    return {side.scaling.at(at.place), zero_of<kCode>(side, at.place), sum_of(side, at.row, 1, 0)};
+}
+
 // Tile, which dense_warps.py prints:
 //   tokens, rows               of x and of the weights of a thread block
 //   row_warps, token_warps     warps beside each other that share them
@@ -55,7 +62,7 @@ struct Standing {
 //   segmented                  whether scales change along K
 template <class Codes, class Tile>
 struct CodedTile {
-    static constexpr bool floats = Codes::x >= kE4m3;
+    static constexpr bool floats = Codes::x == kE4m3 || Codes::x == kE5m2, bits = Codes::x == kBits;
     using Sum = Choice<floats, float, int>;
     static constexpr int warps = Tile::row_warps * Tile::token_warps * Tile::depth_warps, threads = 32 * warps;
     static constexpr int row_tiles = Tile::rows / Tile::row_warps / 16, token_tiles = Tile::tokens / Tile::token_warps / 8;
@@ -94,6 +101,8 @@ struct CodedTile {
                 if constexpr (floats) {
                     add_halves<0>(sums[r][n], a[0], a[1], b[n][0]);
                     if constexpr (Tile::step == 32) add_halves<1>(sums[r][n], a[2], a[3], b[n][1]);
+                } else if constexpr (bits) {
+                    mma_bits(sums[r][n], a, b[n][0], b[n][1]);
                 } else {
                     constexpr bool whole = Tile::step == 32;
                     const u32 own[4] = {a[0], a[1], whole ? a[2] : 0, whole ? a[3] : 0};
@@ -129,7 +138,7 @@ constexpr int kBlocks = 2;
 constexpr int kBlocks = 1;
 #endif
 
-// X: Coded, or Patches.
+// X: Coded, or Patches. K counts bytes: of bits `segment` has the columns, which are one segment.
 template <class Codes, class Tile, class X>
 __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segmented || CodedTile<Codes, Tile>::floats ? 1 : kBlocks) dense_warps(
     const __grid_constant__ X x, const __grid_constant__ Coded weights, const __grid_constant__ Groups groups,
@@ -138,7 +147,8 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
     using Sum = typename Own::Sum;
     constexpr int kThreads = Own::threads, kVectors = Tile::span / 16, kSteps = Tile::span / Tile::step;
     static_assert(kSteps % Tile::depth_warps == 0, "warps take turns");
-    static_assert(Own::staged_tokens * Own::line * 4 <= Tile::stages * Own::stage_bytes, "sums have the place of codes");
+    constexpr int kEndsAt = Own::staged_tokens * Own::line * 4, kEnds = Tile::segmented ? 0 : Tile::rows + Tile::tokens;
+    static_assert(kEndsAt + kEnds * sizeof(End) <= Tile::stages * Own::stage_bytes, "sums have the place of codes");
     extern __shared__ __align__(1024) u8 shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const GroupTile tile = tile_of<Tile::tokens>(groups, static_cast<i64>(blockIdx.x) % token_tiles);
@@ -244,7 +254,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
         if (s < spans) copy(s, static_cast<i64>(s) * Tile::span);
         close_copies();
     }
-    i64 current = 0, ends = segment;  // the segment that sums belong to, and its end
+    i64 current = 0, segment_end = segment;  // the segment that sums belong to
     int stage = 0;
     for (i64 span = 0; span < spans; ++span) {
         wait_copies<Tile::stages - 2>();
@@ -258,10 +268,10 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
             const int own = (s * Tile::depth_warps + place.depth) * Tile::step;
             if constexpr (Tile::segmented) {
                 const i64 k = span * Tile::span + own;
-                if (k >= ends && k < K) {
+                if (k >= segment_end && k < K) {
                     promote(current);
                     current = k / segment;
-                    ends = (current + 1) * segment;
+                    segment_end = (current + 1) * segment;
                 }
             }
             products.add(row_at + at + own, token_at + at + own);
@@ -275,6 +285,11 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
     // Of 32 tokens at a time: the sums of warps that shared K are added in their order, then all threads store.
     Sum* const staged = reinterpret_cast<Sum*>(shared);
     float* const staged_totals = reinterpret_cast<float*>(shared);
+    End* const ends = reinterpret_cast<End*>(shared + kEndsAt);  // of rows of weights, and of x
+    for (int i = threadIdx.x; i < kEnds; i += kThreads) {
+        if (i < Tile::rows) ends[i] = end_of<Codes::weights>(weights, {weights, tile.group, weights_row(i)});
+        else ends[i] = end_of<Codes::x>(x, {x, x_matrix, token_row(i - Tile::rows)});
+    }
     const bool zeros = x.zero_point || weights.zero_point;
     const float inverse = results.inverse();
     for (int begin = 0; begin < Tile::tokens && begin < tile.count; begin += Own::staged_tokens) {
@@ -308,19 +323,18 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
             if constexpr (Tile::segmented) {
                 finish(results, inverse, staged_totals[at], m, n, target);
             } else {
-                const Standing left{x, x_matrix, x_row + token}, right{weights, tile.group, n};
+                const End &right = ends[own], &left = ends[Tile::rows + token];
                 Sum sum = staged[at];
                 if constexpr (!Own::floats) {
-                    if (zeros) {
-                        const Zeros own{zero_of<Codes::x>(x, left.place), zero_of<Codes::weights>(weights, right.place), sum_of(x, left.row, 1, 0), sum_of(weights, right.row, 1, 0)};
-                        sum = own.correct(sum, static_cast<int>(K));
-                    }
+                    // Of T ones that meet, of p and q ones: K - 2 (p + q - 2 T).
+                    if constexpr (Own::bits) sum = static_cast<int>(segment) + 4 * sum - 2 * (left.sum + right.sum);
+                    else if (zeros) sum = Zeros{left.zero, right.zero, left.sum, right.sum}.correct(sum, static_cast<int>(K));
                     if (results.is_raw()) {
                         static_cast<int*>(results.epilogue.out)[target] = sum;
                         continue;
                     }
                 }
-                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), x.scaling.at(left.place)), weights.scaling.at(right.place));
+                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), left.scale), right.scale);
                 finish(results, inverse, scaled, m, n, target);
             }
         }

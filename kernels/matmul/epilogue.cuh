@@ -39,7 +39,7 @@ __device__ inline float activated(int activation, float x) {
 }
 
 // activation(sum + bias[n]) + residual[m, n]
-__device__ inline void finish(const Epilogue& e, float sum, i64 m, i64 n) {
+__device__ inline float completed(const Epilogue& e, float sum, i64 m, i64 n) {
     if (e.activation == kGated) {
         sum *= activated(kSilu, load_typed(e.residual, e.residual_type, m * e.residual_stride + n));
     } else {
@@ -47,6 +47,10 @@ __device__ inline void finish(const Epilogue& e, float sum, i64 m, i64 n) {
         sum = activated(e.activation, sum);
         if (e.residual) sum += load_typed(e.residual, e.residual_type, m * e.residual_stride + n);
     }
+    return sum;
+}
+__device__ inline void finish(const Epilogue& e, float sum, i64 m, i64 n) {
+    sum = completed(e, sum, m, n);
     store_typed(e.out, e.out_type, m * e.out_stride + n * e.out_column, sum);
 }
 
@@ -95,9 +99,8 @@ __device__ inline void store_4(const Epilogue& e, const float4& y, i64 m, i64 n)
     }
 }
 
-// What finish does, of four columns n .. n + 3, those below N; n is a multiple of 4. `fours`: has_fours.
-__device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N, bool fours) {
-    const int count = static_cast<int>(min(N - n, static_cast<i64>(4)));
+// What `completed` is, of four columns n .. n + 3, of which `count` are below N; n is a multiple of 4.
+__device__ inline float4 completed_4(const Epilogue& e, float4 y, i64 m, i64 n, int count) {
     if (e.activation == kGated) {
         float4 gate = load_4(e.residual, e.residual_type, m * e.residual_stride + n, count);
         activate_4<kSilu>(gate);
@@ -109,6 +112,12 @@ __device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N
         if (e.activation == kSilu) activate_4<kSilu>(y);
         if (e.residual) add_4(y, load_4(e.residual, e.residual_type, m * e.residual_stride + n, count));
     }
+    return y;
+}
+// And stored. `fours`: has_fours.
+__device__ inline void finish_4(const Epilogue& e, float4 y, i64 m, i64 n, i64 N, bool fours) {
+    const int count = static_cast<int>(min(N - n, static_cast<i64>(4)));
+    y = completed_4(e, y, m, n, count);
     if (fours) {
         store_4(e, y, m, n);
     } else {

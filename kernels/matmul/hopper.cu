@@ -10,6 +10,8 @@
 #include "matmul/hopper_codes.cuh"
 #include "matmul/hopper_drain.cuh"
 #include "matmul/hopper_factor.cuh"
+#include "matmul/hopper_fold.cuh"
+#include "matmul/hopper_prefetch.cuh"
 #include "matmul/hopper_schedule.cuh"
 #include "device/cluster.cuh"
 #include "device/overlap.cuh"
@@ -30,25 +32,6 @@ struct Routed {
 
 // What a warp needs again after the products of a tile.
 struct Kept { int tile, left, token, row, done; };
-
-// Brings what a strip has beside codes to the L2 cache: its groups from `first` to `last`.
-template <class Format, int kLie>
-__device__ void prefetch_groups(const Prepacked& w, i64 strip, i64 first, i64 last) {
-    using Own = Group<Format, kLie>;
-    if constexpr (kLie == kInStrips) {
-        const auto bring = [&](const void* from, i64 each, i64 begin, i64 end, int bytes) {
-            prefetch_run(static_cast<const u8*>(from) + (strip * each + begin) * kStrip * bytes,
-                         static_cast<int>(end - begin + 1) * kStrip * bytes);
-        };
-        constexpr int kBlock = Own::blocks ? Own::Parts::per_block : 1;
-        const i64 each = Own::blocks ? w.blocks : w.groups;
-        bring(w.scale, each, first / kBlock, last / kBlock, Own::bytes);
-        if constexpr (Own::zeros) bring(w.zero_point, w.groups, first, last, 1);
-        if constexpr (Own::Parts::minimums) bring(w.minimum, each, first / kBlock, last / kBlock, Own::bytes);
-        if constexpr (Own::Parts::sub_scales) bring(w.sub_scale, w.groups, first, last, 1);
-        if constexpr (Own::Parts::sub_scales && Own::Parts::minimums) bring(w.sub_minimum, w.groups, first, last, 1);
-    }
-}
 
 // Tile, which hopper.py prints:
 //   tokens         rows of x of a block
@@ -116,7 +99,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     // Where sums are fewer than operands, scales meet the sums of a unit; else they meet operands.
     constexpr bool kLate = kCodes || (kTokens <= 32 && kFine == 1 && !Own::Parts::minimums && kBuffers > 1);
     // Parts of a unit of codes whose scales differ, and its operands: of groups of 16 columns each has one half alone.
-    constexpr int kPieces = kFine > kFineX ? kFine : kFineX > 1 ? kFineX : 1, kOperands = kPieces > 2 ? 4 : 2;
+    constexpr bool kFolded = Pace<Tile, kCodes>::folded;
+    constexpr int kFineOwn = kFolded ? 1 : kFine;  // groups whose scales meet sums
+    constexpr int kPieces = kFineOwn > kFineX ? kFineOwn : kFineX > 1 ? kFineX : 1, kOperands = kPieces > 2 ? 4 : 2;
     constexpr bool kGrouped = kFine > 1 || kGroupUnits > 0;  // the weight's scales change along K
     static_assert(!kCodes || (kBits == 4 && !Own::zeros && !Own::Parts::minimums), "weights that become bytes");
     static_assert(!kCodes || (!kPair && !kSharedX && kBuffers == 2), "how products of codes are divided");
@@ -124,6 +109,8 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     constexpr int kScaleRoom = kTokens + (kRouted ? 4 : 0), kScaleBytes = kFineX * kScaleRoom * 4;  // of a unit
     // Codes come to registers while the unit before is multiplied, and one more stage is held.
     constexpr bool kEarly = !kLate && kBits <= 4 && kStages >= 3 * kDepthGroups;
+    constexpr bool kAhead = kFolded && kStages >= 3 * kDepthGroups;
+    constexpr bool kHalves = kFolded && kFineX == 0;  // where there are registers for it
     let_next_start();
     extern __shared__ __align__(1024) u8 shared[];
     u8* stages = shared;
@@ -316,6 +303,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
     }
     const Prepacked& own_weights = kSingle ? weights : moved;
     Kept& kept = all_kept[warp];
+    u32* const in_tile = reinterpret_cast<u32*>(strip_units) + warp;  // of Fold: the first unit, and kMet
     Share schedule = share();
     const auto come_back = [&] {
         schedule.tile = kept.tile; schedule.left = kept.left; done = kept.done;
@@ -330,9 +318,13 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         // What comes after the products waits in shared memory, and leaves them its registers.
         if (lane == 0) kept = {schedule.tile, schedule.left, token, row,
                                done + (stop - first_unit + kSpan - 1) / kSpan};
+        if (kFolded && lane == 0) *in_tile = first_unit;
         __syncwarp();
         if constexpr (kRouted) moved = of_expert<Format, kLie>(weights, lost ? 0 : expert);
-        const i64 strip = min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
+        const auto own_strip = [&] {
+            return min(row / kStrip + (kPair ? 0 : row_group * 4) + warp % 4, weights.strips - 1);
+        };
+        const i64 strip = own_strip();
         const i64 before = kRouted && !lost ? static_cast<i64>(expert) * weights.strips : 0;  // strips of other experts
         typename Own::Strip lies;
         lies.set(own_weights, strip, before, g);
@@ -351,8 +343,16 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         // Of this warpgroup's units, those of a stage and then of its next one: the one `n` behind unit 0 of a stage.
         const auto behind = [](int n) { return n / kSpan * kDepthGroups * kSpan + n % kSpan; };
         int i = first_unit + depth * kSpan;
-        fetch(0, i);
-        fetch(1, i + behind(1));
+        Choice<kFolded, Fold<Format, Tile>, NotFolded> fold;
+        const auto fetch_four = [&](int n) {  // units from unit n on
+            if constexpr (kFolded) fold.fetch(lies, own_weights, i + behind(n + anew(lane) % 4));
+        };
+        if constexpr (kFolded) {
+            fetch_four(0);
+        } else {
+            fetch(0, i);
+            fetch(1, i + behind(1));
+        }
         // Scales may have been overwritten since the last product: what brings them into range is found each time.
         if constexpr (!kLate) {
             const int last = min(static_cast<int>(group_of(stop - 1)) + kFine, static_cast<int>(weights.groups)) - 1;
@@ -406,6 +406,20 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
 #pragma unroll
             for (int s = 0; s < kSlices; ++s) decode_slice(step * kSlices + s, from, to[s]);
         };
+        // What is known of unit n before its codes are there.
+        const auto turn_to = [&](int n) {
+            if constexpr (kFolded) {
+                if (n % 4 == 0) {
+                    if (fold.begin() && anew(lane) == 0) *in_tile |= fold.kMet;
+                    fetch_four(n + 4);
+                }
+                fold.choose(n % 4);
+            }
+        };
+        const auto decode_codes = [&](int half, u32 (&to)[kCodes ? kOperands : kLate ? 4 : kSlices][4]) {
+            if constexpr (kFolded) fold.template decode<kOperands>(words.w, half, to);
+            else if constexpr (kCodes) Decode::template decode<kOperands>(words.w, half, to);
+        };
         const auto place_of_x = [&](int of_stage) { return own_x + (stage * kSpan + of_stage) * (kBoxBytes / 16); };
         const auto step_stage = [&] {
             stage += kDepthGroups;
@@ -418,7 +432,9 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             }
             if (i < stop) {
                 load(0);
-                Decode::template decode<kOperands>(words.w, a[0]);
+                turn_to(0);
+                decode_codes(0, a[0]);
+                decode_codes(1, a[0]);
             }
         } else if constexpr (kLate) {
             if (i < stop) {
@@ -433,9 +449,11 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const int d = n % 2, of_stage = n % kSpan, own_stage = stage;
             const u32 b = place_of_x(of_stage);
             if constexpr (kCodes) {
-                constexpr int kEach = kOperands / kPieces;  // operands of a piece
+                // Operands of a piece. Between the two halves of a unit the next one's are made: products keep a warp
+                // waiting for the ones before.
+                constexpr int kEach = kHalves ? 1 : kOperands / kPieces;
                 const auto multiply = [&](int piece) {
-                    const bool adds = kPieces == 1 && (kSegment == 0 || n % (kSegment ? kSegment : 1) != 0);
+                    const bool adds = kPieces == 1 && (kSegment == 0 || piece > 0 || n % (kSegment ? kSegment : 1) != 0);
                     wgmma_fence();
 #pragma unroll
                     for (int e = 0; e < kEach; ++e) {
@@ -448,21 +466,33 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 };
                 const u32 of_x = shared_address(unit_scales) + (stage * kSpan + of_stage) * kScaleBytes +
                                  (kRouted ? token % 4 * 4 : 0);
+                const auto largest = [&] { if constexpr (kFolded) return fold.largest; else return 0u; }();
+                const auto scale_of = [&](int piece, int h) {
+                    if constexpr (kFolded) return fold.scale_of(largest, h);
+                    else if constexpr (kGrouped) return groups[d][piece * kFine / kPieces].value(h);
+                    else return 1.0f;
+                };
                 const auto add = [&](int piece) {
-                    const Own& own = groups[d][piece * kFine / kPieces];
-                    const float scale[2] = {kGrouped ? own.value(0) : 1.0f, kGrouped ? own.value(1) : 1.0f};
+                    const float scale[2] = {scale_of(piece, 0), scale_of(piece, 1)};
                     const u32 at = of_x + piece * kFineX / kPieces * (kScaleRoom * 4);
                     add_scaled<kTokens, kGrouped, (kFineX > 0), !kRouted>(sum, part[piece % kParts], scale, at, t);
                 };
                 multiply(0);
                 if constexpr (kPieces > 1 && kParts > 1) multiply(1);
                 if (of_stage == kSpan - 1) step_stage();
+                if (more) turn_to(n + 1);
+                if (kAhead && more) load((n + 1) % kSpan);
                 wgmma_wait<kParts>();  // for those of the unit before: the next one's operand has their place
                 if (of_stage == 0) release();
                 last = own_stage;
                 if (more) {
-                    load((n + 1) % kSpan);
-                    Decode::template decode<kOperands>(words.w, a[1 - d]);
+                    if (!kAhead) load((n + 1) % kSpan);
+                    decode_codes(0, a[1 - d]);
+                    if constexpr (!kHalves) decode_codes(1, a[1 - d]);
+                }
+                if constexpr (kHalves) {
+                    multiply(1);
+                    if (more) decode_codes(1, a[1 - d]);
                 }
                 if constexpr (kPieces > 1) {
 #pragma unroll
@@ -476,7 +506,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                     wgmma_wait<0>();
                     add(0);
                 }
-                if constexpr (kGrouped) fetch(d, i + behind(n + 2));
+                if constexpr (kGrouped && !kFolded) fetch(d, i + behind(n + 2));
             } else if constexpr (kLate) {
                 float part[kTokens / 2];
                 const auto multiply = [&](int step) {
@@ -532,7 +562,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 last = own_stage;
             }
         };
-        constexpr int kStaged = kSpan > 1 ? kSpan : 2, kRound = kSegment > kStaged ? kSegment : kStaged;  // units
+        constexpr int kStaged = kFolded ? 4 : kSpan > 1 ? kSpan : 2, kRound = kSegment > kStaged ? kSegment : kStaged;  // units
         static_assert(kSegment == 0 || kRound % kSegment == 0, "whole segments");
         static_assert(kRound % 2 == 0, "units have the two operands in turn");
 #pragma unroll 1
@@ -549,6 +579,15 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
         if constexpr (kCodes && kSegment == 0) {
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) sum[j] = lost ? sum[j] : static_cast<float>(part[0][j]);
+        }
+        if constexpr (kFolded) {
+            __syncwarp();  // behind the last mark
+            const u32 known = *in_tile;
+            const int first = static_cast<int>(known & ~fold.kMet) + depth * kSpan;
+            const auto unit_at = [&](int n) { return first + behind(n); };
+            if (known & fold.kMet)
+                fold.template add_far<kTokens, (kFineX > 0)>(sum, own_weights, lies, own_strip() + before, unit_at,
+                                                             stop, of_tokens, token, anew(lane));
         }
         if constexpr (Own::stored == Stored::E4M3)
             factor *= own_weights.global_scale ? *own_weights.global_scale : 1.0f;
@@ -578,7 +617,7 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const Own& own = groups[0][0];
             const float of_rows[2] = {kGrouped ? 1.0f : own.value(0), kGrouped ? 1.0f : own.value(1)};
             const float* const of_x = of_tokens.scale + token;
-            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, 1.0f / Decode::Rows::worth, of_rows, of_x, t);
+            if (!lost) multiply_whole<kTokens, kFineX == 0>(sum, kFolded ? 1.0f : 1.0f / Decode::Rows::worth, of_rows, of_x, kFolded ? anew(lane) % 4 : t);
         }
         const i64 row_end = min(N, static_cast<i64>(row) + tile_rows);
         const Bounds own_tile{token, row, rows, row_end, N, tile_tokens,

@@ -3,45 +3,34 @@
 // Hopper's sums of e4m3 keep about 14 bits, and lose them where many are added: they are added to float32 sums before
 // that, those of a `segment`. Where scales of either side change along K that is where they meet them.
 #pragma once
-#include "device/overlap.cuh"
 #include "device/wgmma.cuh"
 #include "layout/packed_weight.cuh"
-#include "matmul/grouped.cuh"
 
 namespace cuquant {
 
-// Of x, which matmul/code_rows.cu makes: [groups, pitch], a float for each row of x. Null but for codes.
+// Of x, which matmul/code_rows.cu makes: [groups, pitch], a float for each row of x; and its codes. Null but for codes.
 struct TokenScales {
     const float* scale;
     i64 pitch;
     int groups, units;  // along K; units of a group, 0 where a unit has several or a row is one
+    const u8* codes;    // [rows, stride]
+    i64 stride, rows;
 };
-
-// While kernels before this one end: to the L2 cache the beginning of what warp `own` of four brings of the block's
-// first tile, if each of `experts` has one, as matmul_hopper counts tiles. Else it is another block's, or nobody's.
-template <int kTogether>
-__device__ void prefetch_first(const Prepacked& w, int experts, int row_tiles, int tile_rows, int row_groups, int own,
-                               int unit_bytes) {
-    constexpr int kSoon = 8192;  // bytes of a strip
-    const int set = blockIdx.x / (kTogether * row_tiles), in_set = blockIdx.x - set * kTogether * row_tiles;
-    const int wide = min(kTogether, experts - set * kTogether);
-    if (wide <= 0) return;
-    const int expert = set * kTogether + in_set % wide, row = in_set / wide * tile_rows;
-    for (int r = 0; r < row_groups; ++r) {
-        const int strip = row / kStrip + 4 * r + own;
-        if (strip >= w.strips) return;
-        const i64 before = (static_cast<i64>(expert) * w.strips + strip) * w.units * unit_bytes;
-        prefetch_run(reinterpret_cast<const u8*>(w.codes) + before, min(w.units * unit_bytes, kSoon));
-    }
-}
 
 // What Tile says of codes, and other tiles do not have:
 //   x_fine    groups of x's scales in a unit; 0: a row of x is one group, whose scale meets whole sums
 //   segment   units whose products are added up by the tensor cores alone; 0: all
+//   folded    operands have their share of the weight's scales: see hopper_fold.cuh
 template <class Tile, bool kCodes>
-struct Pace { static constexpr int x_fine = 0, segment = 0; };
+struct Pace {
+    static constexpr int x_fine = 0, segment = 0;
+    static constexpr bool folded = false;
+};
 template <class Tile>
-struct Pace<Tile, true> { static constexpr int x_fine = Tile::x_fine, segment = Tile::segment; };
+struct Pace<Tile, true> {
+    static constexpr int x_fine = Tile::x_fine, segment = Tile::segment;
+    static constexpr bool folded = Tile::folded;
+};
 
 // sum += part * scale of the lane's two rows * x's scales of the tokens, which lie at a shared address where kOfX: on
 // 8 bytes if kEven.

@@ -99,13 +99,13 @@ struct Rows {
             for (int i = 0; i < kChunk; ++i) x[i] = k + i < depth ? x[i] : 0.0f;
         }
     }
-
-  private:
+    // The block of a column.
     __device__ i64 block_of(const Row& row, i64 k) const {
         if (Format::stored == Stored::None || tiles.across == 1) return row.block;
         if (shift >= 0) return row.block + (k >> shift);
         return row.block + (k >> 32 ? k / tiles.wide : static_cast<u32>(k) / static_cast<u32>(tiles.wide));
     }
+    // The codes of the columns from k on, a multiple of 8; beyond the depth 0.
     __device__ void load_codes(const Word* row, i64 k, i64 depth, u32* codes) const {
         if constexpr (Packing::bits == 16) {
             if (vectors && k + kChunk <= depth) {

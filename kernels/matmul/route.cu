@@ -66,12 +66,12 @@ __device__ void walk(const Experts& experts, i64 begin, i64 end, Use use) {
     }
 }
 
-// experts: [rows], `step` elements apart. Writes order [rows] and segments of up to `height` rows of one
-// expert. places [known + 1, warps] is the kernel's own.
+// experts: [rows], `step` elements apart. Writes order [rows], segments of up to `height` rows of one
+// expert, and offsets [known + 1]: where the rows of each expert begin, and those of none. places [known + 1, warps] is the kernel's own.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) route(
     const void* __restrict__ experts, int bytes, i64 step, i64 rows, i64 known, i64 height, i64* places,
-    i64* __restrict__ order, Segment* __restrict__ segments, i64* __restrict__ segment_count) {
+    i64* __restrict__ order, i64* __restrict__ offsets, Segment* __restrict__ segments, i64* __restrict__ segment_count) {
     constexpr int kWarps = kThreads / 32;
     __shared__ i64 sums[kThreads];  // 8 KB at most
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(kThreads) route(
         for (int w = 0; w < kWarps && expert <= known; ++w) count += places[expert * kWarps + w];
         i64 all, all_segments;
         i64 first = before + sum_before<kThreads>(count, sums, all);
+        if (expert <= known) offsets[expert] = first;
         i64 segment = segments_before + sum_before<kThreads>((count + height - 1) / height, sums, all_segments);
         for (i64 done = 0; done < count; done += height)
             segments[segment++] = {expert < known ? expert : -1, first + done, min(height, count - done)};

@@ -48,7 +48,11 @@ __global__ void __launch_bounds__(kThreads) rows_values(Operands operands, T* __
     static_assert(kThreads == 256, "a thread a partial sum");
     const i64 offset = static_cast<i64>(blockIdx.x) * columns;
     Norm norm{1.0f, 0.0f, 0.0f};
-    if constexpr (Source::norm) norm = norm_of<Source>(operands, PlainSum<T, Source, kThreads>{operands, offset, columns}, [](bool of_row) { return of_row; });
+    if constexpr (Source::norm) {
+        const PlainSum<T, Source, kThreads> sum{operands, offset, columns};
+        norm = norm_of<Source>(operands, sum);
+        if (!norm.within()) norm = norm_again<Source>(norm, operands, sum);  // seldom
+    }
     const float inverse = norm.inverse();
     for (i64 column = threadIdx.x; column < columns; column += kThreads) {
         float x = element<Source, T>(operands, offset + column);

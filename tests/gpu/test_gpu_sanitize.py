@@ -5,6 +5,7 @@ of its own, so that nothing lies beside it.
 """
 
 import gc
+from unittest import mock
 
 import kernel_cases as cases
 import numpy as np
@@ -16,6 +17,7 @@ from on_emulator import OnEmulator
 from products import CASES, normal, weight
 
 import cuquant as cq
+from cuquant.ops.matmul import coded_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
 
@@ -123,7 +125,12 @@ def test_plain_products(shape, gpu):
     packed = functions.pack_int4(a % 8), functions.pack_int4(b % 8, axis=0)
     functions.int4_matmul(*map(gpu.asarray, packed), k)
     floats = [gpu.asarray(each.astype(np.float16)) for each in (a, b)]
-    functions.binary_matmul(*floats)
+    signs = (np.where(x < 0, -1, 1).astype(np.int64) for x in (a, b))
+    wanted = np.matmul(*signs)
+    for left, right in (floats, (x, w), [each.astype(np.float32).T.copy().T for each in floats]):
+        assert (functions.binary_matmul(left, right).get() == wanted).all()
+        with mock.patch.object(coded_kernels, "is_hoppers", lambda *_: False):  # as elsewhere
+            assert (functions.binary_matmul(left, right).get() == wanted).all()
     functions.fp16_gemm(*floats, floats[1][0], 2, 3)
     functions.matmul_bias_relu(*floats, floats[1][0], 0.5, out_dtype="float32")
 

@@ -76,7 +76,12 @@ def test_boards_and_architectures():
     ("changed", "why"),
     [
         ({"operation": "lineer"}, "did you mean 'linear'"),
-        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"dtype": "int9"}, "dtype 'int9' is unknown .*known are float32, .* 'fp8_e4m3:row'"),
+        ({"dtype": "fp16"}, "dtype 'fp16' is of floats"),
+        ({"dtype": "int8", "operation": "quantize"}, "dtype 'int8'.*takes float32, float16"),
+        ({"dtype": "q4_k", "shape": (64, 100), "format": "int8"}, "multiple of 256"),
+        ({"shape": (0, 256)}, r"shape is \(0, 256\)"),
+        ({"shape": (), "format": "int8", "operation": "silu_mul_quantize"}, "0-d"),
         ({"rows": 0}, "rows is 0"),
         ({"rows": 2.5}, "rows is 2.5"),
         ({"shape": (64,)}, r"shape is \(64,\)"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ to compile ke
 
 WORDS = """
 #include "device/random.cuh"
+#include "format/e2m1.cuh"
 #include "format/scaling.cuh"
 
 namespace cuquant {
@@ -40,6 +41,21 @@ __global__ void codec(
             encoded[i] = Codec::encode(x[i], zero_point, encode_tables, lookup) - Codec::bias;
     }
     if (i < m) decoded[i] = Codec::decode(codes[i], Codec::shift_of(zero_point), decode_tables);
+}
+
+// Words of eight e2m1 codes: of x, of x * inverse, and of bfloat16 x times a power of two.
+template <class Packing>
+__global__ void e2m1(
+    const float* x, u32* plain, u32* scaled, u32* paired, float inverse, float power, i64 n) {
+    const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i >= n) return;
+    const float* own = x + i * kChunk;
+    u32 pairs[4];
+    for (int p = 0; p < 4; ++p)
+        pairs[p] = bits_of(own[2 * p]) >> 16 | (bits_of(own[2 * p + 1]) & 0xFFFF0000u);
+    plain[i] = e2m1_codes<Packing>(own);
+    scaled[i] = e2m1_codes<Packing>(own, own, inverse);
+    paired[i] = e2m1_codes<Packing>(pairs, power);
 }
 
 template <class Codec>
@@ -170,6 +186,7 @@ def folder(tmp_path_factory):
         [
             *(words(entry, kind) for kind in types for entry in ("codec", "stochastic")),
             *map(packing_words, PACKINGS),
+            *(words("e2m1", facts.packing_type(Packing(4, order))) for order in ("low", "high")),
             *map(dividing, PEAKS),
             *(words("statistic", rule) for rule in ("AbsMax", "SignedMax", "Range")),
             *(
@@ -274,6 +291,25 @@ def test_stochastic_codecs(name, run, rng):
     with np.errstate(all="ignore"):
         wanted = codec.encode_stochastic(x, draws)
     assert (encoded == wanted).all()
+
+
+@pytest.mark.parametrize("order", ["low", "high"])
+def test_words_of_e2m1(order, run, rng):
+    """Eight codes at once are those of the codec: borders, their neighbours, every bfloat16."""
+    codec, packing = CODECS["mxfp4"], Packing(4, order)
+    every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(F32)
+    x = np.concatenate([probes(codec, rng), every[np.isfinite(every)]]).astype(F32)
+    x = x[: len(x) // 8 * 8]
+    inverse, power = F32.type(1.7182817), F32.type(2.0**-3)
+    made = [run.made(len(x) // 8, U32) for _ in range(3)]
+    kind = facts.packing_type(packing)
+    count = len(x) // 8
+    run.run(words("e2m1", kind), count, run.given(x), *made, float(inverse), float(power), count)
+    short = (x.view(np.uint32) & 0xFFFF0000).view(F32)
+    with np.errstate(over="ignore"):
+        for found, z in zip(made, (x, x * inverse, short * power), strict=True):
+            wanted = packing.pack(codec.encode(z)[None], 0)[0].view(np.uint32)
+            assert (found == wanted).all()
 
 
 # ---- packings -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from gpu_products import host, tensor
 from oracle import bits_equal
 
 import cuquant.functional as F
+from cuquant.ops.matmul import coded_kernels
 
 pytestmark = pytest.mark.gpu
 F32 = np.float32
@@ -156,6 +157,46 @@ def test_large_products(shape, lie, torch):
     signs = torch._int_mm(next(ones), next(ones).T)
     assert (F.binary_matmul(a, b) == signs).all()
     assert (F.binary_matmul(a.half(), b.float()) == signs).all()
+
+
+RAGGED = [
+    ((1, 1), (1, 1)),
+    ((3, 127), (127, 5)),
+    ((17, 129), (129, 300)),
+    ((300, 1000), (1000, 130)),
+    ((64, 4097), (4097, 1001)),
+    ((513, 8191), (8191, 96)),
+    ((2, 70, 200), (2, 200, 90)),
+    ((3, 1, 5, 333), (4, 333, 7)),
+]
+
+
+@pytest.mark.parametrize("lie", ["rows", "turned", "every other"])
+@pytest.mark.parametrize("dtype", [F32, np.float16, np.int8, np.int64], ids=str)
+@pytest.mark.parametrize("shapes", RAGGED, ids=str)
+def test_signs_of_any_shape(shapes, dtype, lie, torch):
+    """By bits from sm_80 to sm_90; of Hopper's the last lines and boxes are not whole."""
+    host_sides = [(integers(s, np.int16, i) % 7 - 3).astype(dtype) for i, s in enumerate(shapes)]
+    signs = [np.where(x < 0, -1, 1) for x in host_sides]
+    sides = [tensor(torch, x) for x in host_sides]
+    if lie == "turned":
+        sides = [x.mT.contiguous().mT for x in sides]
+    if lie == "every other":
+        sides = [x.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., 1::2, ::2] for x in sides]
+    found = F.binary_matmul(*sides)
+    close(found, np.matmul(*(x.astype(np.int64) for x in signs)).astype(np.int32))
+
+
+@pytest.mark.parametrize("shapes", RAGGED, ids=str)
+def test_signs_of_any_shape_by_a_warp(shapes, torch, monkeypatch):
+    """As GPUs from sm_80 on do it."""
+    if not 80 <= 10 * torch.cuda.get_device_capability()[0] < 100:
+        pytest.skip("no products of bits")
+    monkeypatch.setattr(coded_kernels, "is_hoppers", lambda *_: False)
+    host_sides = [(integers(s, np.int16, i) % 7 - 3).astype(F32) for i, s in enumerate(shapes)]
+    signs = [np.where(x < 0, -1, 1).astype(np.int64) for x in host_sides]
+    found = F.binary_matmul(*(tensor(torch, x) for x in host_sides))
+    close(found, np.matmul(*signs).astype(np.int32))
 
 
 def test_a_large_convolution(torch):

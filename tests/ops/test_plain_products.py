@@ -3,6 +3,8 @@
 What takes `to` runs under the emulator and, with `-m gpu`, on a GPU.
 """
 
+import ctypes
+import struct
 from typing import Any
 from unittest import mock
 
@@ -22,7 +24,16 @@ from cuquant.gpu import arrays as gpu
 from cuquant.gpu.cublas import Cublas
 from cuquant.gpu.view import View
 from cuquant.ops import plain_products
-from cuquant.ops.matmul.byte_rows import BYTES, NIBBLES, ByteRows, expanded, signs_of
+from cuquant.ops.matmul.byte_rows import (
+    BYTES,
+    NIBBLES,
+    ByteRows,
+    bits_of,
+    expanded,
+    program_of,
+    signs_of,
+)
+from cuquant.ops.matmul.coded import Coded, Groups
 
 F32 = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -104,19 +115,46 @@ def test_signs(lie, dtype):
     """0, -0.0 and NaN are +1; subnormals have signs."""
     emulator = Emulator()
     shape, view = LIES[lie](20, 50)
-    rng = np.random.default_rng(1)
-    x = rng.integers(-2, 2, shape).astype(dtype)
-    if x.dtype.kind not in "iu":
-        flat = x.reshape(-1)
-        tiny = ml_dtypes.finfo(dtype).smallest_subnormal
-        flat[:6] = [-0.0, np.nan, -np.inf, np.inf, tiny, -tiny]
-        flat[6] = -flat[1]
+    x = with_specials(shape, dtype)
     with np.errstate(invalid="ignore"):
         wanted = np.where(view(x) < 0, -1, 1)
     x = view(emulator.array(x))
     made = emulator.empty((20, 64), np.dtype(np.int8))
     ByteRows.along(emulator.view(x), -1, signs_of(x.dtype)).make(emulator, made.ctypes.data)
     assert (made[:, :50] == wanted).all() and (made[:, 50:] == 0).all()
+
+
+def with_specials(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Numbers of any sign; of floats the first are zeros, NaN, infinities and subnormals."""
+    x = np.random.default_rng(1).integers(-2, 2, shape).astype(dtype)
+    if x.dtype.kind not in "iu":
+        flat = x.reshape(-1)
+        tiny = ml_dtypes.finfo(dtype).smallest_subnormal
+        specials = np.array([-0.0, np.nan, -np.inf, np.inf, tiny, -tiny, -np.nan], dtype)
+        flat[: len(specials)] = specials[: flat.size]
+    return x
+
+
+@fake_gpu.needs_compiler
+@pytest.mark.parametrize("dtype", [F32, np.float16, BF16, *"bBhHiIlL"], ids=str)
+@pytest.mark.parametrize("lie", LIES)
+def test_rows_of_bits(lie, dtype):
+    """1 is +1, the first column in the lowest bit; behind K there are zeros."""
+    emulator = Emulator()
+    for rows, depth in ((1, 1), (3, 8), (130, 20), (5, 263), (2, 300), (9, 640)):
+        shape, view = LIES[lie](rows, depth)
+        x = with_specials(shape, dtype)
+        with np.errstate(invalid="ignore"):
+            wanted = np.packbits(~(view(x) < 0), axis=1, bitorder="little")
+        x = view(emulator.array(x))
+        found = ByteRows.along(emulator.view(x), -1, bits_of(x.dtype))
+        assert not found.is_ready and found.stride == -(-depth // 128) * 16
+        out = emulator.empty((rows, found.stride), np.dtype(np.uint8))
+        out[:] = 0xAA
+        found.make(emulator, out.ctypes.data)
+        assert (out[:, : wanted.shape[1]] == wanted).all() and (
+            out[:, wanted.shape[1] :] == 0
+        ).all()
 
 
 @fake_gpu.needs_compiler
@@ -271,8 +309,66 @@ def test_binary(to):
         b = (rng.standard_normal((100, 9)) * 2).astype(kinds[1])
         wanted = product(np.where(a < 0, -1, 1), np.where(b < 0, -1, 1))
         assert bits_equal(host(F.binary_matmul(to(a), to(b))), wanted)
+    for a, b in ([with_specials(shape, F32) for shape in shapes] for shapes in SHAPES):
+        wanted = product(np.where(a < 0, -1, 1), np.where(b < 0, -1, 1))
+        assert bits_equal(host(F.binary_matmul(to(a), to(b))), wanted)
     a = np.array([[np.nan, -np.nan, -1, 0, -0.0]], F32)
     assert host(F.binary_matmul(to(a), to(np.ones((5, 1), F32)))) == 3
+
+
+def at(address: int, count: int, dtype: Any) -> np.ndarray:
+    """The array at an address of the host."""
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype)
+
+
+def multiply_bits(backend: Any, x: Coded, w: Coded, shape: tuple, groups: Groups, segment: int):
+    """In place of Hopper's kernel, whose tensor cores the emulator has not: K and ones alone tell
+    what ones that meet stand for."""
+    rows, columns, depth = shape
+    assert x.kind == w.kind == "bits" and segment == depth and rows == groups.rows
+    counts = groups.count * rows, groups.count * columns
+    unpacked, ones = [], []
+    for side, count, each in ((x, counts[0], rows), (w, counts[1], columns)):
+        assert side.stride % 16 == side.codes % 16 == 0
+        bits = np.unpackbits(at(side.codes, count * side.stride, np.uint8), bitorder="little")
+        unpacked.append(bits.reshape(groups.count, each, -1).astype(np.int64))
+        ones.append(at(side.sums, count, np.int32).reshape(groups.count, each))
+
+    def run(backend: Any, x: Coded, results: bytes) -> None:
+        both = unpacked[0] @ unpacked[1].swapaxes(1, 2)
+        sums = 4 * both + depth - 2 * (ones[0][..., None] + ones[1][:, None])
+        at(struct.unpack_from("<Q", results)[0], sums.size, np.int32)[:] = sums.reshape(-1)
+
+    return run
+
+
+@fake_gpu.needs_compiler
+@pytest.mark.parametrize("library", ["cupy", pytest.param("torch", marks=fake_gpu.needs_torch)])
+def test_binary_by_bits(library, monkeypatch):
+    """As on Hopper, but for the product of bits itself."""
+    to = fake_gpu.install(library, monkeypatch, Emulator(arch=90))
+    seen = mock.Mock(side_effect=multiply_bits)
+    monkeypatch.setattr(plain_products.coded_kernels, "prepare", seen)
+    for i, shapes in enumerate(SHAPES):
+        a, b = (with_specials(shape, (F32, np.float16)[i % 2]) for shape in shapes)
+        wanted = product(np.where(a < 0, -1, 1), np.where(b < 0, -1, 1))
+        if not shapes[0][-1]:  # which no tensor map has
+            continue
+        before = seen.call_count
+        assert bits_equal(host(F.binary_matmul(to(a), to(b))), wanted)
+        assert seen.call_count == before + bool(wanted.size)
+    a, b = any_integers((2, 18, 280), np.int8), any_integers((2, 560, 36), np.int16)
+    found = F.binary_matmul(to(a)[:, ::2, 3:], to(b)[:, 6::2, ::3])
+    a, b = a[:, ::2, 3:], b[:, 6::2, ::3]
+    assert bits_equal(host(found), product(np.where(a < 0, -1, 1), np.where(b < 0, -1, 1)))
+
+
+def test_rows_of_bits_are_compiled_ahead_where_bits_are_multiplied():
+    rows = [program_of(bits_of(name)) for name in ("float32", "float16")]
+    for arch in (75, 80, 89, 90, 100):
+        found = plain_products.programs(cq.get_format("int1"), ["float32", "float16"], arch)
+        assert all((program in found) == (80 <= arch <= 90) for program in rows)
 
 
 # ---- convolutions --------------------------------------------------------------------------------

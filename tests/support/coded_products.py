@@ -22,6 +22,9 @@ CASES = (
     ("int3", "uint5", (4, 12, 131)),
     ("int1", "int1", (4, 9, 100)),
     ("int8", "int1", (4, 9, 64)),
+    ("int1", "int1", (7, 9, 128)),
+    ("int1", "int1:tensor", (40, 33, 384)),
+    ("int1:row", "int1", (130, 70, 1152)),
     ("fp8_e4m3", "fp8_e5m2", (40, 33, 96)),
     ("fp8_e5m2:tensor", "fp8_e4m3:tensor", (2, 5, 33)),
     ("fp8_e4m3:128", "fp8_e4m3:128x128", (9, 150, 300)),
@@ -46,6 +49,36 @@ def check(y: np.ndarray, x: Any, w: Any, roundings: int = 4) -> None:
     wanted, size = exact(x, w)
     assert y.shape == wanted.shape and y.dtype == np.float32
     assert is_close(y, wanted, size, values(w).shape[-1] + roundings)
+
+
+def with_scales(w: cq.QuantArray, scale: np.ndarray) -> cq.QuantArray:
+    """The same codes; where a byte is negative a group of zeros, whose scale is its opposite."""
+    codes = w.codes()
+    zero = np.repeat(scale < 0, w.format.scale.block, axis=-1)[..., : w.shape[-1]]
+    kept = np.where(zero, 0, codes).astype(np.uint8).reshape(-1, w.shape[-1])
+    packed = w.format.row_packing.pack(kept, 0).reshape(*w.shape[:-1], -1)
+    parts = {**w.arrays(), "packed": packed, "scale": np.abs(scale).astype(np.uint8)}
+    return cq.QuantArray(w.format, w.shape, w.dtype, parts, w.axes)
+
+
+def scales_far_apart(rows: int, groups: int) -> dict[str, np.ndarray]:
+    """Bytes of e8m0 scales, which operands have no room for together: see with_scales."""
+    rng = np.random.default_rng(rows)
+    near = rng.integers(118, 130, (rows, groups))
+    some = rng.random((rows, groups))
+    return {
+        "within 11 octaves": near,
+        "11 or 12 octaves": np.where(some < 0.3, 127 - 11 - (some < 0.15), 127),
+        "any": rng.integers(70, 180, (rows, groups)),
+        "zeros with the smallest": np.where(some < 0.3, 0, near) * np.where(some < 0.3, -1, 1),
+        "zeros with the largest": np.where(some < 0.3, -254, near),
+        "one is large": np.where(np.arange(groups) == groups // 2, 180, near),
+        "the last is small": np.where(np.arange(groups) == groups - 1, 90, near),
+        "the smallest": np.where(some < 0.5, 0, 3),
+        "one row": np.where(
+            np.arange(rows)[:, None] == rows - 1, rng.integers(70, 180, groups), near
+        ),
+    }
 
 
 def check_on_gpu(y: np.ndarray, x: Any, w: Any) -> None:

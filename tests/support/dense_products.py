@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuquant.ops.matmul.coded import Coded, Groups, Scaling
-from cuquant.ops.matmul.dense import RUN, Tile, bytes_of, dense
+from cuquant.ops.matmul.coded import Coded, Groups, Scaling, bytes_of
+from cuquant.ops.matmul.dense import RUN, Tile, dense
 from cuquant.ops.matmul.epilogue import ACTIVATIONS, TYPES
 
 F32, F64 = np.float32, np.float64

@@ -180,8 +180,8 @@ def test_words():
     assert (out[:, 7] == np.where(lane < 8, 1 << 40, 0)).all()
     assert (out[:, 8] == 6).all()
     assert (out[:, 9] == 0xDD112233).all()
-    # Selectors 5, F, C, 0: byte 1 of the upper word, its sign bytes of 0xAA and 0x80, byte 0.
-    assert (out[:, 10] == 0x44FFFFCC).all()
+    # Selectors 5, F, C, 0, of which three bits count: bytes 1, 3 and 0 of the upper word, byte 0.
+    assert (out[:, 10] == 0x4480AACC).all()
     assert (out[:, 11] == 3 + (31 << 32)).all()
     below = int(np.nextafter(np.float32(1), np.float32(0)).view(np.uint32))
     assert (out[:, 12] == below | below << 32).all()

@@ -1,6 +1,7 @@
-"""Rows of bytes along an axis of an array: as they lie, or made by matmul/byte_rows.cu.
+"""Rows of bytes, or of bits, along an axis of an array: as they lie, or made by
+matmul/byte_rows.cu.
 
-Kernels that multiply bytes read rows that run along the contraction and start on 16 bytes.
+Kernels that multiply codes read rows that run along the contraction and start on 16 bytes.
 """
 
 import math
@@ -20,14 +21,23 @@ BYTES, NIBBLES = "Bytes", "Nibbles"  # of what matmul/byte_rows.cu makes bytes
 MOST_DIMS = 5  # its Given::most
 TURNED, ACROSS, ALONG = range(3)  # its Way
 TILE, THREADS, FOUR = 128, 256, 4
+OF_BITS, BITS_WIDTH = 8, 32  # columns of a byte of bits; bytes of a tile's row, of bits
 
 
 def signs_of(dtype: object) -> str:
     """What makes signs of an array of floats or integers."""
+    return f"Signs<{_type_of(dtype)}>"
+
+
+def bits_of(dtype: object) -> str:
+    """What makes signs of them as bits, eight in a byte."""
+    return f"Bits<{_type_of(dtype)}>"
+
+
+def _type_of(dtype: object) -> str:
     found = interop.numpy_dtype(dtype)
-    if found.kind in "iu":
-        return f"Signs<{found.kind}{8 * found.itemsize}>"
-    return f"Signs<{cpp.element_of(found)}>"
+    integer = found.kind in "iu"
+    return f"{found.kind}{8 * found.itemsize}" if integer else cpp.element_of(found)
 
 
 def expanded(view: View, shape: tuple[int, ...]) -> View:
@@ -48,7 +58,7 @@ class ByteRows:
     view
         [..., K]; of NIBBLES the last axis has bytes.
     element
-        What a byte is made of: BYTES, NIBBLES or `signs_of`.
+        What a byte is made of: BYTES, NIBBLES, `signs_of` or, of eight columns, `bits_of`.
     depth
         K.
     dense
@@ -96,9 +106,14 @@ class ByteRows:
         return not self.depth or (along and all(n % ALIGNMENT == 0 for n in places))
 
     @property
+    def is_bits(self) -> bool:
+        return self.element.startswith("Bits<")
+
+    @property
     def width(self) -> int:
         """Bytes of a row, to the next place on ALIGNMENT: behind K there are zeros."""
-        return -(-self.depth // ALIGNMENT) * ALIGNMENT
+        columns = ALIGNMENT * (OF_BITS if self.is_bits else 1)
+        return -(-self.depth // columns) * ALIGNMENT
 
     @property
     def stride(self) -> int:
@@ -129,7 +144,8 @@ class ByteRows:
                 replace(self, view=own)._make(backend, to + i * nbytes, rest)
             return
         count = math.prod(size for size, _ in matrices)
-        row_tiles, column_tiles = -(-rows // TILE), -(-self.stride // TILE)
+        wide = BITS_WIDTH if self.is_bits else TILE
+        row_tiles, column_tiles = -(-rows // TILE), -(-self.stride // wide)
         launch = _launch(self.element, count * row_tiles * column_tiles)
         given = self._given(rows, row_step, matrices)
         backend.launch(launch, given, to, self.depth, self.stride, row_tiles, column_tiles)
@@ -144,9 +160,10 @@ class ByteRows:
         if turned:
             vectors = all(n % ALIGNMENT == 0 for n in (pointer, column_step, *steps))
         else:
+            together = OF_BITS if self.is_bits else FOUR
             vectors = self.element != NIBBLES and column_step == 1
-            vectors &= all(n % FOUR == 0 for n in (row_step, *steps))
-            vectors &= pointer % (FOUR * self.view.dtype.itemsize) == 0
+            vectors &= all(n % together == 0 for n in (row_step, *steps))
+            vectors &= pointer % (together * self.view.dtype.itemsize) == 0
         padded = [*matrices, *[(1, 0)] * (MOST_DIMS - len(matrices))]
         return struct.pack(
             f"<Q4q{2 * MOST_DIMS}q2i",

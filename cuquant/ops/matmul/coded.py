@@ -6,7 +6,7 @@ floats are e4m3 or e5m2. What is packed more densely becomes bytes first, in a c
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,9 +24,9 @@ ALIGNMENT = 16  # bytes, of rows of codes
 LEAST_BLOCK = 16  # columns: a step of the tensor cores
 # Of matmul/coded.cuh's ScaleType, and of the codes of matmul/dense_warps.cu.
 SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "e8m0": 3, "e4m3": 4}
-KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
+BITS = "bits"  # eight codes a byte
+KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, BITS: 4}
 INTEGERS, FLOATS = ("int8", "uint8"), ("fp8_e4m3", "fp8_e5m2")  # of KINDS
-BITS = "bits"  # a kind of ops/matmul/dense.py, eight codes a byte
 AS_STORED, AS_INT8, AS_E4M3 = 0, 1, 2  # matmul/codes.cu's Made
 SUMMED = {"uint8": 0, "int8": 1, BITS: 2}  # and its Summed
 WHOLE_E4M3 = 16  # integers up to here are e4m3's
@@ -34,6 +34,11 @@ WHOLE_E4M3 = 16  # integers up to here are e4m3's
 IN_E4M3 = ((4, 3), (2, 1), (2, 3), (3, 2))
 THREADS, WARPS, CHUNK = 256, 8, 8  # of a block of matmul/codes.cu; codes of a thread
 SUM_BYTES = 4
+
+
+def bytes_of(kind: str, depth: int) -> int:
+    """Bytes of a row of codes."""
+    return -(-depth // 8) if kind == BITS else depth
 
 
 @lru_cache(maxsize=4096)
@@ -166,7 +171,7 @@ class Coded:
     Attributes
     ----------
     kind
-        "int8", "uint8", "fp8_e4m3" or "fp8_e5m2".
+        "int8", "uint8", "fp8_e4m3", "fp8_e5m2" or BITS.
     codes, stride
         The address of the first row, and bytes from row to row, multiples of ALIGNMENT.
     rows
@@ -186,6 +191,16 @@ class Coded:
     sums: int = 0
 
     struct: ClassVar[str] = "Coded"
+
+    def at(self, parts: Iterable[str], addresses: Iterable[int]) -> "Coded":
+        """The same of an array whose components lie elsewhere, without sums."""
+        own = dict(zip(parts, addresses, strict=True))
+        scaling = self.scaling
+        if scaling.scale:
+            shared = own.get("global_scale", 0)
+            scaling = replace(scaling, scale=own["scale"], global_scale=shared)
+        point = own["zero_point"] if self.zero_point else 0
+        return Coded(self.kind, own["packed"], self.stride, self.rows, scaling, point)
 
     def pack(self) -> bytes:
         """The struct's 96 bytes."""
@@ -248,8 +263,7 @@ class _Side:
 
     @property
     def stride(self) -> int:
-        nbytes = self.depth // 8 if self.kind == BITS else self.depth
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return -(-bytes_of(self.kind, self.depth) // ALIGNMENT) * ALIGNMENT
 
     @property
     def is_summed(self) -> bool:
@@ -298,9 +312,13 @@ def add_up(
     """Write the sums of rows of codes to an address; `shape` is rows, columns, bytes of a row."""
     rows, depth, _ = shape
     segments = -(-depth // segment)
-    program = Program("matmul/codes.cu", "code_sums", (SUMMED[kind],), overlaps=True)
-    launch = Launch(program, (-(-rows * segments // WARPS), 1, 1), THREADS)
+    launch = Launch(sums_program(kind), (-(-rows * segments // WARPS), 1, 1), THREADS)
     backend.launch(launch, codes, to, *shape, segment, segments)
+
+
+def sums_program(kind: str) -> Program:
+    """The kernel that adds up codes, or counts the ones of bits."""
+    return Program("matmul/codes.cu", "code_sums", (SUMMED[kind],), overlaps=True)
 
 
 @contextmanager

@@ -8,32 +8,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend
 from cuquant.gpu.view import c_strides
-from cuquant.ops.matmul import coded_kernels, dense
+from cuquant.ops.matmul import coded_kernels
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import (
-    BITS,
     Coded,
     Groups,
-    are_bits,
     codes_of,
     segment_of,
     sides,
     tall_of,
 )
 from cuquant.ops.matmul.coded_kernels import Run
-from cuquant.ops.matmul.coded_plans import keep
-from cuquant.ops.matmul.epilogue import Epilogue
-from cuquant.ops.matmul.experts import Rows, as_int64, offsets_of
-from cuquant.ops.matmul.operands import flat_rows, name_of, row_steps, stored_rows, unit_columns
-from cuquant.ops.matmul.prepared import Call
+from cuquant.ops.matmul.experts import Rows, as_int64, clear_lost
+from cuquant.ops.matmul.operands import epilogue_of, row_steps, stored_rows
+from cuquant.ops.matmul.prepared import Again, Call, keep
 from cuquant.ops.matmul.problem import Weight
+from cuquant.ops.matmul.route import gather_part, route, route_bytes, scatter
 
-F32 = np.dtype(np.float32)
+F32, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
+NO_NUMBERS = bytes(16)  # of a CodedResults: no factor, no scale of the output
 
 
 class Pair(NamedTuple):
@@ -112,7 +109,18 @@ def multiply(
     groups = Groups(pair.groups, pair.rows)
     made = run(backend, pair, (x, weights), groups, out, finish)
     if call is not None and made is not None and own:
-        keep(call, out, *made, backend)
+        launch, coded, constants = made
+        keep(call, out, again_of(call, launch, coded), constants, backend)
+
+
+def again_of(call: Call, run: Run, x: Coded) -> Again:
+    """What a plan runs: the same of a call's x at other addresses."""
+    parts = tuple(call.x.components)
+
+    def again(backend: GpuBackend, addresses: tuple[int, ...], epilogue: bytes) -> None:
+        run(backend, x.at(parts, addresses), epilogue + NO_NUMBERS)
+
+    return again
 
 
 def is_own(source: Any, weight: Weight) -> bool:
@@ -148,34 +156,28 @@ def multiply_experts(
     finish: Finish,
 ) -> None:
     """Write the product of each row and its expert's weight to `out`; `integers` are of `rows`."""
-    numbers = as_int64(backend, integers)
     x, weights = (stored_rows(backend, side.quantized, 1) for side in (left, right))
     if rows.name != "experts":
-        # Kernels write the rows of experts alone, so that the others are 0 where these lie.
-        target = out
-        if flat_rows(backend.view(out)) is None:
-            target = backend.empty(finish.shape, finish.dtype)
-        interop.fill(target, 0)
-        own = backend.pointer(numbers)
-        offsets, counts = (own, 0) if rows.name == "offsets" else (0, own)
-        groups = Groups(pair.groups, pair.rows, offsets, counts)
-        run(backend, pair, (x, weights), groups, target, finish)
-        if target is not out:
-            backend.copy_into(out, target)
+        numbers = as_int64(backend, integers)  # until the kernels are launched
+        groups = rows.groups(backend, numbers)
+        run(backend, pair, (x, weights), groups, out, finish)
+        clear_lost(backend, groups, backend.view(out))
         return
-    # Rows sorted by expert, and back; those whose expert does not exist are NaN.
-    order = numbers.argsort()
-    ids = numbers[order]
-    offsets = offsets_of(backend, ids, rows.count, pair.groups)
+    # Rows sorted by expert, and back.
+    count = rows.count
+    memory = backend.empty((route_bytes(count, pair.groups, count),), BYTES)
+    at = backend.pointer(memory)
+    routing = route(backend, backend.view(integers), pair.groups, count, pair.columns, at)
     parts = {
-        name: part[order] if name in ("packed", "scale", "zero_point") and part.ndim else part
+        name: gather_part(backend, backend.view(part), routing)
+        if name in ("packed", "scale", "zero_point") and part.ndim
+        else part
         for name, part in x.parts.items()
     }
-    sorted_out = backend.empty(finish.shape, finish.dtype)
-    interop.fill(sorted_out, float("nan"))
-    groups = Groups(pair.groups, pair.rows, backend.pointer(offsets))
-    run(backend, pair, (replace(x, parts=parts), weights), groups, sorted_out, finish)
-    out[order] = sorted_out
+    made = backend.empty(finish.shape, finish.dtype)
+    groups = Groups(pair.groups, count, routing.offsets)
+    run(backend, pair, (replace(x, parts=parts), weights), groups, made, finish)
+    scatter(backend, backend.pointer(made), routing, pair.groups, backend.view(out))
 
 
 def run(
@@ -193,7 +195,7 @@ def run(
     as it has numbers, or arrays that are made for it.
     """
     x, w = weights
-    epilogue, given = epilogue_of(backend, pair.rows, pair.columns, out, finish)
+    epilogue, given = epilogue_of(backend, pair.columns, out, finish)
     target = epilogue.out
     known = (
         None if number is None else backend.broadcast(number, (1,), F32)
@@ -204,8 +206,8 @@ def run(
     results = epilogue.pack(backend) + struct.pack("<2Q", *pointers)
     segment = segment_of(x.fmt, w.fmt, pair.depth)
     shape = pair.rows, pair.columns, pair.depth
-    bits = backend.arch == dense.ARCH and are_bits(backend, x, w)
-    with sides(backend, x, w, (BITS, BITS) if bits else pair.kinds, segment) as (first, second):
+    kinds = coded_kernels.kinds_on(backend, x, w, pair.kinds)
+    with sides(backend, x, w, kinds, segment) as (first, second):
         invariant = finish.batch_invariant
         arguments = first, second, shape, groups, segment
         launch = coded_kernels.prepare(backend, *arguments, batch_invariant=invariant)
@@ -219,33 +221,3 @@ def run(
     if not (given and in_place) or any(number is not None for number in kept):
         return None
     return launch, first, epilogue.constants
-
-
-def epilogue_of(
-    backend: GpuBackend, count: int, columns: int, out: Any, finish: Finish
-) -> tuple[Epilogue, bool]:
-    """What `count` rows of sums become, and whether all of its arrays are those that were given.
-
-    Its own `out` is another array where kernels cannot write to this one.
-    """
-    rows = flat_rows(backend.view(out)) if len(finish.shape) > 1 else None
-    target = out
-    if rows is None or finish.shape[-1:] != (columns,):
-        is_whole = backend.view(out).is_contiguous
-        target = out if is_whole else backend.empty(finish.shape, finish.dtype)
-        rows = count, columns, 1
-    bias, _ = unit_columns(backend, finish.bias)
-    residual, residual_step = unit_columns(backend, finish.residual)
-    epilogue = Epilogue(
-        out=target,
-        out_type=interop.name_of(finish.dtype),
-        out_stride=rows[1],
-        out_column=rows[2],
-        bias=bias,
-        bias_type=name_of(backend, bias),
-        activation=finish.activation,
-        residual=residual,
-        residual_type=name_of(backend, residual),
-        residual_stride=residual_step,
-    )
-    return epilogue, target is out and bias is finish.bias and residual is finish.residual

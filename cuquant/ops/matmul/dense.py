@@ -16,7 +16,7 @@ from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.limits import SHARED
 from cuquant.gpu.rates import H100
 from cuquant.ops import cpp
-from cuquant.ops.matmul.coded import FLOATS, INTEGERS, LEAST_BLOCK, Coded, Groups
+from cuquant.ops.matmul.coded import FLOATS, INTEGERS, LEAST_BLOCK, Coded, Groups, bytes_of
 
 ARCH = 90
 LINE = 128  # bytes of K of a stage
@@ -379,11 +379,6 @@ def work_of(
         groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, scaled,
         tall, groups.count, told, backend.multiprocessors, backend.rates.read, backend.rates.codes,
     )  # fmt: skip
-
-
-def bytes_of(kind: str, depth: int) -> int:
-    """Bytes of a row of codes."""
-    return -(-depth // 8) if kind == "bits" else depth
 
 
 def dense(

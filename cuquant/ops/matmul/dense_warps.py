@@ -7,7 +7,7 @@ from functools import lru_cache
 from cuquant.gpu.backend import Backend
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops import cpp
-from cuquant.ops.matmul.coded import KINDS, Coded, Groups
+from cuquant.ops.matmul.coded import KINDS, Coded, Groups, bytes_of
 from cuquant.ops.matmul.patches import Patches
 
 WARP = 32
@@ -91,7 +91,7 @@ def prepare(
     """What multiplies x @ weights.T of every group, of x at any addresses.
 
     `shape` is M, N and K, and M the rows of a group's x; `segment` columns share scales on both
-    sides.
+    sides, all of them of bits.
     """
     _, columns, depth = shape
     segmented = segment < depth
@@ -102,7 +102,7 @@ def prepare(
     blocks = token_tiles * -(-columns // tile.rows)
     launch = Launch(program, (blocks, 1, 1), tile.threads, tile.shared)
     packed, told = weights.pack(), groups.pack()
-    numbers = columns, depth, segment, token_tiles
+    numbers = columns, bytes_of(x.kind, depth), segment, token_tiles
 
     def run(backend: Backend, x: Coded | Patches, results: bytes) -> None:
         backend.launch(launch, x.pack(), packed, told, results, *numbers)

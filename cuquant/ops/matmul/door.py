@@ -31,8 +31,7 @@ from cuquant.ops.matmul.check import (
     stored,
     weight,
 )
-from cuquant.ops.matmul.coded_plans import again
-from cuquant.ops.matmul.prepared import Call
+from cuquant.ops.matmul.prepared import Call, again
 from cuquant.reference import ACTIVATIONS
 
 Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for type checkers

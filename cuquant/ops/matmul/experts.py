@@ -13,9 +13,11 @@ from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.view import View
 from cuquant.ops.cpp import WORDS
 from cuquant.ops.matmul.check import Operand, place_of
+from cuquant.ops.matmul.coded import Groups
 
 INT64 = np.dtype(np.int64)
 THREADS = 256
+MOST_BLOCKS = 1024  # of clear_rows, which mostly find that there is nothing to do
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,17 @@ class Rows:
         ids = np.searchsorted(self.integers, np.arange(self.count), side="right") - 1
         return np.where(ids < self.known, ids, -1)
 
-    def ids(self, backend: Backend, integers: Any) -> Any:
-        """The same as int64 on the device, of contiguous int64 there."""
+    def groups(self, backend: Backend, integers: Any) -> Groups:
+        """The same as kernels are told it, of contiguous int64 on the device: no `experts`."""
+        own = {self.name: backend.pointer(integers)}
+        return Groups(self.known, self.lead[-1], **own)
+
+    def ids(self, backend: Backend, groups: Groups) -> Any:
+        """The expert of each row as int64 on the device."""
         ids = backend.empty((self.count,), INT64)
-        own = backend.pointer(integers)
-        offsets, counts = (own, 0) if self.name == "offsets" else (0, own)
-        height = self.lead[-1] if self.name == "counts" else 1
-        launch = _launch("expert_ids", self.count)
-        numbers = self.count, self.known, height, backend.pointer(ids)
-        backend.launch(launch, offsets, counts, *numbers)
+        program = Program("matmul/experts.cu", "expert_ids", (THREADS,))
+        launch = Launch(program, (-(-self.count // THREADS), 1, 1), THREADS)
+        backend.launch(launch, groups.pack(), self.count, backend.pointer(ids))
         return ids
 
 
@@ -74,25 +78,15 @@ def as_int64(backend: GpuBackend, integers: Any) -> Any:
     return backend.contiguous(interop.astype(integers, INT64), -1)
 
 
-def offsets_of(backend: Backend, ids: Any, rows: int, known: int) -> Any:
-    """int64 [known + 1]: where the rows of each expert begin among `ids`, which ascend."""
-    offsets = backend.empty((known + 1,), INT64)
-    launch = _launch("expert_offsets", known + 1)
-    backend.launch(launch, backend.pointer(ids), rows, known, backend.pointer(offsets))
-    return offsets
-
-
-def clear_lost(backend: Backend, ids: Any, out: View) -> None:
-    """Write 0 to the rows [T, N] that have no expert."""
-    words = WORDS[out.dtype.itemsize]
-    program = Program("matmul/experts.cu", "clear_rows", (words, THREADS))
-    launch = Launch(program, (out.shape[0], 1, 1), THREADS)
-    backend.launch(launch, backend.pointer(ids), out.pointer, out.shape[1], *out.strides)
-
-
-def _launch(entry: str, items: int) -> Launch:
-    program = Program("matmul/experts.cu", entry, (THREADS,))
-    return Launch(program, (-(-items // THREADS), 1, 1), THREADS)
+def clear_lost(backend: Backend, groups: Groups, out: View) -> None:
+    """Write 0 to the rows of out [T, N] or [E, M, N] that have no expert."""
+    *lead, columns = out.shape
+    *matrix, down, across = out.strides
+    rows = math.prod(lead)
+    program = Program("matmul/experts.cu", "clear_rows", (WORDS[out.dtype.itemsize], THREADS))
+    launch = Launch(program, (min(rows, MOST_BLOCKS), 1, 1), THREADS)
+    steps = matrix[0] if matrix else 0, down, across
+    backend.launch(launch, groups.pack(), rows, out.pointer, columns, *steps)
 
 
 def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:

@@ -34,7 +34,7 @@ from cuquant.ops.matmul.route import ELEMENT_BYTES, gather, gathered, pitch
 
 NOT_ROUTED = bytes(24)  # matmul/hopper.cu's Routed
 NO_MAP = bytes(MAP_BYTES)  # where no kernel reads it
-NO_SCALES = bytes(24)  # matmul/hopper_codes.cuh's TokenScales
+NO_SCALES = bytes(48)  # matmul/hopper_codes.cuh's TokenScales
 # What x and decoded weights are.
 ELEMENTS = cpp.ELEMENTS | {"fp8_e4m3": "E4m3", "int8": "Int8"}
 # By how much it is slower than cuBLAS with ggml's blocks, of up to 4 bits and of more: at 4096 x
@@ -173,6 +173,11 @@ def _map_of_results(
     return backend.tensor_map(out, rows, columns, stride * ELEMENT_BYTES, box, dtype)
 
 
+def _pace(shape: Shape) -> dict[str, int]:
+    """What matmul/hopper_codes.cuh's Pace wants of a Tile."""
+    return {"x_fine": shape.x_fine, "segment": shape.segment, "folded": shape.folded}
+
+
 @lru_cache(maxsize=4096)
 def program_of(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program:
     """The kernel of a weight whose scales are `groups`; `dtype` is one of ELEMENTS."""
@@ -195,7 +200,7 @@ def program_of(fmt: Format, dtype: str, shape: Shape, groups: Groups) -> Program
         streamed=shape.streamed,
         once=shape.once,
         split=shape.split,
-        **({"x_fine": shape.x_fine, "segment": shape.segment} if shape.element == 1 else {}),
+        **(_pace(shape) if shape.element == 1 else {}),
     )
     arguments, text = (facts.type, ELEMENTS[dtype], tile.type), facts.text + tile.text
     return Program(

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cuquant.array.fragments import UNIT
-from cuquant.formats import Format
+from cuquant.formats import Format, Minifloat
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops.layout import packed_weight
-from cuquant.ops.matmul.coded import Coded
+from cuquant.ops.matmul.coded import Coded, Groups
 from cuquant.ops.matmul.hopper import NO_MAP, NOT_ROUTED, TICKETS, program_of
 from cuquant.ops.matmul.hopper_codes_tiles import (
     BITS,
@@ -31,11 +31,13 @@ from cuquant.ops.matmul.hopper_tiles import (
     streamed_tiles,
     tokens_of_tile,
 )
-from cuquant.ops.matmul.problem import Weight
+from cuquant.ops.matmul.problem import Routing, Weight
 from cuquant.ops.matmul.route import INTEGER_BYTES, SEGMENT_BYTES, gathered
 
 ARCH = 90
 THREADS, VECTOR = 256, 16  # of matmul/code_rows.cu
+# What it chooses, beside integers and beside floats.
+ORDERS = ((0x5140, 0x7362), (0x5410, 0x7632))
 EPILOGUE_BYTES = 64
 EXPERTS_BOX = 16  # rows of x that are copied together, with experts
 LIKELY = 4  # rows for each expert, from which on hardly any has none
@@ -58,6 +60,8 @@ class _Rows:
         Units of K that a group has; 0 where a unit has several.
     stride
         Bytes from row to row.
+    order
+        Of four columns and of four that lie 8 behind them: see layout/byte_fragments.cuh.
     """
 
     rows: int
@@ -66,16 +70,20 @@ class _Rows:
     pitch: int
     units: int
     stride: int
+    order: tuple[int, int]
 
     @classmethod
-    def of(cls, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int) -> "_Rows":
+    def of(
+        cls, weight: Format, scales: Scales, depth: int, rows: int, all_rows: int, tokens: int
+    ) -> "_Rows":
         groups = 1
         if scales.x_fine:
             wide = scales.x_units * UNIT if scales.x_units else UNIT // scales.x_fine
             groups = -(-depth // wide)
         pitch = -(-(all_rows + tokens) // 4) * 4  # a tile's scales lie within, and start on vectors
         stride = -(-depth // VECTOR) * VECTOR
-        return cls(rows, all_rows, groups, pitch, scales.x_units, stride)
+        order = ORDERS[isinstance(weight.codec, Minifloat)]
+        return cls(rows, all_rows, groups, pitch, scales.x_units, stride, order)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -98,10 +106,11 @@ class _Rows:
         vectors = self.all_rows * (x.stride // VECTOR)
         launch = Launch(ROWS_PROGRAM, (-(-vectors // THREADS), 1, 1), THREADS)
         scale = at + self.sizes[0]
-        numbers = self.rows, self.all_rows, self.groups, self.pitch
+        numbers = self.rows, self.all_rows, self.groups, self.pitch, *self.order
         backend.launch(launch, x.pack(), groups, segments, order, *numbers, at, scale)
         matrix = at, self.all_rows, x.stride, x.stride, box
-        told = struct.pack("<Qq2i", scale, self.pitch, self.groups, self.units)
+        scales = scale, self.pitch, self.groups, self.units
+        told = struct.pack("<Qq2iQ2q", *scales, at, x.stride, self.all_rows)
         return backend.tensor_map(*matrix, "uint8"), told
 
 
@@ -150,7 +159,7 @@ def prepare(
     launch = Launch(program, (blocks, 1, 1), tile.threads, shared_bytes(tile, BITS, 0))
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
     numbers = (rows, columns, token_tiles, row_tiles, tile_tokens, tile_rows, whole)
-    laid = _Rows.of(scales, depth, rows, rows, tile.tokens)
+    laid = _Rows.of(fmt, scales, depth, rows, rows, tile.tokens)
     handed = blocks * tile.handed_bytes
 
     used = sum(laid.sizes)
@@ -166,32 +175,11 @@ def prepare(
 # ---- experts ------------------------------------------------------------------------------------
 
 
-class Experts(NamedTuple):
-    """Which rows of x are whose, on the device.
-
-    Attributes
-    ----------
-    order, segments, made
-        As matmul/route.cu sorted the rows; or 0.
-    offsets, counts
-        Or else as Groups has them.
-    room
-        Rows of x that each expert has room for, with counts; else all.
-    """
-
-    order: int = 0
-    segments: int = 0
-    made: int = 0
-    offsets: int = 0
-    counts: int = 0
-    room: int = 0
-
-
 class ReadyExperts(NamedTuple):
-    """As Ready: `run` is told whose rows they are."""
+    """As Ready: `run` is told whose rows they are, as matmul/route.cu sorted them or by Groups."""
 
     nbytes: int
-    run: Callable[[Backend, Coded, Experts, bytes, int], None]
+    run: Callable[[Backend, Coded, Routing | Groups, bytes, int], None]
 
 
 def prepare_experts(
@@ -216,7 +204,7 @@ def prepare_experts(
     row_tiles = -(-columns // tile.rows)
     program = program_of(fmt, kind, tile, scales.of_weight)
     packed = packed_weight.pack(backend, fmt, weight.parts, (columns, depth))
-    laid = _Rows.of(scales, depth, rows, gathered(rows, height), height)
+    laid = _Rows.of(fmt, scales, depth, rows, gathered(rows, height), height)
 
     most = -(-rows // height) + (spans or known + 1)
     tiles = most * row_tiles
@@ -227,16 +215,18 @@ def prepare_experts(
     used = sum(laid.sizes)
     sizes = (aligned(rows * INTEGER_BYTES), aligned(most * SEGMENT_BYTES), INTEGER_BYTES)
 
-    def run(backend: Backend, x: Coded, experts: Experts, epilogue: bytes, at: int) -> None:
-        if experts.order:
+    def run(
+        backend: Backend, x: Coded, experts: Routing | Groups, epilogue: bytes, at: int
+    ) -> None:
+        if isinstance(experts, Routing):
             map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, experts.order)
-            routed = experts.order, experts.segments, experts.made
+            routed = experts.order, experts.segments, experts.count
         else:
             order = at + used
             places = order + sizes[0], order + sizes[0] + sizes[1]
             segments = struct.pack("<3Qq", *places, order, height)
-            groups = struct.pack("<2q2Q", known, experts.room, experts.offsets, experts.counts)
-            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, 0, segments, groups)
+            told = 0, segments, experts.pack()
+            map_of_x, of_tokens = laid.lay_out(backend, x, at, EXPERTS_BOX, *told)
             routed = order, *places
         given = struct.pack("<3Q", *routed)
         arguments = map_of_x, NO_MAP, packed, packed, epilogue, given

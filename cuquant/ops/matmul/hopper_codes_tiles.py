@@ -55,21 +55,26 @@ class Scales(NamedTuple):
         Groups of x's in a unit, 0 where a row is one; and units of a group, 0 where it is less.
     exact
         Whether sums are of integers.
+    folded
+        Whether operands have their share of the weight's scales, powers of two that change along
+        K: matmul/hopper_fold.cuh. Where x has several scales in a unit sums meet scales anyway.
     """
 
     of_weight: Groups
     x_fine: int
     x_units: int
     exact: bool
+    folded: bool
 
     @property
     def pieces(self) -> int:
-        """Parts of a unit that have other scales."""
-        return max(self.of_weight.fine, self.x_fine, 1)
+        """Parts of a unit whose sums meet other scales."""
+        return max(1 if self.folded else self.of_weight.fine, self.x_fine, 1)
 
     def segment(self, shape: Shape, units: int) -> int:
         """Units between sums that are float32, of a weight with so many in a row."""
-        groups = [n for n in (self.of_weight.units, self.x_units) if n]
+        of_weight = 0 if self.folded else self.of_weight.units
+        groups = [n for n in (of_weight, self.x_units) if n]
         if self.pieces > 1:
             return 1
         if not groups:
@@ -107,7 +112,10 @@ def scales_of(x: Format, weight: Format, depth: int) -> Scales:
         fine, units = 0, 0
     else:
         fine, units = (2, 0) if wide < UNIT else (1, wide // UNIT)
-    return Scales(Groups.of(weight, depth), fine, units, exact)
+    groups = Groups.of(weight, depth)
+    powers = weight.scale is not None and weight.scale.dtype == "e8m0"
+    folded = powers and isinstance(weight.codec, Minifloat) and groups.units > 0 and fine < 2
+    return Scales(groups, fine, units, exact, folded)
 
 
 # ---- how a product is divided -------------------------------------------------------------------
@@ -158,7 +166,7 @@ def _shapes(most: int, units: int, scales: Scales, kind: int = ONE) -> Iterator[
         for row_groups, depth_groups in WARPGROUPS:
             for span in SPANS[tokens]:
                 plain = Shape(tokens, row_groups, depth_groups, 0, span, 2, SLICES, kind, element=1)
-                plain = replace(plain, x_fine=scales.x_fine)
+                plain = replace(plain, x_fine=scales.x_fine, folded=scales.folded)
                 kinds = [plain, replace(plain, streamed=True), replace(plain, once=True, split=2)]
                 if depth_groups > 1:
                     kinds.append(replace(plain, once=True))
@@ -180,6 +188,8 @@ def _registers(shape: Shape, scales: Scales) -> int:
         kept += 32
     if pieces > 2 and shape.depth_groups > 1:
         kept += 16
+    if shape.folded and shape.x_fine and shape.once:
+        kept += 24
     return tokens // 2 * (parts + summed) + 8 * max(2, pieces) + kept + OTHERS
 
 
@@ -229,6 +239,18 @@ def divide_experts(height: int, work: Work, scales: Scales) -> Shape:
     """How to divide rows of experts, in tiles of so many; of Work the columns are all experts'."""
     found = _for_experts(height, scales)
     return min(found, key=lambda shape: _time_us(shape, height, work, scales))
+
+
+def reckoned_us(x: Format, weight: Format, rows: int, work: Work, experts: int = 0) -> float:
+    """About how many microseconds a product takes as it is divided; of experts, whose columns Work
+    has all, where each has as many of the rows."""
+    scales = scales_of(x, weight, work.depth)
+    if not experts:
+        return min(us for us, _ in ways(rows, work, scales))
+    each = -(-rows // experts)
+    height = height_of(x, weight, work.depth, each)
+    shape = divide_experts(height, work, scales)
+    return -(-each // height) * _time_us(shape, height, work, scales)
 
 
 def takes(x: Format, weight_format: Format, layout: str, depth: int) -> bool:

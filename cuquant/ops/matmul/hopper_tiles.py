@@ -72,9 +72,9 @@ class Shape:
         Blocks that share K of a tile: the two of a cluster.
     element
         Bytes of what x has and codes become.
-    x_fine, segment
-        Of bytes: groups of x's scales in a unit, and units between sums that are float32, as
-        matmul/hopper_codes.cuh has them.
+    x_fine, segment, folded
+        Of bytes: groups of x's scales in a unit, units between sums that are float32, and whether
+        operands have their share of the weight's scales, as matmul/hopper_codes.cuh has them.
     """
 
     tokens: int
@@ -93,6 +93,7 @@ class Shape:
     element: int = 2
     x_fine: int = 0
     segment: int = 0
+    folded: bool = False
 
     @property
     def rows(self) -> int:

@@ -34,14 +34,14 @@ from cuquant.ops.matmul.hopper import segment_rows
 from cuquant.ops.matmul.operands import (
     counted_rows,
     dense_of,
-    flat_rows,
+    epilogue_of,
+    epilogue_to,
     floats_of,
     name_of,
     row_steps,
     row_weight_of,
     runs_along,
     stored_rows,
-    unit_columns,
     weight_of,
 )
 from cuquant.ops.matmul.prepared import Call, keep
@@ -108,11 +108,7 @@ def linear(
         given = floats_of(backend, left)
         given = backend.contiguous(given, -1) if finish.batch_invariant else given
         x, view, (rows, down, across) = counted_rows(backend, given)
-        bias, _ = unit_columns(backend, finish.bias)
-        residual, residual_step = unit_columns(backend, finish.residual)
-        target, flat = out, flat_rows(backend.view(out))
-        if flat is None:
-            target, flat = backend.empty(finish.shape, finish.dtype), (0, finish.shape[-1], 1)
+        epilogue, own_arrays = epilogue_of(backend, finish.shape[-1], out, finish)
         product = Product(
             rows,
             finish.shape[-1],
@@ -127,31 +123,13 @@ def linear(
         if any(w.layout not in family.layouts for w in product.weights):
             product, fillings, own = _with_rows(backend, product, weights)
             as_given &= own
-        epilogue = Epilogue(
-            out=target,
-            out_type=interop.name_of(finish.dtype),
-            out_stride=flat[1],
-            out_column=flat[2],
-            bias=bias,
-            bias_type=name_of(backend, bias),
-            activation=finish.activation,
-            residual=residual,
-            residual_type=name_of(backend, residual),
-            residual_stride=residual_step,
-        )
         run = _after(fillings, family.prepare(backend, product)(product.rows))
         run(backend, view.pointer, epilogue.pack(backend))
-        if target is not out:
-            backend.copy_into(out, target)
-        made = (x, bias, residual, target)
-        given = (left.source, finish.bias, finish.residual, out)
-        if (
-            call is not None
-            and stream is None
-            and all(a is b for a, b in zip(made, given, strict=True))
-            and as_given
-        ):
-            keep(call, out, product, run, epilogue.constants, backend)
+        if epilogue.out is not out:
+            backend.copy_into(out, epilogue.out)
+        is_own = as_given and own_arrays and x is left.source
+        if call is not None and stream is None and is_own:
+            keep(call, out, run, epilogue.constants, backend, product)
         return out
 
 
@@ -316,16 +294,7 @@ def matmul(
             dims = _batch(batch, a, b, steps)
         out_row = 0 if a.across is None else steps[len(batch)]
         out_column = 0 if b.across is None else steps[-1]
-        bias, _ = unit_columns(backend, finish.bias)
-        epilogue = Epilogue(
-            out=target,
-            out_type=interop.name_of(finish.dtype),
-            out_stride=out_row,
-            out_column=out_column,
-            bias=bias,
-            bias_type=name_of(backend, bias),
-            activation=finish.activation,
-        )
+        epilogue = epilogue_to(backend, target, (out_row, out_column), finish)
         swapped = stored[0]  # kernels read quantized rows on the right
         x, w = (b, a) if swapped else (a, b)
         if swapped:
@@ -433,14 +402,15 @@ def grouped_linear(
             _routed(backend, x, right, integers, out)
             return out
         # Kernels make NaN of rows whose expert does not exist.
-        ids, whole = rows.ids(backend, as_int64(backend, integers)), out
+        numbers = as_int64(backend, integers)  # until the kernels are launched
+        groups, whole = rows.groups(backend, numbers), out
         if len(finish.shape) > 2 and not backend.view(out).is_contiguous:
             whole = backend.empty(finish.shape, finish.dtype)
         flat = whole.reshape(rows.count, right.shape[1])
-        _routed(backend, x, right, ids, flat)
-        clear_lost(backend, ids, backend.view(flat))
+        _routed(backend, x, right, rows.ids(backend, groups), flat)
         if whole is not out:
             backend.copy_into(out, whole)
+        clear_lost(backend, groups, backend.view(out))
         return out
 
 

@@ -1,7 +1,7 @@
-"""Operands of products as kernels on a GPU read them.
+"""Operands of products as kernels on a GPU read them, and results as they write them.
 
-One that kernels cannot read as it lies is decoded to float32 first: its blocks do not run along
-the contraction.
+An operand that kernels cannot read as it lies is decoded to float32 first: its blocks do not run
+along the contraction.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from cuquant.gpu.arrays import GpuBackend, contiguous
 from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.dequantize.on_gpu import contiguous_parts
-from cuquant.ops.matmul.check import Operand
+from cuquant.ops.matmul.check import Finish, Operand
+from cuquant.ops.matmul.epilogue import Epilogue
 from cuquant.ops.matmul.problem import Dense, Weight
 
 F32 = np.dtype(np.float32)
@@ -120,3 +121,42 @@ def unit_columns(backend: GpuBackend, array: Any) -> tuple[Any, int]:
 
 def name_of(backend: GpuBackend, array: Any) -> str:
     return "float32" if array is None else interop.name_of(backend.view(array).dtype)
+
+
+def epilogue_to(
+    backend: GpuBackend, target: Any, steps: tuple[int, int], finish: Finish
+) -> Epilogue:
+    """What sums become in `target`, whose elements are `steps` apart down and across."""
+    bias, _ = unit_columns(backend, finish.bias)
+    residual, residual_step = unit_columns(backend, finish.residual)
+    return Epilogue(
+        out=target,
+        out_type=interop.name_of(finish.dtype),
+        out_stride=steps[0],
+        out_column=steps[1],
+        bias=bias,
+        bias_type=name_of(backend, bias),
+        activation=finish.activation,
+        residual=residual,
+        residual_type=name_of(backend, residual),
+        residual_stride=residual_step,
+    )
+
+
+def epilogue_of(
+    backend: GpuBackend, columns: int, out: Any, finish: Finish
+) -> tuple[Epilogue, bool]:
+    """What rows of sums become, and whether all of its arrays are those that were given.
+
+    Its own `out` is another array where kernels cannot write to this one.
+    """
+    view = backend.view(out)
+    rows = flat_rows(view) if finish.shape[-1:] == (columns,) else None
+    target, steps = out, (columns, 1)
+    if rows is not None:
+        steps = rows[1:]
+    elif not view.is_contiguous:
+        target = backend.empty(finish.shape, finish.dtype)
+    made = epilogue_to(backend, target, steps, finish)
+    arrays = (made.out, out), (made.bias, finish.bias), (made.residual, finish.residual)
+    return made, all(own is given for own, given in arrays)

@@ -12,12 +12,10 @@ from cuquant.gpu.backend import aligned
 from cuquant.ops.matmul import hopper_codes, hopper_codes_tiles
 from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import side, side_bytes, tall_of
-from cuquant.ops.matmul.coded_on_gpu import epilogue_of, is_in_order, is_own
-from cuquant.ops.matmul.coded_plans import keep
+from cuquant.ops.matmul.coded_on_gpu import again_of, is_in_order, is_own
 from cuquant.ops.matmul.experts import Rows, as_int64
-from cuquant.ops.matmul.hopper_codes import Experts
-from cuquant.ops.matmul.operands import stored_rows, weight_of
-from cuquant.ops.matmul.prepared import Call
+from cuquant.ops.matmul.operands import epilogue_of, stored_rows, weight_of
+from cuquant.ops.matmul.prepared import Call, keep
 from cuquant.ops.matmul.problem import Weight
 from cuquant.ops.matmul.route import route, route_bytes
 
@@ -76,7 +74,7 @@ def multiply(
     rows = math.prod(lead)
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows, depth))
     weight, columns = _weight(backend, right)
-    epilogue, given = epilogue_of(backend, rows, columns, out, finish)
+    epilogue, given = epilogue_of(backend, columns, out, finish)
     ready = hopper_codes.prepare(backend, x.fmt, weight, kind, (rows, columns, depth))
     made = side_bytes(backend, x, kind)
     with backend.workspace(made + ready.nbytes) as at:
@@ -86,7 +84,8 @@ def multiply(
         backend.copy_into(out, epilogue.out)
     own = is_own(left.source, x) and is_own(right.source, weight)
     if call is not None and given and own and not made:
-        keep(call, out, ready.again, codes, epilogue.constants, backend)
+        run = again_of(call, ready.again, codes)
+        keep(call, out, run, epilogue.constants, backend)
 
 
 def multiply_experts(
@@ -103,7 +102,7 @@ def multiply_experts(
     known, columns, depth = right.shape
     x = replace(stored_rows(backend, left.quantized, 1), stored=(rows.count, depth))
     weight, step = _weight(backend, right)
-    epilogue, _ = epilogue_of(backend, rows.count, columns, out, finish)
+    epilogue, _ = epilogue_of(backend, columns, out, finish)
     height = hopper_codes_tiles.height_of(x.fmt, weight.fmt, depth, -(-rows.count // known))
     spans = {"experts": 0, "offsets": known + 2, "counts": 2 * known}[rows.name]
     shape = rows.count, columns, depth
@@ -114,11 +113,9 @@ def multiply_experts(
     with backend.workspace(made + routing + ready.nbytes) as at:
         codes = side(backend, x, kind, at)
         if spans:
-            own = {rows.name: backend.pointer(numbers)}
-            experts = Experts(room=rows.lead[-1], **own)
+            experts = rows.groups(backend, numbers)
         else:
-            to = route(backend, backend.view(numbers), known, height, step, at + made)
-            experts = Experts(to.order, to.segments, to.count)
+            experts = route(backend, backend.view(numbers), known, height, step, at + made)
         ready.run(backend, codes, experts, epilogue.pack(backend), at + made + routing)
     if epilogue.out is not out:
         backend.copy_into(out, epilogue.out)

@@ -3,6 +3,7 @@
 What a call needs is kept by all that it depends on but the addresses, as long as the arrays of its
 weights live: a model's layers are called over and over with the same shapes, and a call must
 cost less than its kernel. QuantArrays that are made anew of the same arrays share it, as `q.T`.
+An x that is quantized has an address for each of its components.
 
 What does not depend on the number of rows of x is kept beside it, so that another number of rows
 (each prompt has its own) is checked and prepared again only as far as it matters.
@@ -22,7 +23,7 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, current_backend
 from cuquant.ops.matmul.choose import Family, family_of
 from cuquant.ops.matmul.epilogue import PACK
-from cuquant.ops.matmul.problem import Prepared, Problem, Product, Run
+from cuquant.ops.matmul.problem import Prepared, Problem, Product
 from cuquant.ops.remember import Remembered
 
 MOST = 64  # kinds of calls that are kept for a weight, the latest ones
@@ -30,6 +31,8 @@ LEAST_ROWS = 2  # of x, from which on it matters where the next one begins
 
 Span = tuple[int, int]  # of memory: the first byte, and the one behind the last
 Signature = Callable[[Any], tuple]
+# Multiplies, called with x's address, or a tuple of its components', and the bytes of an Epilogue.
+Again = Callable[[GpuBackend, Any, bytes], None]
 
 
 class Plan(NamedTuple):
@@ -47,14 +50,14 @@ class Plan(NamedTuple):
     shape, dtype, kind, device
         Of the result.
     reaches
-        What x, bias, residual and out span, relative to their addresses.
+        What out, bias, residual and x or its components span, relative to their addresses.
     spans, around
         The weights' memory, and one span around all of it.
     """
 
     places: list[int] | None
     kept: list[Any]
-    run: Run
+    run: Again
     constants: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -163,13 +166,14 @@ def _key(call: Call, signatures: Mapping[str, Signature] = SIGNATURE) -> Any:
     Of x, residual and out it is what `signatures` say, of the bias all.
     """
     operation, x, weights, bias, residual, out, activation, out_dtype = call
-    kind = interop.kind(x)
+    coded = isinstance(x, QuantArray)
+    kind = interop.kind(next(iter(x.components.values())) if coded else x)
     signature = signatures.get(kind)  # type: ignore[arg-type]
     if signature is None:
         return None
     if kind == "torch" and interop.wants_gradient(x, bias, residual, out):
         return None
-    first = weights[0]
+    first, own = weights[0], SIGNATURE[kind]  # type: ignore[index]
     try:  # what is no array of x's library lacks something
         return (
             operation,
@@ -177,8 +181,8 @@ def _key(call: Call, signatures: Mapping[str, Signature] = SIGNATURE) -> Any:
             out_dtype,
             _identity(first),
             None if len(weights) == 1 else tuple(map(_identity, weights[1:])),
-            signature(x),
-            None if bias is None else SIGNATURE[kind](bias),  # type: ignore[index]
+            (*_identity(x), *map(own, x.components.values())) if coded else signature(x),
+            None if bias is None else own(bias),
             None if residual is None else signature(residual),
             None if out is None else signature(out),
         )
@@ -215,7 +219,9 @@ def again(call: Call) -> Any:
     backend = current_backend(plan.kind, plan.device)
     if backend is None:
         return None
-    at = address(call.x)
+    x = call.x
+    coded = isinstance(x, QuantArray)
+    places = tuple(map(address, x.components.values() if coded else (x,)))
     bias = 0 if call.bias is None else address(call.bias)
     residual = 0 if call.residual is None else address(call.residual)
     out = call.out
@@ -224,10 +230,10 @@ def again(call: Call) -> Any:
         to = address(out)
     else:
         to = address(out)
-        if _may_overlap(plan, at, bias, residual, to):
+        if _may_overlap(plan, to, bias, residual, *places):
             return None
         interop.mark_written(out)
-    plan.run(backend, at, PACK(to, bias, residual, *plan.constants))
+    plan.run(backend, places if coded else places[0], PACK(to, bias, residual, *plan.constants))
     return out
 
 
@@ -254,48 +260,46 @@ def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
         rows.prepared[family] = prepared
     arrays = x, call.residual, call.out
     of_x, of_residual, of_out = ((0, 0 if a is None else a.nbytes) for a in arrays)
-    reaches = of_x, plan.reaches[1], of_residual, of_out
+    reaches = of_out, plan.reaches[1], of_residual, of_x
     made = plan._replace(run=prepared(count), shape=shape, reaches=reaches)
     _put(known.plans, key, made)
     return made
 
 
-def _may_overlap(plan: Plan, x: int, bias: int, residual: int, out: int) -> bool:
-    """Whether the memory that `out` spans overlaps that of an input."""
-    own, of_bias, of_residual, (first, end) = plan.reaches
+def _may_overlap(plan: Plan, out: int, *inputs: int) -> bool:
+    """Whether the memory that `out` spans overlaps that of an input; those that are None are 0."""
+    (first, end), *reaches = plan.reaches
     low, high = first + out, end + out
+    for at, (first, end) in zip(inputs, reaches, strict=True):
+        if at + first < high and low < at + end:
+            return True
     first, end = plan.around
-    overlaps = x + own[0] < high and low < x + own[1]
-    if bias:
-        overlaps |= bias + of_bias[0] < high and low < bias + of_bias[1]
-    if residual:
-        overlaps |= residual + of_residual[0] < high and low < residual + of_residual[1]
-    if first < high and low < end:
-        overlaps |= any(first < high and low < end for first, end in plan.spans)
-    return overlaps
+    return first < high and low < end and any(a < high and low < b for a, b in plan.spans)
 
 
 def keep(
     call: Call,
     out: Any,
-    product: Product,
-    run: Run,
+    run: Again,
     constants: tuple[int, ...],
     backend: GpuBackend,
+    product: Product | None = None,
 ) -> None:
-    """Remember how the product was made."""
-    kind = backend.kind
+    """Remember how the product was made; `product` says how other rows of a plain x are."""
+    kind, x = backend.kind, call.x
     key = _key(call) if kind in ADDRESS else None
     if key is None:
         return
     parts = list(_parts(call))
-    used = [part for w in product.weights for part in getattr(w, "parts", {}).values()]
+    weights = () if product is None else product.weights
+    used = [part for w in weights for part in getattr(w, "parts", {}).values()]
     others = [part for part in used if not any(part is own for own in parts)]
     spans = tuple(map(interop.span, parts))
-    arrays = call.x, call.bias, call.residual, call.out
+    coded = isinstance(x, QuantArray)
+    arrays = call.out, call.bias, call.residual, *(x.components.values() if coded else (x,))
     plan = Plan(
         None if kind in _STAYS else list(map(_torch_address, parts)),
-        [*(w.format for w in call.weights), *others],
+        [*(q.format for q in (*call.weights, x) if hasattr(q, "format")), *others],
         run,
         constants,
         tuple(out.shape),
@@ -308,7 +312,9 @@ def keep(
     )
     known = _known.get(parts) or _known.put(parts, Known({}, {}))
     _put(known.plans, key, plan)
-    if product.rows >= LEAST_ROWS and not others and all(map(_is_contiguous, arrays)):
+    if product is None or product.rows < LEAST_ROWS or others:
+        return
+    if all(map(_is_contiguous, arrays)):
         problem = product.problem(backend)
         _put(known.rows, _key(call, _ROWS), Rows(plan, product.bare, problem, {}))
 

@@ -288,8 +288,8 @@ class Routing:
 
     Attributes
     ----------
-    order, segments, count
-        Addresses of int64 [T], Segment structs, and int64 [1].
+    order, offsets, segments, count
+        Addresses of int64 [T], int64 [E + 1], Segment structs, and int64 [1].
     most, height
         At least as many as there are segments, and how many rows one has at most.
     step
@@ -299,6 +299,7 @@ class Routing:
     """
 
     order: int
+    offsets: int
     segments: int
     count: int
     most: int

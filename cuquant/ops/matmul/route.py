@@ -1,16 +1,20 @@
 """Rows of x sorted by expert, in memory that a call has meanwhile: matmul/route.cu, gather.cu."""
 
+import math
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 from cuquant.gpu.backend import Backend, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.view import View
+from cuquant.ops.cpp import WORDS
 from cuquant.ops.matmul.problem import Product, Routing
 
 ROUTE_THREADS, GATHER_THREADS, WARP = (256, 1024), 256, 32
 INTEGER_BYTES, SEGMENT_BYTES, ELEMENT_BYTES = 8, 24, 2
 VECTOR = 8  # elements of 16 bytes
+VECTOR_BYTES = 16
 
 
 def _threads(rows: int) -> int:
@@ -23,8 +27,9 @@ def _most(rows: int, known: int, height: int) -> int:
 
 
 def _places(rows: int, known: int, height: int) -> list[int]:
-    """Where `places`, `order`, `count` and `segments` of route.cu begin, and where they end."""
-    integers = ((known + 1) * (_threads(rows) // WARP), rows, 1)
+    """Where `places`, `order`, `offsets`, `count` and `segments` of route.cu begin, and where they
+    end."""
+    integers = ((known + 1) * (_threads(rows) // WARP), rows, known + 1, 1)
     sizes = [n * INTEGER_BYTES for n in integers]
     sizes.append(_most(rows, known, height) * SEGMENT_BYTES)
     return list(accumulate(map(aligned, sizes), initial=0))
@@ -50,7 +55,7 @@ def route(
         The address of route_bytes of memory, aligned as a workspace is.
     """
     rows, threads = experts.size, _threads(experts.size)
-    places, order, count, segments, end = (at + n for n in _places(rows, known, height))
+    places, order, offsets, count, segments, end = (at + n for n in _places(rows, known, height))
     size = experts.dtype.itemsize * (1 if experts.dtype.kind == "u" else -1)
     backend.launch(
         Launch(Program("matmul/route.cu", "route", (threads,)), (1, 1, 1), threads),
@@ -60,10 +65,10 @@ def route(
         rows,
         known,
         height,
-        *(places, order, segments, count),
+        *(places, order, offsets, segments, count),
     )
     most = _most(rows, known, height)
-    return Routing(order, segments, count, most, expert_step, height, end)
+    return Routing(order, offsets, segments, count, most, expert_step, height, end)
 
 
 def pitch(depth: int) -> int:
@@ -86,8 +91,7 @@ def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]
     """What copies rows of x as they are sorted to the memory behind a Routing, `pitch` apart."""
     rows, depth, x = product.rows, product.depth, product.x
     vectors = x.is_aligned() and depth % VECTOR == 0
-    program = Program("matmul/gather.cu", "gather", (GATHER_THREADS, int(vectors)))
-    launch = Launch(program, (gathered(rows, routing.height), 1, 1), GATHER_THREADS)
+    launch = _by_rows("gather", ELEMENT_BYTES, gathered(rows, routing.height), int(vectors))
     steps = (x.row_stride, x.column_stride)
     numbers = (*steps, routing.order, rows, depth, pitch(depth), routing.end)
 
@@ -95,3 +99,29 @@ def gather(product: Product, routing: Routing) -> Callable[[Backend, int], None]
         backend.launch(launch, pointer, *numbers)
 
     return run
+
+
+def gather_part(backend: Backend, part: View, routing: Routing) -> Any:
+    """A contiguous array [T, ...] with its rows as they are sorted, in a new one."""
+    rows, *others = part.shape
+    columns, itemsize = math.prod(others), part.dtype.itemsize
+    made = backend.empty(part.shape, part.dtype)
+    vectors = all(n % VECTOR_BYTES == 0 for n in (part.pointer, columns * itemsize))
+    launch = _by_rows("gather", itemsize, rows, int(vectors))
+    numbers = columns, 1, routing.order, rows, columns, columns
+    backend.launch(launch, part.pointer, *numbers, backend.pointer(made))
+    return made
+
+
+def scatter(backend: Backend, made: int, routing: Routing, known: int, out: View) -> None:
+    """Write sorted rows of floats, contiguous at an address, to `out` [T, N] in the order of x;
+    those whose expert does not exist become NaN."""
+    rows, columns = out.shape
+    end = routing.offsets + known * INTEGER_BYTES
+    launch = _by_rows("scatter", out.dtype.itemsize, rows)
+    backend.launch(launch, made, routing.order, end, columns, out.pointer, *out.strides)
+
+
+def _by_rows(entry: str, itemsize: int, rows: int, *facts: int) -> Launch:
+    program = Program("matmul/gather.cu", entry, (WORDS[itemsize], GATHER_THREADS, *facts))
+    return Launch(program, (rows, 1, 1), GATHER_THREADS)

@@ -18,6 +18,7 @@ BITS = (1, 2, 4, 8)  # of codes, whose units are whole words of their own
 RULES = ("absmax", "signed_max", "range", "e8m0")
 # Units of a thread by the size of an element: the usual ones, and the most that registers hold.
 USUAL, MOST = {2: 2, 4: 1}, {2: 8, 4: 4}
+FEW = (1, 2)  # units that share a scale where codes take longest
 PLAIN_THREADS = 256
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)  # of a transform in registers
 
@@ -36,12 +37,15 @@ class Work:
         Of a block.
     share
         Units that share a scale; 0: those of a row do.
+    whole
+        Whether a row has as many units as its threads hold, and a block one row.
     """
 
     lanes: int
     units: int
     threads: int
     share: int = 0
+    whole: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,8 +92,11 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
     least = max(source.least_lanes, share or 1)
     usual = USUAL[itemsize]
     if not source.has_rows and share != 0:
-        return Work(THREADS, usual, THREADS, share or 0)
+        return Work(THREADS // 2, usual, THREADS // 2, share or 0)
     along = columns // UNIT
+    few = source.norm == LAYER and not source.wide and share in FEW
+    if few and itemsize == 2 and along == _power(along):
+        usual *= 2  # two sums cost more than registers
     lanes = max(least, min(THREADS, _power(along / usual)))
     # Fewer threads that hold more each, where fewer of them have nothing to do.
     while lanes // 2 >= max(least, WARP) and _idle(lanes // 2, along) < _idle(lanes, along):
@@ -99,7 +106,9 @@ def work_of(source: Source, share: int | None, columns: int, itemsize: int) -> W
     units = -(-along // lanes)
     if units > MOST[itemsize] - 2 * (source.norm == LAYER and itemsize == 2):
         return None
-    return Work(lanes, units, lanes if lanes > WARP else THREADS // 2, share or 0)
+    threads = lanes if lanes > WARP else THREADS // 2
+    whole = lanes == threads and units * lanes == along
+    return Work(lanes, units, threads, share or 0, whole)
 
 
 def _idle(lanes: int, along: int) -> int:

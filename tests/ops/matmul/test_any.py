@@ -404,6 +404,8 @@ def test_experts_are_sorted_in_the_order_in_which_they_came(run):
 
         order = np.argsort(experts, kind="stable")
         assert (integers(routing.order, count) == order).all()
+        begins = np.searchsorted(experts[order], np.arange(known + 1))
+        assert (integers(routing.offsets, known + 1) == begins).all()
         used = integers(routing.segments, 3 * int(integers(routing.count, 1)[0])).reshape(-1, 3)
         found = {}
         for expert, first, rows in used.tolist():

@@ -9,9 +9,10 @@ from emulator import Emulator, Recorder, compiler
 from products import Products, finished, gamma, normal, values
 
 import cuquant as cq
-from cuquant.ops.matmul import coded_on_gpu, dense_warps
-from cuquant.ops.matmul.check import Operand
+from cuquant.ops.matmul import coded_on_gpu, dense_warps, on_gpu
+from cuquant.ops.matmul.check import Finish, Operand
 from cuquant.ops.matmul.coded import codes_of
+from cuquant.ops.matmul.experts import Rows
 
 F32 = np.float32
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no g++ to compile kernels with")
@@ -39,6 +40,14 @@ def run(built) -> Products:
 def test_the_matrix(case, run):
     x, w = pair(case)
     check(run(cq.linear, x, w), x, w)
+
+
+def test_bits_are_multiplied_where_tensor_cores_do():
+    bits = dense_warps.program_of(("bits", "bits"), dense_warps.TILES[0], 32, False)
+    for arch, depth in product((75, 80, 89, 100), (128, 136)):
+        recorder = Recorder(arch=arch)
+        Products(recorder)(cq.linear, *pair(("int1", "int1", (4, 9, depth))))
+        assert (bits in recorder.programs) == (80 <= arch < 100 and depth == 128)
 
 
 @needs_compiler
@@ -193,12 +202,62 @@ def test_counts(run, formats):
 
 
 @needs_compiler
-def test_experts_of_quantized_rows(run):
-    x, w = cq.quantize(normal((30, 64)), "int8"), cq.quantize(normal((4, 9, 64), seed=8), "int8")
-    experts = np.random.default_rng(0).integers(0, 4, 30)
-    y = run(cq.grouped_linear, x, w, experts)
+@pytest.mark.parametrize(
+    "formats",
+    [("int8", "int8"), ("uint8:row", "uint8:row"), ("int4:32", "int8"), ("fp8_e4m3:tensor", "nf4")],
+    ids=str,
+)
+@pytest.mark.parametrize("integer", ["int64", "int16"])
+def test_experts_of_quantized_rows(run, formats, integer):
+    """In no order, by integers of any type; NaN where there is no such expert, and nothing else."""
+    x, w = cq.quantize(normal((30, 64)), formats[0]), cq.quantize(normal((4, 9, 64)), formats[1])
+    experts = np.random.default_rng(0).integers(0, 4, 30).astype(integer)
     wanted = np.einsum("tk,tnk->tn", values(x), values(w)[experts])
-    assert np.abs(y - wanted).max() < 1e-4
+    given = np.stack([experts, experts], axis=1)[:, 0]  # not contiguous
+    y = run(cq.grouped_linear, x, w, given)
+    np.testing.assert_allclose(y, wanted, atol=1e-4)
+
+
+def grouped_into(run: Products, x, w, name, integers, shape, place) -> np.ndarray:
+    """grouped_linear by integers that are known on the device alone, to `place` of an array whose
+    other elements stay as they are."""
+    backing = run.backend.array(np.full(tuple(2 * n for n in shape), 7, F32))
+    out = backing[place]
+    left, right = Operand.of(run.guarded(x), "x"), Operand.of(run.guarded(w), "w")
+    with run.in_place():
+        finish = Finish.check([left, right], shape, out=out)
+        rows = Rows(name, integers, shape[:-1], w.shape[0])
+        assert on_gpu.grouped_linear(left, right, rows, finish) is out
+    others = np.ones(backing.shape, bool)
+    others[place] = False
+    assert (backing[others] == 7).all()
+    return out
+
+
+@needs_compiler
+@pytest.mark.parametrize("down, across", [(2, 1), (1, 2), (1, -1)])
+@pytest.mark.parametrize("x_format", ["int8", None])
+def test_rows_of_no_expert_in_any_out(run, x_format, down, across):
+    """NaN by experts, 0 by counts and offsets."""
+    plain, w = normal((30, 64)), cq.quantize(normal((3, 9, 64)), "int8")
+    x = plain if x_format is None else cq.quantize(plain, x_format)
+    columns = slice(8, None, -1) if across < 0 else slice(None, 9 * across, across)
+    experts = np.arange(30) % 5 - 1
+    offsets, by_offset = np.array([2, 2, 20, 29]), np.repeat([-1, 1, 2, 3], [2, 18, 9, 1])
+    for name, given, ids in (("experts", experts, experts), ("offsets", offsets, by_offset)):
+        lost = (ids < 0) | (ids > 2)
+        wanted = np.einsum("tk,tnk->tn", values(x), values(w)[np.where(lost, 0, ids)])
+        wanted[lost] = np.nan if name == "experts" else 0
+        y = grouped_into(run, x, w, name, given, (30, 9), np.s_[60 - 30 * down :: down, columns])
+        np.testing.assert_allclose(y, wanted, atol=1e-4)
+    plain = plain.reshape(3, 10, 64)
+    x = plain if x_format is None else cq.quantize(plain, x_format)
+    counts = np.array([10, 0, -3])
+    wanted = np.einsum("emk,enk->emn", values(x), values(w))
+    wanted[np.arange(10)[None] >= counts[:, None]] = 0
+    place = np.s_[::2, 20 - 10 * down :: down, columns]
+    y = grouped_into(run, x, w, "counts", counts, (3, 10, 9), place)
+    np.testing.assert_allclose(y, wanted, atol=1e-4)
 
 
 # ---- which pairs ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ All but the last part also runs on arrays that only look like theirs, with the e
 import fake_gpu
 import numpy as np
 import pytest
-from coded_products import CASES, check_on_gpu, pair
+from coded_products import CASES, check_on_gpu, pair, scales_far_apart, with_scales
 from gpu_products import host, to_gpu
 from products import normal, values
 
@@ -238,6 +238,44 @@ def test_a_graph_sees_other_counts(library, monkeypatch):
         np.testing.assert_allclose(host(out), wanted, atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("uint8:row", "int4"), ("mxfp8", "mxfp4")])
+def test_a_graph_sees_other_experts_and_offsets(library, formats, monkeypatch):
+    """Rows that no expert has are NaN or 0 in every replay, in an out with gaps too."""
+    to = to_gpu(library, monkeypatch)
+    x, w = cq.quantize(normal((40, 256)), formats[0]), cq.quantize(normal((3, 72, 256)), formats[1])
+    there, weight, room = to(x), to(w), to(np.full((80, 144), 7, F32))
+    out = room[::2, ::2]
+    rows = np.arange(40)
+    cases = {
+        "experts": ([rows % 3, rows % 5 - 1], lambda e: np.where((e < 0) | (e > 2), -1, e)),
+        "offsets": ([[0, 7, 7, 40], [3, 10, 30, 38]], lambda o: offset_ids(np.array(o), 40)),
+    }
+    for name, (all_given, ids_of) in cases.items():
+        integers = to(np.array(all_given[0]))
+
+        def run(name=name, integers=integers):
+            cq.grouped_linear(there, weight, **{name: integers}, out=out)
+
+        run()
+        replay = captured(library, run)
+        for given in all_given[::-1]:
+            integers[...] = to(np.array(given))
+            replay()
+            ids = ids_of(given)
+            wanted = np.einsum("tk,tnk->tn", values(x), values(w)[ids])
+            wanted[ids < 0] = np.nan if name == "experts" else 0
+            np.testing.assert_allclose(host(room)[::2, ::2], wanted, atol=1e-3)
+    assert (host(room)[1::2] == 7).all() and (host(room)[:, 1::2] == 7).all()
+
+
+def offset_ids(offsets, rows):
+    """The expert of each row, -1 where it has none."""
+    ids = np.searchsorted(offsets, np.arange(rows), side="right") - 1
+    return np.where(ids < len(offsets) - 1, ids, -1)
+
+
 def captured(library, run):
     """What replays a graph of a call that was made before."""
     if library == "torch":
@@ -268,6 +306,8 @@ def captured(library, run):
     [
         ("fp8_e4m3", "fp4_e2m1:row"),
         ("mxfp8", "mxfp4"),
+        ("fp8_e4m3", "mxfp4"),
+        ("fp8_e4m3:1x128", "mxfp4"),
         ("fp8_e4m3:1x128", "nvfp4"),
         ("int8", "int4"),
     ],
@@ -281,6 +321,15 @@ def test_prepacked_weights(to, formats):
         wanted = values(x) @ values(w).T + normal((n,))
         np.testing.assert_allclose(host(first), wanted, rtol=1e-3, atol=1e-2)
         np.testing.assert_array_equal(host(first), host(second))
+
+
+@pytest.mark.parametrize("first", ["fp8_e4m3", "fp8_e4m3:1x128"])
+def test_prepacked_weights_whose_scales_are_far_apart(to, first):
+    for m, n, k in ((1, 33, 96), (150, 130, 1000)):
+        for scale in scales_far_apart(n, -(-k // 32)).values():
+            x, w = pair((first, "mxfp4", (m, n, k)))
+            w = with_scales(w, scale)
+            check_on_gpu(host(cq.linear(to(x), cq.prepack(to(w)))), x, w)
 
 
 def test_prepacked_experts(to):

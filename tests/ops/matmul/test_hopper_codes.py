@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from coded_products import scales_far_apart, with_scales
 from emulator import Emulator, Recorder, compiler
 from products import Products, exact, finished, is_close, normal, values
 from samples import sampled, selected
@@ -35,6 +36,13 @@ CASES = [
     ("mxfp8", "mxfp4", (33, 70, 256)),
     ("mxfp8", "mxfp4", (130, 130, 360)),
     ("fp8_e4m3", "mxfp4", (9, 70, 1000)),
+    ("fp8_e4m3", "mxfp4", (130, 130, 1160)),
+    ("fp8_e4m3:1x128", "mxfp4", (40, 70, 1000)),
+    ("fp8_e4m3:64", "mxfp4", (9, 70, 360)),
+    ("fp8_e4m3", "mxfp4:16", (9, 70, 360)),
+    ("fp8_e4m3", "mxfp4:64", (9, 70, 360)),
+    ("fp8_e4m3", "mxfp4:128", (9, 70, 360)),
+    ("fp8_e4m3:256", "mxfp4", (9, 70, 1000)),
     ("fp8_e4m3", "int4", (20, 70, 272)),
     ("fp8_e4m3:1x128", "int4:64", (40, 70, 520)),
     ("fp8_e4m3:128x128", "int4:128x128", (200, 150, 520)),
@@ -64,6 +72,8 @@ DIVIDED = [
 PAIRS = [
     ("fp8_e4m3", "fp4_e2m1:row"),
     ("mxfp8", "mxfp4"),
+    ("fp8_e4m3", "mxfp4"),
+    ("fp8_e4m3:1x128", "mxfp4"),
     ("fp8_e4m3:1x128", "int4"),
     ("int8", "int4:row"),
     ("fp8_e4m3:1x128", "nvfp4"),
@@ -79,7 +89,8 @@ def pair(first: str, second: str, shape: tuple) -> tuple[cq.QuantArray, cq.Quant
 def divided(numbers: tuple[int, ...], kept: dict, first: str, second: str, depth: int):
     """The rule names this shape."""
     scales = codes.scales_of(cq.get_format(first), cq.get_format(second), depth)
-    shape = Shape(*numbers, 2, 2, element=1, x_fine=scales.x_fine, **kept)
+    kept = kept | {"x_fine": scales.x_fine, "folded": scales.folded}
+    shape = Shape(*numbers, 2, 2, element=1, **kept)
     shape = replace(shape, segment=scales.segment(shape, -(-depth // 64)))
     return mock.patch.object(codes, "divide", lambda *_: shape)
 
@@ -167,6 +178,51 @@ def test_every_code_is_what_it_stands_for(run):
             np.testing.assert_array_equal(y, rows[:, :16].T)
 
 
+@pytest.mark.parametrize("first", ["fp8_e4m3", "fp8_e4m3:1x128", "mxfp8"])
+@pytest.mark.parametrize("which", list(scales_far_apart(1, 1)))
+def test_scales_far_apart(which, first, run):
+    """Results are as near as any others, whatever zeros and large scales are beside a group."""
+    for m, n, k in ((1, 1, 32 * 3), (33, 70, 1000), (130, 33, 360)):
+        x, w = pair(first, "mxfp4", (m, n, k))
+        w = with_scales(w, scales_far_apart(n, -(-k // 32))[which])
+        check(run(cq.linear, x, cq.prepack(w)), x, w)
+
+
+@pytest.mark.parametrize("numbers", DIVIDED, ids=str)
+def test_scales_far_apart_however_it_is_divided(numbers, run):
+    x, w = pair("fp8_e4m3", "mxfp4", SHAPE)
+    w = with_scales(w, scales_far_apart(SHAPE[1], -(-SHAPE[2] // 32))["any"])
+    with divided(*numbers, "fp8_e4m3", "mxfp4", SHAPE[2]):
+        check(run(cq.linear, x, cq.prepack(w)), x, w)
+
+
+def test_scales_far_apart_of_experts(run):
+    x, w = experts_of("fp8_e4m3:1x128", "mxfp4", (45,))
+    scale = np.stack(list(scales_far_apart(70, 9).values())[2:6])
+    w = with_scales(w, scale)
+    offsets = np.array([0, 3, 20, 20, 45])
+    y = run(cq.grouped_linear, x, cq.prepack(w), offsets=offsets)
+    for e in range(4):
+        rows = slice(offsets[e], offsets[e + 1])
+        wanted = values(x)[rows] @ values(w)[e].T
+        size = np.abs(values(x)[rows]) @ np.abs(values(w)[e]).T
+        assert is_close(y[rows], wanted, size, 272)
+
+
+def test_powers_of_two_are_exact(run):
+    """Sums of few numbers of 12 octaves, which float32 holds."""
+    rng = np.random.default_rng(0)
+    for block, k in product((16, 32, 64, 128), (64, 512)):
+        w = cq.quantize(normal((70, k), seed=5), f"mxfp4:{block}")
+        w = with_scales(w, 127 + rng.integers(0, 12, (70, -(-k // block))))
+        x = cq.quantize(
+            rng.integers(-1, 2, (20, k)).astype(F32), "fp8_e4m3", scale=np.ones((20, 1), F32)
+        )
+        wanted = values(x) @ values(w).T
+        assert np.abs(wanted).max() < 2**23
+        np.testing.assert_array_equal(run(cq.linear, x, cq.prepack(w)), wanted)
+
+
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_epilogue(activation, run):
     x, w = pair("fp8_e4m3", "fp4_e2m1:row", (19, 72, 256))
@@ -233,6 +289,8 @@ EXPERTS = [
     ("fp8_e4m3", "fp4_e2m1:row"),
     ("fp8_e4m3:1x128", "nvfp4"),
     ("mxfp8", "mxfp4"),
+    ("fp8_e4m3", "mxfp4"),
+    ("fp8_e4m3:1x128", "mxfp4"),
     ("int8", "int4"),
     ("fp8_e4m3:1x128", "int4"),
 ]

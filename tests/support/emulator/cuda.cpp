@@ -1,13 +1,15 @@
 // What cuda.h declares: a part of runtime.cpp.
 #include "launch.h"
 
+#include <algorithm>
+
 unsigned __brev(unsigned x) {
     unsigned y = 0;
     for (int i = 0; i < 32; ++i) y |= (x >> i & 1u) << (31 - i);
     return y;
 }
 
-unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+unsigned permuted(unsigned low, unsigned high, unsigned selectors) {
     const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
@@ -17,6 +19,11 @@ unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
         result |= byte << (8 * i);
     }
     return result;
+}
+
+unsigned __vmaxu2(unsigned first, unsigned second) {
+    const unsigned low = std::max(first & 0xFFFFu, second & 0xFFFFu), high = std::max(first >> 16, second >> 16);
+    return high << 16 | low;
 }
 
 unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {

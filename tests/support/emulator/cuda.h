@@ -72,7 +72,11 @@ inline unsigned long long __brevll(unsigned long long x) {
     return static_cast<unsigned long long>(__brev(static_cast<unsigned>(x))) << 32 |
            __brev(static_cast<unsigned>(x >> 32));
 }
-unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors);
+unsigned permuted(unsigned low, unsigned high, unsigned selectors);
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+    return permuted(low, high, selectors & 0x7777u);
+}
+unsigned __vmaxu2(unsigned first, unsigned second);
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
     return static_cast<unsigned>(both >> (shift & 31));
@@ -150,6 +154,10 @@ inline float __fmul_rd(float a, float b) {
 }
 inline float __fmul_ru(float a, float b) {
     return emulator_rounded(FE_UPWARD, a, b, [](float x, float y) { return x * y; });
+}
+inline float __fmaf_ru(float a, float b, float c) {
+    volatile float factor = a;
+    return emulator_rounded(FE_UPWARD, b, c, [&](float x, float y) { return fmaf(factor, x, y); });
 }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 

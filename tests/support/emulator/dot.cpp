@@ -41,6 +41,18 @@ void emulator_mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsign
     __syncwarp(~0u, place);
 }
 
+void mma_bits(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Place place) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    EmulatorOperands* const lanes = emulator_operands[emulator::machine.rank][warp];
+    lanes[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp(~0u, place);
+    for (int i = 0; i < 4; ++i)
+        for (int t = 0; t < 4; ++t)
+            for (int half = 0; half < 2; ++half)
+                d[i] += __popc(lanes[4 * row + t].a[2 * half + i / 2] & lanes[4 * (column + i % 2) + t].b[half]);
+    __syncwarp(~0u, place);
+}
+
 std::vector<std::vector<EmulatorCopy>> emulator_copies[2][1024];
 
 const bool emulator_copies_dropped = emulator::at_block_start([] {

@@ -23,6 +23,8 @@ inline void mma_bytes(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned
     emulator_mma_bytes(d, a, b0, b1, kSignedA, kSignedB, place);
 }
 
+void mma_bits(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Place place = Place::here());
+
 // Copies come when they are waited for, so that a read before that finds what was there; in every other
 // block at once, so that they meet whoever still reads there. A thread has a queue of its own.
 struct EmulatorCopy {
