@@ -53,6 +53,7 @@ from cuquant.interop.memory import (
     span,
 )
 from cuquant.interop.torch_rules import (
+    by_operator,
     from_pickle,
     is_negated,
     mark_written,
@@ -72,6 +73,7 @@ __all__ = [
     "as_float",
     "astype",
     "beside",
+    "by_operator",
     "contiguous",
     "copied",
     "destination",

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,12 +42,20 @@ def wants_gradient(*arrays: Any) -> bool:
 
 
 def refuse_gradient(x: Any, name: str) -> None:
-    """RuntimeError where torch would expect a gradient of `x`, which there is none of."""
+    """RuntimeError where torch would expect a gradient of `x`, and there is none."""
     if wants_gradient(x):
         raise RuntimeError(
-            f"{name} requires grad, and products with a QuantArray have no gradient; "
-            "call them under torch.no_grad(), or pass x.detach()"
+            f"{name} requires grad, and no gradient flows back to it; call under torch.no_grad(), "
+            f"or pass {name}.detach()"
         )
+
+
+def by_operator(name: str) -> Callable[..., Any]:
+    """The function of cuquant.torch that stands for an operation where gradients are wanted.
+
+    That layer is above all others, and imports torch: it is imported by name, when it is needed.
+    """
+    return getattr(import_module("cuquant.torch.functions"), name)
 
 
 def untraced(function: F) -> F:

@@ -23,7 +23,7 @@ Weight = QuantArray | PackedWeight
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """What the component tensors of a weight [N, K] mean.
+    """What the component tensors of a weight [N, K], or of another array, mean.
 
     Attributes
     ----------
@@ -32,14 +32,14 @@ class WeightSpec:
     layout
         Name and version, as PackedWeight has it; "rows/1" is a QuantArray's.
     shape
-        (N, K).
+        (N, K); of another array all axes, as they are stored.
     dtype
         That was quantized.
     """
 
     format: str
     layout: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
@@ -58,9 +58,13 @@ class WeightSpec:
         rows_last = isinstance(weight, QuantArray) and weight.axes != (0, 1)
         if len(weight.shape) != 2 or rows_last:
             raise ValueError(f"weight must be [N, K], quantized along K; got shape {weight.shape}")
+        return cls.of_stored(weight, weight.shape)
+
+    @classmethod
+    def of_stored(cls, weight: Weight, shape: tuple[int, ...]) -> "WeightSpec":
+        """Of an array of any shape, as it is stored."""
         layout = weight.layout if isinstance(weight, PackedWeight) else ROWS_LAYOUT
-        text = format_text(weight.format)
-        return cls(text, layout, (weight.shape[0], weight.shape[1]), DTYPES[weight.dtype.name])
+        return cls(format_text(weight.format), layout, tuple(shape), DTYPES[weight.dtype.name])
 
     def components(self) -> tuple[Component, ...]:
         """Names, dtypes and shapes of the arrays.
@@ -87,7 +91,7 @@ class WeightSpec:
         arrays = {c.name: _alias(c, part) for c, part in zip(wanted, parts, strict=True)}
         fmt, dtype = parse_format(self.format), np.dtype(interop.numpy_dtype(self.dtype))
         if self.layout == ROWS_LAYOUT:
-            return QuantArray(fmt, self.shape, dtype, arrays, (0, 1))
+            return QuantArray(fmt, self.shape, dtype, arrays, tuple(range(len(self.shape))))
         return PackedWeight(fmt, self.layout, arrays, self.shape, dtype)
 
     def to_tensor(self) -> torch.Tensor:
