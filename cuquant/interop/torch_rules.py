@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,23 +49,48 @@ def refuse_gradient(x: Any, name: str) -> None:
         )
 
 
-def by_operator(name: str) -> Callable[..., Any]:
-    """The function of cuquant.torch that stands for an operation where gradients are wanted.
+# Gives a function of cuquant.torch.functions by its name. That layer is above all others and
+# imports torch, so that it is imported when it is needed, and the layer above it puts this here.
+OPERATORS: list[Callable[[str], Callable[..., Any]]] = []
 
-    That layer is above all others, and imports torch: it is imported by name, when it is needed.
-    """
-    return getattr(import_module("cuquant.torch.functions"), name)
+
+def by_operator(name: str) -> Callable[..., Any]:
+    """The function that stands for an operation of that name where gradients are wanted, or where
+    torch.compile looks: by an operator that torch knows."""
+    return OPERATORS[0](name)
+
+
+def is_operator_of_dynamo(function: Any) -> bool:
+    """Whether torch.compile follows a call of a method of tensors; what it makes of an operator
+    such as @ is one, with the tensor first wherever that stood."""
+    torch = sys.modules["torch"]
+    return torch.compiler.is_compiling() and function is torch.Tensor.matmul
 
 
 def untraced(function: F) -> F:
     """The function, into which torch.compile does not look: a graph ends before a call of it, and
     another one begins behind."""
+    return _hidden(function, False)
+
+
+def traced(function: F) -> F:
+    """The function, in whose place torch.compile sees an operator, where one takes the arguments;
+    `untraced` otherwise."""
+    return _hidden(function, True)
+
+
+def _hidden(function: F, is_operator: bool) -> F:
     hidden: list[Any] = []
+    name = function.__name__
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
             return function(*args, **kwargs)
+        if is_operator and sys.modules["torch"].compiler.is_compiling():
+            found = by_operator("traced")(name, args, kwargs)
+            if found is not None:
+                return found
         if not hidden:
             hidden.append(sys.modules["torch"].compiler.disable(function))
         return hidden[0](*args, **kwargs)

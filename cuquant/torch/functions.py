@@ -10,11 +10,15 @@ import numpy as np
 import torch
 
 from cuquant import interop
-from cuquant.array.packed_weight import PackedWeight
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
 from cuquant.array.quant_array import QuantArray
+from cuquant.io.state import format_text
 from cuquant.ops.matmul.check import stored
 from cuquant.torch import op, products
-from cuquant.torch.spec import WeightSpec, tensor_of
+from cuquant.torch.module import QuantLinear
+from cuquant.torch.spec import DTYPES, tensor_of
+
+_WHERE = ("out", "stream", "out_scale", "batch_invariant")  # which operators are not told
 
 
 def linear(
@@ -63,12 +67,32 @@ def swiglu(x: Any, w_gate: Any, w_up: Any, **where: Any) -> torch.Tensor:
     return products.swiglu(x, *_weight(w_gate, "w_gate"), *_weight(w_up, "w_up"))
 
 
-def grouped_linear(x: Any, w: Any, *, by: str, integers: Any, **where: Any) -> torch.Tensor:
-    """`cuquant.grouped_linear`, of integers that are experts, offsets or counts."""
+def grouped_linear(
+    x: Any, w: Any, experts: Any = None, *, offsets: Any = None, counts: Any = None, **where: Any
+) -> torch.Tensor:
+    """`cuquant.grouped_linear`."""
     (x,) = _checked(where, x=x)
+    by = "experts" if experts is not None else "offsets" if offsets is not None else "counts"
+    integers = next(given for given in (experts, offsets, counts) if given is not None)
     if interop.kind(integers) is None:
         integers = np.asarray(integers)
     return products.grouped_linear(x, *_weight(w, "w", 3), by, tensor_of(integers))
+
+
+def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile sees in place of a call of cuquant's: the operator's result.
+
+    None where no operator takes the arguments. The code here is what Dynamo follows.
+    """
+    given = *args, *kwargs.values()
+    weights = [w for w in given if isinstance(w, (QuantArray, PackedWeight, QuantLinear))]
+    if len(weights) != (2 if name == "swiglu" else 1) or _told(kwargs):
+        return None
+    if not any(isinstance(value, torch.Tensor) for value in given):
+        return None
+    if any(not isinstance(w, QuantLinear) and w.kind != "torch" for w in weights):
+        return None
+    return _FUNCTIONS[name](*args, **kwargs)
 
 
 def _checked(where: dict[str, Any], **arrays: Any) -> list[Any]:
@@ -77,9 +101,9 @@ def _checked(where: dict[str, Any], **arrays: Any) -> list[Any]:
 
     RuntimeError for what says where or how a result is made, which operators are not told.
     """
-    if given := [name for name, value in where.items() if value is not None and value is not False]:
+    if told := _told(where):
         raise RuntimeError(
-            f"a product that gradients flow through takes no {', '.join(given)}=; call it under "
+            f"a product that gradients flow through takes no {', '.join(told)}=; call it under "
             "torch.no_grad(), or pass x.detach()"
         )
     name, first = next(iter(arrays.items()))
@@ -92,12 +116,20 @@ def _checked(where: dict[str, Any], **arrays: Any) -> list[Any]:
     ]
 
 
+def _told(given: dict[str, Any]) -> list[str]:
+    """What of a call's arguments by name says where or how a result is made."""
+    return [key for key in _WHERE if given.get(key) is not None and given.get(key) is not False]
+
+
+@torch.compiler.assume_constant_result
 def _dtype(value: Any) -> torch.dtype | None:
     return None if value is None else interop.torch_dtype(interop.float_dtype(value, "out_dtype"))
 
 
 def _weight(w: Any, name: str = "w", ndim: int = 2) -> tuple[Any, ...]:
     """A weight [N, K] or [E, N, K], or what holds one, as an operator takes it."""
+    if isinstance(w, QuantLinear) and ndim == 2:
+        return w._parts(), *w._words
     w = stored(w)
     if not isinstance(w, (QuantArray, PackedWeight)):
         raise TypeError(f"{name} must be a QuantArray or PackedWeight, got {type(w).__name__}")
@@ -111,9 +143,14 @@ def _weight(w: Any, name: str = "w", ndim: int = 2) -> tuple[Any, ...]:
 
 def _described(w: QuantArray | PackedWeight, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """A weight as an operator takes it: its arrays as tensors, and what they mean."""
-    w.check()
+    if not torch.compiler.is_compiling():  # where the kernel does
+        w.check()
     own = w.kind == "torch"
     tensors = [part if own else tensor_of(part) for part in w.components.values()]
     parts = [part.contiguous() for part in tensors]
-    spec = WeightSpec.of_stored(w, shape)
-    return parts, spec.format, spec.layout, spec.shape, spec.dtype
+    layout = w.layout if isinstance(w, PackedWeight) else ROWS_LAYOUT
+    return parts, _text(w.format), layout, tuple(shape), DTYPES[w.dtype.name]
+
+
+_FUNCTIONS = {f.__name__: f for f in (linear, matmul, swiglu, grouped_linear)}
+_text = torch.compiler.assume_constant_result(format_text)

@@ -89,7 +89,7 @@ class Operator:
 
         From Python through torch's dispatcher and back takes the host longer than a small product.
         """
-        if is_watched(*args):
+        if torch.compiler.is_compiling() or is_watched(*args):  # which Dynamo does not follow
             return self.overload(*args)
         if torch.is_grad_enabled() and _require_gradients(args):
             return self.differentiable(args)

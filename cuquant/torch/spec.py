@@ -58,13 +58,9 @@ class WeightSpec:
         rows_last = isinstance(weight, QuantArray) and weight.axes != (0, 1)
         if len(weight.shape) != 2 or rows_last:
             raise ValueError(f"weight must be [N, K], quantized along K; got shape {weight.shape}")
-        return cls.of_stored(weight, weight.shape)
-
-    @classmethod
-    def of_stored(cls, weight: Weight, shape: tuple[int, ...]) -> "WeightSpec":
-        """Of an array of any shape, as it is stored."""
         layout = weight.layout if isinstance(weight, PackedWeight) else ROWS_LAYOUT
-        return cls(format_text(weight.format), layout, tuple(shape), DTYPES[weight.dtype.name])
+        text = format_text(weight.format)
+        return cls(text, layout, tuple(weight.shape), DTYPES[weight.dtype.name])
 
     def components(self) -> tuple[Component, ...]:
         """Names, dtypes and shapes of the arrays.

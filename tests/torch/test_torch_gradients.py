@@ -1,5 +1,7 @@
 """Gradients through frozen quantized weights: those of autograd on the decoded weights."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -251,6 +253,71 @@ def test_compile_forward_and_backward(dynamic):
         assert_close(a, b)
     gradients(model, compiled, random(4, 64))
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+LAYER = QuantLinear(cq.quantize(random(24, 256), "int4"))
+CALLS = {
+    "linear": lambda x, q, p, stack: cq.linear(x, q, activation="silu"),
+    "of a packed weight": lambda x, q, p, stack: cq.linear(x, p),
+    "of a layer": lambda x, q, p, stack: cq.linear(x, LAYER),
+    "matmul": lambda x, q, p, stack: cq.matmul(x, q.T, out_dtype="float16"),
+    "operator": lambda x, q, p, stack: x @ q.T,
+    "as stored": lambda x, q, p, stack: x[:, :24] @ q,
+    "on the left": lambda x, q, p, stack: q @ x.T,
+    "torch.matmul": lambda x, q, p, stack: torch.matmul(x, q.T),
+    "F.linear": lambda x, q, p, stack: F.linear(x, q),
+    "F.linear of a packed weight": lambda x, q, p, stack: F.linear(x, p),
+    "swiglu": lambda x, q, p, stack: cq.swiglu(x, q, w_up=p),
+    "grouped_linear": lambda x, q, p, stack: cq.grouped_linear(x[:, :64], stack, EXPERTS[:3]),
+    "a stack": lambda x, q, p, stack: x[:, :24] @ stack,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compile_sees_operators_in_what_is_called(name):
+    """No graph ends; weights are arguments, and another format is another graph."""
+    call = CALLS[name]
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for fmt in ("int4", "nf4"):
+        q, stack = quantized(24, 256, fmt=fmt)[0], quantized(4, 24, 64, fmt=fmt)[0]
+        args = q, cq.prepack(q), stack
+        x = wanting(3, 256)
+        wanted, found = call(x, *args), compiled(x, *args)
+        assert torch.equal(found, wanted)
+        mine, theirs = (
+            torch.autograd.grad(y.float().square().sum(), x)[0] for y in (found, wanted)
+        )
+        assert torch.equal(mine, theirs)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_graph_ends_before_what_no_operator_takes():
+    q, x = quantized(24, 256)[0], random(3, 256)
+    call = lambda x: cq.linear(x + 1, q, batch_invariant=True) * 2  # noqa: E731
+    assert torch.equal(torch.compile(call, backend="aot_eager")(x), call(x))
+    host = q.numpy()
+    call = lambda x: cq.linear(x + 1, host) * 2  # noqa: E731
+    assert torch.equal(torch.compile(call, backend="aot_eager")(x), call(x))
+
+
+def test_torch_compile_exchanges_no_factors():
+    """Dynamo hands over q @ x and x @ q alike, where both are right."""
+    q, x = quantized(64, 64)[0], random(64, 64)
+    for call in (lambda x: q @ x * 1, lambda x: x @ q * 1, lambda x: q @ x[0], lambda x: x[0] @ q):
+        assert torch.equal(torch.compile(call, backend="aot_eager")(x), call(x))
+    call = torch.compile(lambda x: cq.matmul(q, x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(call(x), q @ x)
+
+
+def test_compile_needs_no_import_of_its_own():
+    code = (
+        "import torch, cuquant as cq, sys\n"
+        "q, x = cq.quantize(torch.ones(8, 64), 'int8'), torch.ones(2, 64)\n"
+        "f = torch.compile(lambda x: x @ q.T, fullgraph=True, backend='aot_eager')\n"
+        "assert 'cuquant.torch' not in sys.modules and torch.equal(f(x), x @ q.T)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_checkpoints():

@@ -38,7 +38,7 @@ Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for ty
 Weight = QuantArray[Any] | PackedWeight[Any] | Layer
 
 
-@interop.untraced
+@interop.traced
 def matmul(
     a: ArrayT | QuantArray[ArrayT],
     b: ArrayT | QuantArray[ArrayT],
@@ -126,7 +126,7 @@ def matmul(
     return finish(lambda: flat_matmul(left.values(), right.values(), finish.batch_invariant))
 
 
-@interop.untraced
+@interop.traced
 def linear(
     x: ArrayT | QuantArray[ArrayT],
     w: Weight,
@@ -204,7 +204,7 @@ def linear(
     return finish(lambda: flat_matmul(left.values(), right.values().T, finish.batch_invariant))
 
 
-@interop.untraced
+@interop.traced
 def swiglu(
     x: ArrayT | QuantArray[ArrayT],
     w_gate: Weight,

@@ -14,7 +14,7 @@ from cuquant.ops.matmul.door import Weight
 from cuquant.ops.matmul.experts import Rows, integers_of
 
 
-@interop.untraced
+@interop.traced
 def grouped_linear(
     x: ArrayT | QuantArray[ArrayT],
     w: Weight,
@@ -79,8 +79,7 @@ def grouped_linear(
         raise ValueError(f"pass one of experts, offsets and counts; got {named or 'none of them'}")
     (name,) = named
     if interop.wants_gradient(x):
-        kept = {"by": name, "integers": given[name], "out": out, "stream": stream}
-        return interop.by_operator("grouped_linear")(x, w, **kept)
+        return interop.by_operator("grouped_linear")(x, w, **given, out=out, stream=stream)
     left, right = Operand.of(x, "x"), weight(stored(w), "w", 3)
     known, width, depth = right.shape
     lead = (known, *left.shape[1:2]) if name == "counts" else left.shape[:1]
