@@ -193,7 +193,8 @@ class Stored(Generic[ArrayT]):
         return func._implementation(*args, **kwargs)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "components", self._parts)
+        if not interop.is_followed():  # a graph hands out a plain dict
+            object.__setattr__(self, "components", self._parts)
 
     def _wanted(self) -> tuple[Component, ...]:
         """What is stored: names, dtypes and shapes of the components."""
@@ -263,7 +264,7 @@ class Stored(Generic[ArrayT]):
 
     @property
     def _parts(self) -> _Parts:
-        if type(self.components) is not _Parts:  # unpickled
+        if type(self.components) is not _Parts:  # unpickled, or out of a graph
             object.__setattr__(self, "components", _Parts(self.components))
         return self.components  # type: ignore[return-value]
 

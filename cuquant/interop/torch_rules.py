@@ -60,11 +60,16 @@ def by_operator(name: str) -> Callable[..., Any]:
     return OPERATORS[0](name)
 
 
+def is_followed() -> bool:
+    """Whether torch.compile follows this call to make a graph of it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
 def is_operator_of_dynamo(function: Any) -> bool:
     """Whether torch.compile follows a call of a method of tensors; what it makes of an operator
     such as @ is one, with the tensor first wherever that stood."""
-    torch = sys.modules["torch"]
-    return torch.compiler.is_compiling() and function is torch.Tensor.matmul
+    return is_followed() and function is sys.modules["torch"].Tensor.matmul
 
 
 def untraced(function: F) -> F:
@@ -87,7 +92,7 @@ def _hidden(function: F, is_operator: bool) -> F:
     def called(*args: Any, **kwargs: Any) -> Any:
         if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
             return function(*args, **kwargs)
-        if is_operator and sys.modules["torch"].compiler.is_compiling():
+        if is_operator and is_followed():
             found = by_operator("traced")(name, args, kwargs)
             if found is not None:
                 return found

@@ -1,7 +1,7 @@
-"""cuquant's products of torch's tensors, by operators: what gradients flow through.
+"""cuquant's functions of torch's tensors, by operators that torch knows (`interop.by_operator`).
 
-`cuquant.linear` and the others call the function of the same name here, with the same arguments,
-where a tensor requires a gradient (`interop.by_operator`).
+`cuquant.linear` and the other products call the function of the same name here, with the same
+arguments, where a tensor requires a gradient; torch.compile follows these in place of all.
 """
 
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 from cuquant import interop
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight
 from cuquant.array.quant_array import QuantArray
-from cuquant.io.state import format_text
+from cuquant.formats import Format, get_format
+from cuquant.io.state import format_text, parse_format
 from cuquant.ops.matmul.check import stored
-from cuquant.torch import op, products
+from cuquant.ops.quantize.door import format_options
+from cuquant.torch import codes, op, products
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import DTYPES, tensor_of
 
@@ -79,20 +81,68 @@ def grouped_linear(
     return products.grouped_linear(x, *_weight(w, "w", 3), by, tensor_of(integers))
 
 
+def quantize(
+    x: torch.Tensor,
+    format: Any = "nf4",
+    *,
+    axis: int = -1,
+    nonfinite: str = "propagate",
+    block_size: Any = None,
+    levels: Any = None,
+    double_quant: bool = False,
+    **_: Any,
+) -> QuantArray:
+    """`cuquant.quantize`, of its arguments that are no arrays."""
+    fmt = getattr(_formats, _named(format, block_size, levels, double_quant))
+    text = _text(fmt)
+    parts = dict(zip(_component_names(text), codes.quantize(x, text, axis, nonfinite), strict=True))
+    order = [i for i in range(x.ndim) if i != axis % x.ndim] + [axis % x.ndim]
+    axes = tuple(order.index(i) for i in range(x.ndim))
+    return QuantArray(fmt, tuple(x.shape), _numpy_dtype(x.dtype), parts, axes)
+
+
+def dequantize(q: QuantArray, dtype: Any = None, **_: Any) -> torch.Tensor:
+    """`cuquant.dequantize`."""
+    parts, fmt, layout, shape, own = _described(q, q.stored_shape)
+    values = op.decoded(parts, fmt, layout, shape, own if dtype is None else _dtype(dtype))
+    return values if q.axes == tuple(range(q.ndim)) else values.permute(q.axes)
+
+
 def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile sees in place of a call of cuquant's: the operator's result.
+    """What torch.compile sees in place of a call of cuquant's: what comes of operators.
 
     None where no operator takes the arguments. The code here is what Dynamo follows.
     """
+    takes = {"quantize": _takes_values, "dequantize": _takes_codes}.get(name, _takes_factors)
+    return _FUNCTIONS[name](*args, **kwargs) if takes(name, args, kwargs) else None
+
+
+def _takes_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = *args, *kwargs.values()
     weights = [w for w in given if isinstance(w, (QuantArray, PackedWeight, QuantLinear))]
-    if len(weights) != (2 if name == "swiglu" else 1) or _told(kwargs):
-        return None
-    if not any(isinstance(value, torch.Tensor) for value in given):
-        return None
-    if any(not isinstance(w, QuantLinear) and w.kind != "torch" for w in weights):
-        return None
-    return _FUNCTIONS[name](*args, **kwargs)
+    return (
+        len(weights) == (2 if name == "swiglu" else 1)
+        and not _told(kwargs)
+        and any(isinstance(value, torch.Tensor) for value in given)
+        and all(isinstance(w, QuantLinear) or w.kind == "torch" for w in weights)
+    )
+
+
+def _takes_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    x = args[0] if args else kwargs.get("x")
+    words = [*args[1:], *(value for key, value in kwargs.items() if key != "x")]
+    return (
+        isinstance(x, torch.Tensor)
+        and x.dtype in DTYPES.values()
+        and all(isinstance(word, (str, int, tuple, Format)) or word is None for word in words)
+        and not any(kwargs.get(key) for key in ("stochastic", "seed", "stream"))
+    )
+
+
+def _takes_codes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    q = args[0] if args else kwargs.get("q")
+    told = kwargs.get("out") is not None or kwargs.get("stream") is not None
+    return isinstance(q, QuantArray) and q.kind == "torch" and not told
 
 
 def _checked(where: dict[str, Any], **arrays: Any) -> list[Any]:
@@ -143,7 +193,7 @@ def _weight(w: Any, name: str = "w", ndim: int = 2) -> tuple[Any, ...]:
 
 def _described(w: QuantArray | PackedWeight, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """A weight as an operator takes it: its arrays as tensors, and what they mean."""
-    if not torch.compiler.is_compiling():  # where the kernel does
+    if not interop.is_followed():  # where the kernel does
         w.check()
     own = w.kind == "torch"
     tensors = [part if own else tensor_of(part) for part in w.components.values()]
@@ -152,5 +202,34 @@ def _described(w: QuantArray | PackedWeight, shape: tuple[int, ...]) -> tuple[An
     return parts, _text(w.format), layout, tuple(shape), DTYPES[w.dtype.name]
 
 
-_FUNCTIONS = {f.__name__: f for f in (linear, matmul, swiglu, grouped_linear)}
+class _Formats:
+    """Formats as attributes: Dynamo takes an object from where it lies, and not from a call."""
+
+
+_formats = _Formats()
+
+
+@torch.compiler.assume_constant_result
+def _named(format: Any, *options: Any) -> str:
+    """The attribute of `_formats` where a Format is."""
+    made = get_format(format, **format_options(*options))
+    names = {id(held): name for name, held in vars(_formats).items()}
+    name = names.get(id(made), f"format_{len(names)}")
+    setattr(_formats, name, made)
+    return name
+
+
+@torch.compiler.assume_constant_result
+def _component_names(text: str) -> tuple[str, ...]:
+    """Of a format, the same for every shape."""
+    return tuple(component.name for component in parse_format(text).components(_ANY_SHAPE))
+
+
+@torch.compiler.assume_constant_result
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return interop.numpy_dtype(dtype)
+
+
+_ANY_SHAPE = (128, 4096)  # that blocks of every format divide
+_FUNCTIONS = {f.__name__: f for f in (linear, matmul, swiglu, grouped_linear, quantize, dequantize)}
 _text = torch.compiler.assume_constant_result(format_text)

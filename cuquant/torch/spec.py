@@ -143,12 +143,17 @@ def tensor_of(part: Any) -> torch.Tensor:
     return interop.from_numpy(part, "torch")
 
 
+def own_dtype(component: Component) -> torch.dtype:
+    """A component's dtype; of fp8 and the like, which torch gets as bytes, uint8."""
+    if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
+        return getattr(torch, component.dtype.name)
+    return torch.uint8
+
+
 def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
     """A tensor of the component's own dtype, on the same memory where that is `usable`; never
     `part` itself."""
-    own = torch.uint8  # of fp8 and the like, which torch gets as bytes
-    if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
-        own = getattr(torch, component.dtype.name)
+    own = own_dtype(component)
     said = part.dtype, tuple(part.shape)
     wanted = (own, component.shape), (torch.uint8, bytes_shape(component))
     if said not in wanted or not part.is_contiguous():

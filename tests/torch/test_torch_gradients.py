@@ -206,6 +206,7 @@ def calls():
         "linear": (wanting(3, 256), *rows, *finish),
         "linear_grad_x": (wanting(3, 24), *rows, torch.float16),
         "dequantize": rows,
+        "quantize": (wanting(64, 3), "nf4", 0, "propagate"),
         "matmul": (wanting(5, 24), parts, fmt, shape, (0, 1, 2), dtype, False),
         "swiglu": (wanting(3, 256), *_weight(q), *_weight(q)),
         "grouped_linear": (wanting(5, 64), *of_experts),
@@ -290,6 +291,46 @@ def test_compile_sees_operators_in_what_is_called(name):
         )
         assert torch.equal(mine, theirs)
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+QUANTIZED = {
+    "alone": lambda x: cq.quantize(x, "int4", block_size=32, axis=0),
+    "by a format": lambda x: cq.quantize(x, VARIANTS["double"], nonfinite="propagate"),
+    "by options": lambda x: cq.quantize(x, "k3", levels="linear").dequantize(),
+    "to another dtype": lambda x: cq.dequantize(cq.quantize(x, "int8:32"), "bfloat16"),
+    "across": lambda x: cq.quantize(x, "q8_0", axis=0).dequantize(torch.float16),
+    "and multiplied": lambda x: cq.linear(x, cq.quantize(x, "mxfp4"), activation="relu"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_sees_an_operator_in_quantize(name, dynamic):
+    call = QUANTIZED[name]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (32, 96):
+        x = random(rows, 256)
+        found, wanted = compiled(x), call(x)
+        if isinstance(wanted, cq.QuantArray):
+            assert cq.array_equal(found, wanted) and found.dtype == wanted.dtype
+            assert torch.equal(found.packed, wanted.packed)
+        else:
+            assert torch.equal(found, wanted)
+    assert not cq.quantize(x.requires_grad_(), "nf4").dequantize().requires_grad
+
+
+def test_what_quantize_is_told_that_no_operator_takes():
+    """The graph ends before the call."""
+    x = random(8, 64)
+    for named in ({"scale": torch.ones(8, 1)}, {"stochastic": True, "seed": 7}):
+        call = partial(cq.quantize, format="int8", **named)
+        compiled = torch.compile(lambda x, call=call: call(x * 2), backend="aot_eager")
+        assert cq.array_equal(compiled(x), call(x * 2))
+
+
+@in_turn("fmt", NAMES)
+def test_opcheck_of_quantize(fmt):
+    torch.library.opcheck(TABLE["quantize"].overload, (wanting(24, 256), fmt, -1, "propagate"))
 
 
 def test_a_graph_ends_before_what_no_operator_takes():
