@@ -23,6 +23,7 @@ except ImportError as error:
         f"cuquant.torch needs PyTorch: {pip_install('torch')}, or torch as pytorch.org says"
     ) from error
 
+from cuquant.torch import functions as _functions  # noqa: F401 - all operators, for torch.ops
 from cuquant.torch.load import load_
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import quantize_

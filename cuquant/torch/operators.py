@@ -95,15 +95,19 @@ class Operator:
             return self.differentiable(args)
         return self.kernel(*args)
 
-    def differentiable(self, args: Arguments) -> Any:
-        """The result, from which gradients flow back to what requires one."""
+    def differentiable(self, args: Arguments, run: Callable[..., Any] | None = None) -> Any:
+        """The result, from which gradients flow back to what requires one.
+
+        `run` computes it without autograd; None: the kernel, where nobody watches.
+        """
+        run = run or self.kernel
         if self.backward is not None:
-            return _Node.apply(self, *args)
+            return _Node.apply(self, run, *args)
         for name, value in zip(self._names, args, strict=True) if not self.is_codes else ():
             if isinstance(value, torch.Tensor):
                 interop.refuse_gradient(value, name)
         with torch.no_grad():
-            return self._below(args)
+            return run(*args)
 
     def _at_autograd(self, *given: Any, **named: Any) -> Any:
         """Where autograd looks at a call of the dispatcher's, which leaves out defaults."""
@@ -113,12 +117,12 @@ class Operator:
         if torch.is_grad_enabled() and _require_gradients(args):
             if _C._functorch.peek_interpreter_stack() is not None:
                 raise RuntimeError(_NO_TRANSFORMS.format(self.name))
-            return self.differentiable(args)
+            return self.differentiable(args, self._below)
         if not self.is_codes and _has_tangent(args):
             raise RuntimeError(_NO_FORWARD_MODE.format(self.name))
-        return self._below(args)
+        return self._below(*args)
 
-    def _below(self, args: Arguments) -> Any:
+    def _below(self, *args: Any) -> Any:
         """The result without autograd: of the kernel, or of who watches."""
         if not is_watched(*args):
             return self.kernel(*args)
@@ -130,21 +134,21 @@ class _Node(torch.autograd.Function):
     """A call in autograd's graph. The old kind of Function takes the host a third of the time."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, *args: Any) -> Any:
+    def forward(ctx: Any, operator: Operator, run: Callable[..., Any], *args: Any) -> Any:
         assert operator.backward is not None
         ctx.operator = operator
         tensors: list[torch.Tensor] = []
         ctx.kept = _apart(operator.backward.keep(*args), tensors)
         ctx.save_for_backward(*tensors)
-        return operator._below(args)
+        return run(*args)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         saved = iter(ctx.saved_tensors)  # which checkpointing lets be read once
         kept = _together(ctx.kept, saved)
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         found = ctx.operator.backward.gradients(kept, gradients[0], needs)
-        return None, *(found.get(at) for at in range(len(needs)))
+        return None, None, *(found.get(at) for at in range(len(needs)))
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

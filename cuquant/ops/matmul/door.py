@@ -164,7 +164,7 @@ def linear(
 
     Returns
     -------
-    Array [..., N] of x's kind.
+    Array [..., N] of x's kind. Of torch's tensors gradients flow back to x, bias and residual.
 
     Raises
     ------
