@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(kThreads) decode_rows(
     } else {
         if (item >= chunks) return;
         T* to = out + target.row(row, target.strides);
-        for (i64 j = column; j < min(column + kChunk, columns); ++j) {
+        for (int i = 0; i < kChunk && column + i < columns; ++i) {
+            const i64 j = column + i;
             const float x = there ? source.template value<T>(places.row(id, j), places.column(id, j), tables) : nan;
             Element<T>::store(to + j * target.column_stride, x);
         }
