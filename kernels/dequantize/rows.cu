@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) decode_rows(
             const i64 chunk = id * per_row + column / kChunk;
             source.template chunk<T>(places.row(id, column), places.column(id, column), chunk, tables, x);
         }
-        store_values(out + c * kChunk, x, item < chunks);  // all lanes take part
+        store_values(out + item * kChunk, x, item < chunks);  // all lanes take part, each at its own place
     } else {
         if (item >= chunks) return;
         T* to = out + target.row(row, target.strides);

@@ -104,6 +104,15 @@ def test_ids_of_any_dtype(dtype):
     check(q, ids)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_the_last_of_an_odd_number_of_chunks_is_written(dtype):
+    """Pairs of lanes trade halves of float32, and the last one's partner has none of its own."""
+    for columns in (8, 40, 520):
+        q = cq.quantize(np.ones((3, columns), F32), "nf4")
+        check(q, np.array([2]), dtype)
+        check(q, np.array([0, 1, 2]), dtype)
+
+
 def test_ids_of_any_shape():
     q, ids = one("nf4"), numbers(24)
     for given in (ids[0, 0], ids[0], ids.reshape(3, 5, 2, 2), ids[:, :1], ids[..., None]):
