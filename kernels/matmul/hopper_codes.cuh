@@ -5,6 +5,7 @@
 #pragma once
 #include "device/wgmma.cuh"
 #include "layout/packed_weight.cuh"
+#include "matmul/coded.cuh"
 
 namespace cuquant {
 
@@ -70,7 +71,7 @@ __device__ void multiply_whole(float (&sum)[kTokens / 2], float worth, const flo
         float x[2] = {1.0f, 1.0f};
         if constexpr (kOfX) { x[0] = of_x[8 * j + 2 * t]; x[1] = of_x[8 * j + 2 * t + 1]; }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[4 * j + e] = sum[4 * j + e] * worth * x[e % 2] * of_rows[e / 2];
+        for (int e = 0; e < 4; ++e) sum[4 * j + e] = scaled(sum[4 * j + e] * worth, x[e % 2], of_rows[e / 2]);
     }
 }
 
