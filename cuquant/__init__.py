@@ -28,6 +28,7 @@ from cuquant.io.conversion.door import convert
 from cuquant.io.files import load, open
 from cuquant.io.quantized import save
 from cuquant.ops.dequantize.door import dequantize
+from cuquant.ops.dequantize.gathered import embedding
 from cuquant.ops.explanation import Explanation, explain
 from cuquant.ops.layout import on_gpu as _prepack  # noqa: F401  (what `prepack` does on a GPU)
 from cuquant.ops.matmul.door import linear, matmul, swiglu
@@ -52,6 +53,7 @@ __all__ = [
     "convert",
     "dequantize",
     "doctor",
+    "embedding",
     "error",
     "explain",
     "functional",

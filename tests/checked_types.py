@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     assert_type(q, cq.QuantArray[np.ndarray])
     assert_type(q.dequantize("float16"), np.ndarray)
     assert_type(cq.dequantize(q.T[:2]), np.ndarray)
+    assert_type(cq.embedding([3, 1], t, dtype="float16"), torch.Tensor)
     assert_type(cq.unpack(cq.prepack(t)).dequantize(), torch.Tensor)
 
     assert_type(cq.linear(numbers, q, activation="silu"), np.ndarray)

@@ -36,6 +36,7 @@ DOORS = {
     "quantize": (cq.quantize, (X, "nf4")),
     "get_format": (cq.get_format, ("k4",)),
     "dequantize": (cq.dequantize, (Q,)),
+    "embedding": (cq.embedding, ([0], Q)),
     "Q.dequantize": (Q.dequantize, ()),
     "Q.astype": (Q.astype, ()),
     "Q.to": (Q.to, ()),

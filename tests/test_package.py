@@ -296,6 +296,7 @@ def test_every_public_name_can_be_called(tmp_path):
         "convert": lambda: cq.convert(tmp_path / "f", tmp_path / "c", to="cuquant"),
         "dequantize": lambda: cq.dequantize(q),
         "doctor": cq.doctor,
+        "embedding": lambda: cq.embedding([1, 0], q),
         "error": lambda: cq.error(x, q),
         "explain": lambda: cq.explain("linear", format="nf4", shape=(8, 64)),
         "get_format": lambda: cq.get_format("nf4"),

@@ -19,6 +19,7 @@ from cuquant.gpu.rates import H100, Rates
 from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
 from cuquant.gpu.view import View, c_strides
 from cuquant.ops.dequantize.decoder import decoder
+from cuquant.ops.dequantize.rows import Matrix, row_decoder
 from cuquant.ops.geometry import axis_last
 from cuquant.ops.layout.prepack import Prepack
 from cuquant.ops.matmul import dense, dense_warps, hopper_codes, hopper_codes_tiles, q8_1
@@ -189,6 +190,26 @@ def dequantize_programs(
                 scale = _Nothing(fmt.scale.shape(stored))
                 if math.prod(scale.shape):
                     decoder(fmt).scales(plan, parts, scale, scale if fmt.offset == "min" else None)
+    return list(plan.programs)
+
+
+def embedding_programs(
+    fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
+) -> list[Program]:
+    """The programs that decode rows of matrices of the usual shapes, stored by rows or columns."""
+    plan = Plan(arch)
+    decode = row_decoder(fmt.exact, "absmax" in fmt.odd)
+    for name in dtypes:
+        dtype = interop.float_dtype(name)
+        for shape, axis in SHAPES:
+            known, columns = shape
+            stored = (math.prod(shape),) if fmt.is_flat else shape if axis else shape[::-1]
+            if not _fits(fmt, stored):
+                continue
+            parts = _parts(decode.fmt.components(stored))
+            ids = View(ADDRESS, (1,), (1,), np.dtype(np.int64))
+            target = View(ADDRESS, (1, columns), (columns, 1), dtype)
+            decode(plan, parts, Matrix((known, columns), stored, bool(axis)), ids, target)
     return list(plan.programs)
 
 
@@ -444,6 +465,7 @@ def plain_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH
 PROGRAMS: dict[str, Callable[..., list[Program]]] = {
     "quantize": quantize_programs,
     "dequantize": dequantize_programs,
+    "embedding": embedding_programs,
     "matmul": matmul_programs,
     "matmul_codes": coded_programs,
     "matmul_plain": plain_programs,

@@ -9,6 +9,21 @@ namespace cuquant {
 // How a scale is stored.
 enum ScaleType { kScaleFloat = 0, kScaleHalf = 1, kScaleBfloat16 = 2, kScaleE8m0 = 3, kScaleE4m3 = 4 };
 
+// Whether a number has all its bits: it is not too large for float32, nor so small that it has fewer, or 0.
+__device__ inline bool is_whole(float x) { return fabsf(x) >= float_of(0x00800000u) && fabsf(x) < float_of(0x7F800000u); }
+
+// sum * first * second, which float32 may have where it does not have sum * first.
+__device__ inline float scaled(float sum, float first, float second) {
+    const float one = __fmul_rn(sum, first);
+    return is_whole(one) ? __fmul_rn(one, second) : __fmul_rn(sum, __fmul_rn(first, second));
+}
+
+// total + sum * first * second, where it may not have first * second.
+__device__ inline float plus_scaled(float total, float sum, float first, float second) {
+    const float both = __fmul_rn(first, second);
+    return is_whole(both) ? __fmaf_rn(sum, both, total) : __fmaf_rn(__fmul_rn(sum, first), second, total);
+}
+
 // The scales of a side, one for each block of `tall` rows and `wide` columns of a matrix.
 struct Scaling {
     const void* scale;    // [matrices, ceil(rows / tall), across]; null: codes are worth themselves

@@ -241,7 +241,8 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
                                     sum = both.correct(sum, count);
                                 }
                             }
-                            totals[r][n][2 * h + j] = __fmaf_rn(static_cast<float>(sum), __fmul_rn(x_scale, scales[r][h]), totals[r][n][2 * h + j]);
+                            float& total = totals[r][n][2 * h + j];
+                            total = plus_scaled(total, static_cast<float>(sum), x_scale, scales[r][h]);
                         }
                 }
             products.clear();
@@ -334,8 +335,7 @@ __global__ void __launch_bounds__(CodedTile<Codes, Tile>::threads, Tile::segment
                         continue;
                     }
                 }
-                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(sum), left.scale), right.scale);
-                finish(results, inverse, scaled, m, n, target);
+                finish(results, inverse, scaled(static_cast<float>(sum), left.scale, right.scale), m, n, target);
             }
         }
         __syncthreads();  // all have read what is overwritten

@@ -480,13 +480,14 @@ matmul_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
                 multiply(0);
                 if constexpr (kPieces > 1 && kParts > 1) multiply(1);
                 if (of_stage == kSpan - 1) step_stage();
-                if (more) turn_to(n + 1);
-                if (kAhead && more) load((n + 1) % kSpan);
+                // Not where nothing is done: a branch around it makes arrays of operands memory.
+                if constexpr (kFolded) if (more) turn_to(n + 1);
+                if constexpr (kAhead) if (more) load((n + 1) % kSpan);
                 wgmma_wait<kParts>();  // for those of the unit before: the next one's operand has their place
                 if (of_stage == 0) release();
                 last = own_stage;
                 if (more) {
-                    if (!kAhead) load((n + 1) % kSpan);
+                    if constexpr (!kAhead) load((n + 1) % kSpan);
                     decode_codes(0, a[1 - d]);
                     if constexpr (!kHalves) decode_codes(1, a[1 - d]);
                 }

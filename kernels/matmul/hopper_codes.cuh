@@ -5,6 +5,7 @@
 #pragma once
 #include "device/wgmma.cuh"
 #include "layout/packed_weight.cuh"
+#include "matmul/coded.cuh"
 
 namespace cuquant {
 
@@ -67,10 +68,14 @@ __device__ void multiply_whole(float (&sum)[kTokens / 2], float worth, const flo
                                int t) {
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
-        float x[2] = {1.0f, 1.0f};
+        float x[2];
         if constexpr (kOfX) { x[0] = of_x[8 * j + 2 * t]; x[1] = of_x[8 * j + 2 * t + 1]; }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[4 * j + e] = sum[4 * j + e] * worth * x[e % 2] * of_rows[e / 2];
+        for (int e = 0; e < 4; ++e) {
+            const float own = sum[4 * j + e] * worth;
+            if constexpr (kOfX) sum[4 * j + e] = scaled(own, x[e % 2], of_rows[e / 2]);
+            else sum[4 * j + e] = own * of_rows[e / 2];
+        }
     }
 }
 

@@ -46,7 +46,7 @@ SAMPLE = 4  # kernels of an architecture that the test suite compiles, of those 
 SAMPLES = 3  # as many of other kernels; two architectures' first are for every run of the tests
 
 # The kernels at the memory roof: what they read or write by 16 bytes.
-WIDE = {"quantize": "LDG", "dequantize": "STG"}
+WIDE = {"quantize": "LDG", "dequantize": "STG", "embedding": "STG"}
 WIDE_FORMATS = ("nf4", "int8", "fp8_e4m3", "mxfp4", "q4_0")
 
 

@@ -12,6 +12,7 @@ from kernel_cases import Case
 import cuquant as cq
 from cuquant import interop
 from cuquant.ops import geometry
+from cuquant.ops.dequantize import gathered
 from cuquant.ops.dequantize import on_gpu as decode
 from cuquant.ops.quantize import on_gpu as encode
 
@@ -30,6 +31,7 @@ class OnEmulator:
         with (
             mock.patch.object(encode, "backend_of", backend_of),
             mock.patch.object(decode, "backend_of", backend_of),
+            mock.patch.object(gathered, "backend_of", backend_of),
         ):
             yield
 
@@ -70,6 +72,14 @@ class OnEmulator:
     def dequantize(self, q: cq.QuantArray, dtype: object = None, out: Any = None) -> np.ndarray:
         with self._in_place():
             return decode.values(q, dtype, out, None)
+
+    def embedding(
+        self, ids: np.ndarray, q: cq.QuantArray, dtype: object = None, out: Any = None
+    ) -> np.ndarray:
+        """As `cuquant.embedding` of ids on a GPU, whose checks are not repeated here."""
+        shape = (*ids.shape, q.shape[1])
+        with self._in_place(), mock.patch.object(interop, "is_on_gpu", lambda x: True):
+            return gathered._on_gpu(ids, q, shape, dtype, out)
 
     def codes(self, q: cq.QuantArray) -> np.ndarray:
         with self._in_place():

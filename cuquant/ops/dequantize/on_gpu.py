@@ -1,6 +1,7 @@
 """Values, codes and scales of QuantArrays on a GPU."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,21 @@ def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
     return contiguous(backend, q.components)
 
 
-def check_out_of(q: QuantArray, dtype: object, out: Any) -> None:
-    """TypeError or ValueError where `out` cannot take an array's values."""
+def check_out_of(
+    q: QuantArray,
+    dtype: object,
+    out: Any,
+    shape: tuple[int, ...] | None = None,
+    sources: Iterable[Any] = (),
+) -> None:
+    """TypeError or ValueError where `out` cannot take an array's values, or those of another shape
+    that are made of it and of other sources."""
     if interop.kind(out) != q.kind:
         raise TypeError(f"out must be a {q.kind} array, got {type(out).__name__}")
     if interop.device(out) != q.device:
         raise ValueError(f"out is on {interop.device(out)}, and the array on {q.device}")
-    check_out(out, q.shape, dtype, q.components.values())
+    shape = q.shape if shape is None else shape
+    check_out(out, shape, dtype, [*q.components.values(), *sources])
 
 
 def codes(q: QuantArray) -> Any:

@@ -320,14 +320,25 @@ def flat_matmul(a: np.ndarray, b: np.ndarray, batch_invariant: bool = False) -> 
 
     `batch_invariant`: always of as many rows, for BLAS has other orders of sums for others.
     """
-    if b.ndim != 2 or (a.ndim < 3 and not batch_invariant):
-        return np.matmul(a, b)
-    rows = math.prod(a.shape[:-1])
-    flat = a.reshape(rows, a.shape[-1])
     if batch_invariant:
-        padded = np.pad(flat, ((0, -rows % INVARIANT_ROWS), (0, 0)))
-        parts = padded.reshape(-1, INVARIANT_ROWS, a.shape[-1])
-        made = np.concatenate([part @ b for part in parts] or [padded @ b])[:rows]
-    else:
-        made = np.matmul(flat, b)
+        if a.ndim > 1:
+            return _by_invariant_parts(a, b)
+        made = _by_invariant_parts(a[None], b)
+        return made[..., 0] if b.ndim == 1 else made[..., 0, :]
+    if b.ndim != 2 or a.ndim < 3:
+        return np.matmul(a, b)
+    made = np.matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b)
     return made.reshape(*a.shape[:-1], b.shape[-1])
+
+
+def _by_invariant_parts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """np.matmul of INVARIANT_ROWS rows of `a` at a time, the last of them padded."""
+    rows = a.shape[-2]
+    padded = np.pad(a, [*[(0, 0)] * (a.ndim - 2), (0, -rows % INVARIANT_ROWS), (0, 0)])
+    parts = [
+        np.matmul(padded[..., i : i + INVARIANT_ROWS, :], b)
+        for i in range(0, max(rows, 1), INVARIANT_ROWS)
+    ]
+    axis = -1 if b.ndim == 1 else -2
+    made = np.concatenate(parts, axis=axis)
+    return made[..., :rows] if b.ndim == 1 else made[..., :rows, :]

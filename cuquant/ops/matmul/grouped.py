@@ -99,7 +99,8 @@ def grouped_linear(
         return on_gpu.grouped_linear(left, right, rows, finish, stream)
 
     def product() -> np.ndarray:
-        values, chosen = left.values().reshape(-1, depth), rows.experts()
+        chosen = rows.experts()
+        values = left.values().reshape(len(chosen), depth)
         result = np.zeros((len(chosen), width), F32)
         stored = right.quantized.numpy()
         # Else an expert has no components of its own.

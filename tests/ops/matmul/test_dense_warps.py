@@ -161,6 +161,30 @@ def test_scales_that_are_not_finite_go_through(run, special):
     assert np.isfinite(y[[0, 2]]).all() and not np.isfinite(y[1]).any()
 
 
+@needs_compiler
+@pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("int8:128", "int8:128")])
+def test_products_of_scales_may_be_beyond_float32(run, formats):
+    """As long as results are not: 0 times two large scales, and small scales times large ones."""
+    x, w = np.zeros((2, 256), F32), np.zeros((3, 256), F32)
+    x[0, :2], x[1, 0], w[0, 1:3], w[1, 0] = (4e22, 1e18), 1e22, (1e18, 4e22), 1e-30
+    first, second = (cq.quantize(a, f) for a, f in zip((x, w), formats, strict=True))
+    wanted = values(first).astype(np.float64) @ values(second).astype(np.float64).T
+    np.testing.assert_allclose(run(cq.linear, first, second), wanted, rtol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "int8:tensor", "fp8_e5m2:128", "int8:128"])
+@pytest.mark.parametrize("sizes", [(1e36, 1e-30), (1e-30, 1e36), (3e-19, 3e-19), (1e-36, 1e30)])
+def test_scales_may_be_far_apart(run, name, sizes):
+    first, second = (
+        cq.quantize(normal((2, 512)) * F32(size), name) for size in sizes
+    )  # fmt: skip
+    wanted = values(first).astype(np.float64) @ values(second).astype(np.float64).T
+    size = np.abs(values(first)).astype(np.float64) @ np.abs(values(second)).astype(np.float64).T
+    y = run(cq.linear, first, second)
+    assert (np.abs(y - wanted) <= gamma(520) * size).all()
+
+
 # ---- groups --------------------------------------------------------------------------------------
 
 OFFSETS = ([0, 3, 3, 40, 57], [0, 0, 0, 0, 0], [5, 5, 20, 21, 50], [0, 57, 57, 57, 57])

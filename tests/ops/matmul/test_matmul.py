@@ -267,6 +267,32 @@ def test_rows_do_not_depend_on_how_many_there_are():
         cq.linear(x, w, batch_invariant="yes")
 
 
+@pytest.mark.parametrize("shape", [(96,), (1, 96, 40), (2, 96, 40)])
+def test_rows_times_a_vector_or_a_batch_do_not_depend_on_how_many_there_are(shape):
+    x, b = normal((2, 130, 96)), cq.quantize(normal(shape), "int8", axis=max(len(shape) - 2, 0))
+    x = x if len(shape) > 2 else x[0]
+    axis = x.ndim - 2
+    whole = cq.matmul(x, b, batch_invariant=True)
+    np.testing.assert_allclose(whole, x @ b.dequantize(), rtol=1e-4, atol=1e-4)
+    for count in (1, 63, 65):
+        y = cq.matmul(x.take(range(count), axis), b, batch_invariant=True)
+        np.testing.assert_array_equal(y, whole.take(range(count), axis))
+    if axis == 0:
+        np.testing.assert_array_equal(cq.matmul(x[7], b, batch_invariant=True), whole[7])
+
+
+def test_products_along_nothing_are_0():
+    q = cq.quantize(np.zeros((3, 0), np.float32), "int8")
+    experts = cq.quantize(np.zeros((2, 8, 0), np.float32), "int8")
+    x = np.zeros((6, 0), np.float32)
+    assert not cq.matmul(q, q.T, batch_invariant=True).any()
+    for rows in ({"experts": [0, 1] * 3}, {"offsets": [0, 2, 6]}):
+        y = cq.grouped_linear(x, experts, **rows)
+        assert y.shape == (6, 8) and not y.any()
+    y = cq.grouped_linear(x.reshape(2, 3, 0), experts, counts=[1, 3])
+    assert y.shape == (2, 3, 8) and not y.any()
+
+
 def test_int8_results_need_their_scale():
     x, w = normal((3, 64)), cq.quantize(normal((5, 64)), "int8")
     y = cq.matmul(x, w.T, out_dtype="int8", out_scale=0.5)
