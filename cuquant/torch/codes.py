@@ -1,22 +1,28 @@
-"""The operator that makes codes: quantize.
+"""The operators that make codes and look them up: quantize, embedding.
 
     torch.ops.cuquant.quantize(x, format, axis, nonfinite) -> Tensor[]
+    torch.ops.cuquant.embedding(ids, components, format, shape, axes, dtype)
 
-gives the components of `cuquant.quantize(x, format, axis=axis, nonfinite=nonfinite)` in the
-format's order. Codes have no gradient: an x that requires one is read, as if it were detached.
+The first gives the components of `cuquant.quantize(x, format, axis=axis, nonfinite=nonfinite)` in
+the format's order. Codes have no gradient: an x that requires one is read, as if it were detached.
+The second is `cuquant.embedding`, its table described as a factor of cuquant::matmul is; `dtype` is
+the result's.
 """
 
 import inspect
 
 import torch
 
+from cuquant.array.packed_weight import ROWS_LAYOUT
 from cuquant.io.state import parse_format
 from cuquant.ops import geometry
+from cuquant.ops.dequantize import gathered
 from cuquant.ops.quantize import door
+from cuquant.torch import op
 from cuquant.torch.operators import Operator
 from cuquant.torch.spec import own_dtype
 
-_codes = inspect.unwrap(door.quantize)
+_codes, _looked_up = inspect.unwrap(door.quantize), inspect.unwrap(gathered.embedding)
 
 
 def _quantize(x: torch.Tensor, format: str, axis: int, nonfinite: str) -> list[torch.Tensor]:
@@ -36,4 +42,35 @@ quantize = Operator(
     _quantize,
     _fake_quantize,
     is_codes=True,
+)
+
+
+def _embedding(
+    ids: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    shape: list[int],
+    axes: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    table = op.rows(op.weight_of(components, format, ROWS_LAYOUT, shape, dtype))
+    return _looked_up(ids, table.transpose(*axes))
+
+
+def _fake_embedding(
+    ids: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    shape: list[int],
+    axes: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return components[0].new_empty((*ids.shape, shape[axes[1]]), dtype=dtype)
+
+
+embedding = Operator(
+    "embedding(Tensor ids, Tensor[] components, str format, int[] shape, int[] axes, "
+    "ScalarType dtype) -> Tensor",
+    _embedding,
+    _fake_embedding,
 )

@@ -108,12 +108,20 @@ def dequantize(q: QuantArray, dtype: Any = None, **_: Any) -> torch.Tensor:
     return values if q.axes == tuple(range(q.ndim)) else values.permute(q.axes)
 
 
+def embedding(ids: torch.Tensor, q: QuantArray, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+    """`cuquant.embedding`."""
+    parts, fmt, _, shape, own = _described(q, q.stored_shape)
+    made = own if dtype is None else _dtype(dtype)
+    return codes.embedding(ids, parts, fmt, shape, q.axes, made)
+
+
 def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch.compile sees in place of a call of cuquant's: what comes of operators.
 
     None where no operator takes the arguments. The code here is what Dynamo follows.
     """
-    takes = {"quantize": _takes_values, "dequantize": _takes_codes}.get(name, _takes_factors)
+    others = {"quantize": _takes_values, "dequantize": _takes_codes, "embedding": _takes_ids}
+    takes = others.get(name, _takes_factors)
     return _FUNCTIONS[name](*args, **kwargs) if takes(name, args, kwargs) else None
 
 
@@ -143,6 +151,13 @@ def _takes_codes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     q = args[0] if args else kwargs.get("q")
     told = kwargs.get("out") is not None or kwargs.get("stream") is not None
     return isinstance(q, QuantArray) and q.kind == "torch" and not told
+
+
+def _takes_ids(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = dict(zip(("ids", "q"), args, strict=False)) | kwargs
+    q = given.get("q")
+    is_table = isinstance(q, QuantArray) and q.kind == "torch" and q.ndim == 2
+    return is_table and isinstance(given.get("ids"), torch.Tensor) and given.get("out") is None
 
 
 def _checked(where: dict[str, Any], **arrays: Any) -> list[Any]:
@@ -231,5 +246,6 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 _ANY_SHAPE = (128, 4096)  # that blocks of every format divide
-_FUNCTIONS = {f.__name__: f for f in (linear, matmul, swiglu, grouped_linear, quantize, dequantize)}
+_PRODUCTS = linear, matmul, swiglu, grouped_linear
+_FUNCTIONS = {f.__name__: f for f in (*_PRODUCTS, quantize, dequantize, embedding)}
 _text = torch.compiler.assume_constant_result(format_text)

@@ -31,10 +31,15 @@ from cuquant.torch.operators import TABLE  # noqa: E402
 F = torch.nn.functional
 
 
+def _factor(q):
+    """An array as operators take it that look at its axes."""
+    parts, fmt, _, shape, _ = _described(q, q.stored_shape)
+    return parts, fmt, shape, q.axes
+
+
 def calls():
     """By operator, arguments of which some require gradients."""
     q, stack = quantized(24, 256)[0], quantized(4, 24, 64, fmt="int8")[0]
-    parts, fmt, _, shape, dtype = _described(stack, stack.stored_shape)
     rows = arguments(QuantLinear(q))
     finish = wanting(24, seed=1), "gelu", wanting(3, 24, seed=2), torch.bfloat16
     of_experts = *_weight(stack, "w", 3), "experts", EXPERTS
@@ -43,7 +48,8 @@ def calls():
         "linear_grad_x": (wanting(3, 24), *rows, torch.float16),
         "dequantize": rows,
         "quantize": (wanting(64, 3), "nf4", 0, "propagate"),
-        "matmul": (wanting(5, 24), parts, fmt, shape, (0, 1, 2), dtype, False),
+        "embedding": (EXPERTS, *_factor(q), torch.bfloat16),
+        "matmul": (wanting(5, 24), *_factor(stack), torch.float32, False),
         "swiglu": (wanting(3, 256), *_weight(q), *_weight(q)),
         "grouped_linear": (wanting(5, 64), *of_experts),
         "grouped_linear_grad_x": (wanting(5, 24), *of_experts),
@@ -127,6 +133,8 @@ QUANTIZED = {
     "by options": lambda x: cq.quantize(x, "k3", levels="linear").dequantize(),
     "to another dtype": lambda x: cq.dequantize(cq.quantize(x, "int8:32"), "bfloat16"),
     "across": lambda x: cq.quantize(x, "q8_0", axis=0).dequantize(torch.float16),
+    "and looked up": lambda x: cq.embedding(EXPERTS, cq.quantize(x, "nf4"), dtype="float16"),
+    "looked up across": lambda x: cq.embedding(EXPERTS[None], cq.quantize(x, "int8:32", axis=0)),
     "and multiplied": lambda x: cq.linear(x, cq.quantize(x, "mxfp4"), activation="relu"),
 }
 
