@@ -67,9 +67,10 @@ def is_followed() -> bool:
 
 
 def is_operator_of_dynamo(function: Any) -> bool:
-    """Whether torch.compile follows a call of a method of tensors; what it makes of an operator
-    such as @ is one, with the tensor first wherever that stood."""
-    return is_followed() and function is sys.modules["torch"].Tensor.matmul
+    """Whether torch.compile follows what may have been @: it makes a method's call of that, with
+    the tensor first wherever it stood. torch.export does not."""
+    torch = sys.modules["torch"]
+    return torch.compiler.is_dynamo_compiling() and function is torch.Tensor.matmul
 
 
 def untraced(function: F) -> F:

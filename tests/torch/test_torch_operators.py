@@ -187,6 +187,22 @@ def test_torch_compile_exchanges_no_factors():
     assert torch.equal(call(x), q @ x)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_products(strict):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = quantized(64, 64)[0]
+
+        def forward(self, x):
+            return x @ self.q + cq.linear(x, self.q)
+
+    model, x = Model(), random(64, 64)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert "cuquant.matmul.default" in str(program.graph)
+    assert torch.equal(program.module()(x), model(x))
+
+
 def test_compile_needs_no_import_of_its_own():
     code = (
         "import torch, cuquant as cq, sys\n"
