@@ -149,6 +149,20 @@ def test_a_weight_whose_blocks_run_along_its_rows():
     )
 
 
+def test_weights_of_numpy_and_parts_of_others():
+    rows, stack = cq.quantize(random(48, 256), "nf4")[::2], cq.quantize(random(4, 24, 256), "int4")
+    host = cq.quantize(random(24, 256).numpy(), "nf4")
+    for q in (rows, stack[1], host, cq.prepack(host)):
+        w = torch.as_tensor(q.dequantize())
+        assert_gradients_equal(lambda x, q=q: cq.linear(x, q), lambda x, w=w: x @ w.T, wanting(256))
+
+
+def test_no_rows():
+    x, bias = wanting(0, 256), wanting(24)
+    cq.linear(x, quantized(24, 256)[0], bias, activation="gelu").sum().backward()
+    assert x.grad.shape == x.shape and not bias.grad.any()
+
+
 def test_swiglu():
     (gate, a), (up, b) = quantized(24, 256), quantized(24, 256, fmt="nf4", seed=1)
     reference = lambda x: F.silu(F.linear(x, a)) * F.linear(x, b)  # noqa: E731
