@@ -10,7 +10,7 @@ decoded and multiplied on their GPU, by kernels that compile themselves.
 (128, 256)
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cuquant import functional
 from cuquant.ahead import precompile
@@ -22,6 +22,7 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.diagnosis import doctor
 from cuquant.errors import BackendUnavailable, CompileError, FormatError
 from cuquant.formats import Format, get_format, list_formats
+from cuquant.interop import OPERATORS as _OPERATORS
 from cuquant.io.comparison import compare
 from cuquant.io.conversion.door import convert
 from cuquant.io.files import load, open
@@ -70,6 +71,16 @@ __all__ = [
     "swiglu",
     "unpack",
 ]
+
+
+def _by_operator(name: str) -> Any:
+    """A function of the layer that imports torch, once an operation asks for it."""
+    from cuquant.torch import functions
+
+    return getattr(functions, name)
+
+
+_OPERATORS.append(_by_operator)
 
 
 def __dir__() -> list[str]:

@@ -44,6 +44,8 @@ def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None)
         return args[0].copy_(tensor, *args[2:], **(kwargs or {}))
     if name == "__rmatmul__":  # torch hands over (tensor, other) for other @ tensor
         return OPERATIONS["matmul"](args[1], args[0])
+    if name in ("matmul", "__matmul__") and interop.is_operator_of_dynamo(func):
+        return _either_way(*args)
     if name not in _TORCH_CALLS:
         raise TypeError(
             f"torch's {name} does not take a quantized array; call it with q.dequantize()'s "
@@ -52,6 +54,26 @@ def torch_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None)
     operation, names = _TORCH_CALLS[name]
     given = {names.get(key, key): value for key, value in (kwargs or {}).items()}
     return OPERATIONS[operation](*args, **given)
+
+
+def _either_way(tensor: Any, other: Any) -> Any:
+    """tensor @ other, or other @ tensor: torch.compile hands both over alike, and shapes tell.
+
+    Where they do not, the graph ends before the operator, and Python calls the right one.
+    """
+    forward, back = _fit(tensor.shape, other.shape), _fit(other.shape, tensor.shape)
+    if forward and back:
+        return _unknown(tensor, other)
+    return OPERATIONS["matmul"](other, tensor) if back else OPERATIONS["matmul"](tensor, other)
+
+
+def _fit(a: Sequence[int], b: Sequence[int]) -> bool:
+    return len(a) > 0 and len(b) > 0 and a[-1] == b[-2 if len(b) > 1 else 0]
+
+
+@interop.untraced
+def _unknown(tensor: Any, other: Any) -> Any:
+    raise TypeError("torch.compile does not say which factor is on the left; call cuquant.matmul")
 
 
 def array_equal(a: "Stored[Any]", b: "Stored[Any]") -> bool:
@@ -171,7 +193,8 @@ class Stored(Generic[ArrayT]):
         return func._implementation(*args, **kwargs)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "components", self._parts)
+        if not interop.is_followed():  # a graph hands out a plain dict
+            object.__setattr__(self, "components", self._parts)
 
     def _wanted(self) -> tuple[Component, ...]:
         """What is stored: names, dtypes and shapes of the components."""
@@ -241,7 +264,7 @@ class Stored(Generic[ArrayT]):
 
     @property
     def _parts(self) -> _Parts:
-        if type(self.components) is not _Parts:  # unpickled
+        if type(self.components) is not _Parts:  # unpickled, or out of a graph
             object.__setattr__(self, "components", _Parts(self.components))
         return self.components  # type: ignore[return-value]
 

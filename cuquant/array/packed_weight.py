@@ -90,12 +90,11 @@ class PackedWeight(Stored[ArrayT]):
         )
 
     @classmethod
-    @interop.untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """torch.nn.functional.linear(x, p), and tensor.copy_(p), which takes its values."""
-        if "matmul" in (name := getattr(func, "__name__", "")) or name == "mm":
+        if getattr(func, "__name__", "") in ("matmul", "__matmul__", "__rmatmul__", "mm"):
             raise TypeError(_NO_MATMUL)
         return torch_call(func, args, kwargs)
 

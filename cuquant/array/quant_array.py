@@ -345,7 +345,6 @@ class QuantArray(Stored[ArrayT]):
         return OPERATIONS["matmul"](other, self)
 
     @classmethod
-    @interop.untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -41,23 +41,62 @@ def wants_gradient(*arrays: Any) -> bool:
 
 
 def refuse_gradient(x: Any, name: str) -> None:
-    """RuntimeError where torch would expect a gradient of `x`, which there is none of."""
+    """RuntimeError where torch would expect a gradient of `x`, and there is none."""
     if wants_gradient(x):
         raise RuntimeError(
-            f"{name} requires grad, and products with a QuantArray have no gradient; "
-            "call them under torch.no_grad(), or pass x.detach()"
+            f"{name} requires grad, and no gradient flows back to it; call under torch.no_grad(), "
+            f"or pass {name}.detach()"
         )
+
+
+# Gives a function of cuquant.torch.functions by its name. That layer is above all others and
+# imports torch, so that it is imported when it is needed, and the layer above it puts this here.
+OPERATORS: list[Callable[[str], Callable[..., Any]]] = []
+
+
+def by_operator(name: str) -> Callable[..., Any]:
+    """The function that stands for an operation of that name where gradients are wanted, or where
+    torch.compile looks: by an operator that torch knows."""
+    return OPERATORS[0](name)
+
+
+def is_followed() -> bool:
+    """Whether torch.compile follows this call to make a graph of it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def is_operator_of_dynamo(function: Any) -> bool:
+    """Whether torch.compile follows what may have been @: it makes a method's call of that, with
+    the tensor first wherever it stood. torch.export does not."""
+    torch = sys.modules["torch"]
+    return torch.compiler.is_dynamo_compiling() and function is torch.Tensor.matmul
 
 
 def untraced(function: F) -> F:
     """The function, into which torch.compile does not look: a graph ends before a call of it, and
     another one begins behind."""
+    return _hidden(function, False)
+
+
+def traced(function: F) -> F:
+    """The function, in whose place torch.compile sees an operator, where one takes the arguments;
+    `untraced` otherwise."""
+    return _hidden(function, True)
+
+
+def _hidden(function: F, is_operator: bool) -> F:
     hidden: list[Any] = []
+    name = function.__name__
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
             return function(*args, **kwargs)
+        if is_operator and is_followed():
+            found = by_operator("traced")(name, args, kwargs)
+            if found is not None:
+                return found
         if not hidden:
             hidden.append(sys.modules["torch"].compiler.disable(function))
         return hidden[0](*args, **kwargs)

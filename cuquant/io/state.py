@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cuquant.array.packed_weight import layout_components
+from cuquant.array.packed_weight import ROWS_LAYOUT, layout_components
 from cuquant.errors import FormatError, clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.format import Component
@@ -38,7 +38,7 @@ class Description:
 
     format: str
     layout: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: str
 
     def components(self) -> tuple[Component, ...]:
@@ -152,8 +152,10 @@ def bytes_shape(component: Component) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def components(text: str, layout: str, shape: tuple[int, int]) -> tuple[Component, ...]:
-    """The arrays of a weight [N, K] whose format is `text`; ValueError where there can be none."""
+def components(text: str, layout: str, shape: tuple[int, ...]) -> tuple[Component, ...]:
+    """The arrays of one of a shape, whose format is `text`; ValueError where there can be none."""
     fmt = parse_format(text)
     fmt.check_shape(shape)
+    if layout == ROWS_LAYOUT:
+        return fmt.components(shape)
     return layout_components(fmt, shape, layout)

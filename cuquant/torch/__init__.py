@@ -1,4 +1,4 @@
-"""PyTorch: linear layers with quantized weights, for inference.
+"""PyTorch: linear layers with quantized weights, which gradients flow through.
 
 `quantize_` swaps the nn.Linear layers of a model for `QuantLinear` in one call, and `load_` loads a
 file of quantized weights into a model. They need torch, which `import cuquant` does not: import
@@ -11,7 +11,7 @@ this module by its name.
 >>> model(torch.zeros(2, 64)).shape
 torch.Size([2, 8])
 
-The operator behind them is `torch.ops.cuquant.linear` (cuquant/torch/op.py).
+Behind them are operators, `torch.ops.cuquant.linear` and others (cuquant/torch/operators.py).
 """
 
 from cuquant.errors import pip_install
@@ -23,6 +23,7 @@ except ImportError as error:
         f"cuquant.torch needs PyTorch: {pip_install('torch')}, or torch as pytorch.org says"
     ) from error
 
+from cuquant.torch import functions as _functions  # noqa: F401 - all operators, for torch.ops
 from cuquant.torch.load import load_
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.swap import quantize_

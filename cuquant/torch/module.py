@@ -35,7 +35,7 @@ from cuquant.torch.weight import QuantWeight
 
 
 class QuantLinear(nn.Linear):
-    """activation(x @ weight.T + bias) with a quantized weight, for inference.
+    """activation(x @ weight.T + bias) with a frozen, quantized weight.
 
     The weight's components are buffers under their own names ("packed", "scale", ...; those of the
     layout where it is prepacked), seen as bytes: a float16 scale [24, 2] is uint8 [24, 4]. So
@@ -51,8 +51,9 @@ class QuantLinear(nn.Linear):
     load_state_dict refuses another format or an unknown version of a layout; of the layouts it
     knows it takes over the one that was saved.
 
-    There is no gradient: the bias is a parameter that requires none, and an x that does is an
-    error unless grad mode is off.
+    Gradients flow back to x, and to the bias where it is told to require one; the weight has none.
+    They are those of the decoded weight, and so are gradients of gradients. Forward mode and
+    torch.func's transforms are errors.
 
     Parameters
     ----------

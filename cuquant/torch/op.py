@@ -1,44 +1,41 @@
-"""`cuquant::linear`: a linear layer with a quantized weight, as an operator that torch knows.
+"""The operators of linear layers with a quantized weight, and how layers call them.
 
     torch.ops.cuquant.linear(x, components, format, layout, shape, dtype,
                              bias=None, activation=None, residual=None, out_dtype=None)
+    torch.ops.cuquant.linear_grad_x(g, components, format, layout, shape, dtype, out_dtype)
     torch.ops.cuquant.dequantize(components, format, layout, shape, dtype)
 
 are `cuquant.linear` of the weight that `components` hold, which the four arguments behind them
-describe (`WeightSpec`), and its values. They are registered once, when this module is imported, for
-CPU and CUDA tensors and, as a calculation of the result's shape, for fake and meta ones:
-torch.compile, export and CUDA graphs see one operator and do not look inside. They have no
-gradient.
+describe (`WeightSpec`); g @ weight, which is the gradient of x; and the weight's values. Gradients
+flow back to x, bias and residual, never to the weight.
 
 `multiply` is what layers call: the same product, without torch's dispatcher where nobody watches
-it. From Python through the dispatcher and back takes the host longer than the product itself.
+it.
 """
 
 import inspect
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from cuquant import interop
 from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.quant_array import QuantArray
 from cuquant.ops.dequantize.door import dequantize
-from cuquant.ops.matmul.door import linear
+from cuquant.ops.matmul import door
+from cuquant.torch.operators import Backward, Operator, is_watched
 from cuquant.torch.spec import Weight, WeightSpec
 
-_C: Any = torch._C
-_product = inspect.unwrap(linear)  # torch.compile does not look into the operator anyway
-_decode, _rows = inspect.unwrap(dequantize), inspect.unwrap(unpack)
-_DEQUANTIZE = (
-    "dequantize(Tensor[] components, str format, str layout, int[] shape, ScalarType dtype) "
-    "-> Tensor"
-)
-_SCHEMA = (
-    "linear(Tensor x, Tensor[] components, str format, str layout, int[] shape, ScalarType dtype, "
-    "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None) "
-    "-> Tensor"
-)
+# A gradient with more rows than this is multiplied by decoded values on a GPU: once they are
+# decoded, tensor cores read them in any order. To be measured.
+DECODED_FROM_ROWS = 16
+
+# torch.compile does not look into the operators anyway.
+_product, _matmul = inspect.unwrap(door.linear), inspect.unwrap(door.matmul)
+_decode, _unpack = inspect.unwrap(dequantize), inspect.unwrap(unpack)
+WEIGHT = "Tensor[] components, str format, str layout, int[] shape, ScalarType dtype"
 
 
 class _Kept(NamedTuple):
@@ -68,9 +65,12 @@ def weight_of(
     layout: str,
     shape: Sequence[int],
     dtype: torch.dtype,
+    axes: int | None = 2,
 ) -> Weight:
     """The QuantArray or PackedWeight of these tensors; the same object as long as they live, unless
     one must be copied, because it starts where its elements cannot: the copy would not see changes.
+
+    It has so many `axes`; None: any number.
 
     Raises
     ------
@@ -81,9 +81,10 @@ def weight_of(
     found = _kept.get(id(components[0])) if components else None
     if found is not None and found.is_of(said, components):
         return found.weight
-    if len(shape) != 2:
-        raise ValueError(f"shape must be [N, K], got {list(shape)}")
-    weight = WeightSpec(format, layout, (shape[0], shape[1]), dtype).weight(components)
+    if axes is not None and len(shape) != axes:
+        wanted = "[N, K]" if axes == 2 else "[E, N, K]"
+        raise ValueError(f"shape must be {wanted}, got {list(shape)}")
+    weight = WeightSpec(format, layout, tuple(shape), dtype).weight(components)
     key = id(components[0])
     mine = zip(weight.components.values(), components, strict=True)
     if any(alias.data_ptr() != part.data_ptr() for alias, part in mine):
@@ -96,6 +97,26 @@ def weight_of(
     parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
     _kept[key] = _Kept(said, parts, weight)
     return weight
+
+
+def multiply(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    words: tuple[str, str, tuple[int, int], torch.dtype],
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The operator's result, by the shortest way; `words` are its arguments behind components."""
+    if is_watched(x) or components[0].is_meta:
+        return LINEAR(x, components, *words, bias, activation)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return linear.differentiable((x, components, *words, bias, activation, None, None))
+    return _product(x, weight_of(components, *words), bias, activation=activation)
+
+
+def rows(weight: Weight) -> QuantArray:
+    """The QuantArray of a weight."""
+    return _unpack(weight) if isinstance(weight, PackedWeight) else weight
 
 
 def _linear(
@@ -114,34 +135,6 @@ def _linear(
     return _product(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
 
 
-def multiply(
-    x: torch.Tensor,
-    components: list[torch.Tensor],
-    words: tuple[str, str, tuple[int, int], torch.dtype],
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """The operator's result, by the shortest way; `words` are its arguments behind components."""
-    if is_watched(x) or components[0].is_meta:
-        return LINEAR(x, components, *words, bias, activation)
-    return _product(x, weight_of(components, *words), bias, activation=activation)
-
-
-def is_watched(x: torch.Tensor) -> bool:
-    """Whether someone must see the operator that is called: a subclass of Tensor, torch.compile or
-    another tracer, a mode, a transform such as vmap, the profiler, or who only asks for a shape."""
-    return (
-        type(x) is not torch.Tensor
-        or x.is_meta
-        or torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or _C._autograd._profiler_enabled()
-    )
-
-
 def _fake_linear(
     x: torch.Tensor,
     components: list[torch.Tensor],
@@ -154,23 +147,131 @@ def _fake_linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    check_together(x, components, bias, residual)
+    return rows_of(x, shape, out_dtype or x.dtype)
+
+
+def check_together(
+    x: torch.Tensor,
+    components: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """ValueError unless all tensors of a product are on one device."""
     parts = [(f"components[{i}]", part) for i, part in enumerate(components)]
     for name, tensor in (*parts, ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, and x on {x.device}; move one there")
+
+
+def rows_of(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the product of rows of x and a weight [N, K]."""
     width, depth = shape
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; with w {(width, depth)} its last axis must be {depth}"
         )
-    return x.new_empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype)
+    return x.new_empty((*x.shape[:-1], width), dtype=dtype)
+
+
+def _kept_of_linear(
+    x: Any, components: Any, format: Any, layout: Any, shape: Any, dtype: Any, *finish: Any
+) -> tuple[Any, ...]:
+    """x and the bias where what the activation took is computed again; else their dtypes."""
+    return components, format, layout, shape, dtype, *kept_of_finish(x, *finish)
+
+
+def _gradients_of_linear(
+    kept: tuple[Any, ...], g: torch.Tensor, needs: tuple[bool, ...]
+) -> dict[int, Any]:
+    """Of y = activation(x @ w.T + bias) + residual."""
+    *weight, activation, taken, dtypes = kept
+    inner = g
+    if activation is not None:
+        x, *bias = taken
+        took = linear(x, *weight, *(bias or [None]), None, None, torch.float32)
+        inner = through(activation, g, took)
+    of_bias, of_residual = of_added(g, inner, dtypes)
+    found = {_BIAS: of_bias, _RESIDUAL: of_residual}
+    if needs[_X]:
+        found[_X] = linear_grad_x(inner.to(g.dtype), *weight, dtypes[0])
+    return found
+
+
+def kept_of_finish(
+    x: torch.Tensor, bias: Any, activation: str | None, residual: Any, _: Any
+) -> tuple[Any, ...]:
+    """What the backward of a product needs beside the weight: the activation, what computes again
+    what it took, and the dtypes of x, bias and residual where they require a gradient."""
+    taken = None if activation is None else [x, *([] if bias is None else [bias])]
+    dtypes = [t.dtype if t is not None and t.requires_grad else None for t in (x, bias, residual)]
+    return activation, taken, dtypes
+
+
+def of_added(g: torch.Tensor, inner: torch.Tensor, dtypes: Sequence[Any]) -> tuple[Any, Any]:
+    """The gradients of bias and residual, None of those that need none."""
+    _, bias, residual = dtypes
+    return (
+        None
+        if bias is None
+        else inner.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(bias),
+        None if residual is None else g.to(residual),
+    )
+
+
+def through(activation: str, g: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """The gradient of what an activation took, z, of that of what it gave; float32 as z."""
+    backward, aten = g.float(), torch.ops.aten
+    if activation == "relu":
+        return aten.threshold_backward(backward, z, 0)
+    if activation == "gelu":
+        return aten.gelu_backward(backward, z)
+    if not torch.is_grad_enabled():
+        return aten.silu_backward(backward, z)
+    s = torch.sigmoid(z)  # torch differentiates this, and not silu_backward
+    return backward * s * (1 + z * (1 - s))
+
+
+def _linear_grad_x(
+    g: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    weight = rows(weight_of(components, format, layout, shape, dtype))
+    if not g.is_cuda or math.prod(g.shape[:-1]) <= DECODED_FROM_ROWS:
+        return _matmul(g, weight, out_dtype=out_dtype)
+    with torch.autocast("cuda", enabled=False):  # which would choose another dtype
+        return torch.matmul(g.detach(), _decode(weight, g.dtype)).to(out_dtype)
+
+
+def _fake_linear_grad_x(
+    g: torch.Tensor,
+    components: list[torch.Tensor],
+    format: str,
+    layout: str,
+    shape: list[int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return rows_of(g, shape[::-1], out_dtype)
+
+
+def _gradients_of_linear_grad_x(
+    kept: tuple[Any, ...], h: torch.Tensor, needs: tuple[bool, ...]
+) -> dict[int, Any]:
+    """g @ w is linear in g: what flows back is h @ w.T."""
+    *weight, of_g = kept
+    return {_X: linear(h, *weight, None, None, None, of_g)}
 
 
 def _dequantize(
     components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    weight = weight_of(components, format, layout, shape, dtype)
-    return _decode(_rows(weight) if isinstance(weight, PackedWeight) else weight)
+    return _decode(rows(weight_of(components, format, layout, shape, dtype, None)))
 
 
 def _fake_dequantize(
@@ -179,26 +280,21 @@ def _fake_dequantize(
     return components[0].new_empty(shape, dtype=dtype)
 
 
-def _checked_linear(*args: Any, **named: Any) -> torch.Tensor:
-    """Where autograd looks at a call: once it is known that nobody expects a gradient, go on."""
-    for name, value in (*zip(_NAMES, args, strict=False), *named.items()):
-        if isinstance(value, torch.Tensor):
-            interop.refuse_gradient(value, name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return LINEAR(*args, **named)
+_X, _BIAS, _RESIDUAL = 0, 6, 8  # places of arguments
 
+linear = Operator(
+    f"linear(Tensor x, {WEIGHT}, Tensor? bias=None, str? activation=None, "
+    "Tensor? residual=None, ScalarType? out_dtype=None) -> Tensor",
+    _linear,
+    _fake_linear,
+    Backward(_kept_of_linear, _gradients_of_linear),
+)
+linear_grad_x = Operator(
+    f"linear_grad_x(Tensor g, {WEIGHT}, ScalarType out_dtype) -> Tensor",
+    _linear_grad_x,
+    _fake_linear_grad_x,
+    Backward(lambda g, *weight: (*weight[:-1], g.dtype), _gradients_of_linear_grad_x),
+)
+decoded = Operator(f"dequantize({WEIGHT}) -> Tensor", _dequantize, _fake_dequantize)
 
-_library = torch.library.Library("cuquant", "FRAGMENT")
-_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("linear", _linear, "CPU")
-_library.impl("linear", _linear, "CUDA")
-_library.impl("linear", _checked_linear, "Autograd")
-torch.library.register_fake("cuquant::linear", _fake_linear, lib=_library)
-_library.define(_DEQUANTIZE, tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("dequantize", _dequantize, "CPU")
-_library.impl("dequantize", _dequantize, "CUDA")
-torch.library.register_fake("cuquant::dequantize", _fake_dequantize, lib=_library)
-
-LINEAR = torch.ops.cuquant.linear.default
-DEQUANTIZE = torch.ops.cuquant.dequantize.default
-_NAMES = [argument.name for argument in LINEAR._schema.arguments]
+LINEAR, DEQUANTIZE = linear.overload, decoded.overload

@@ -23,7 +23,7 @@ Weight = QuantArray | PackedWeight
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """What the component tensors of a weight [N, K] mean.
+    """What the component tensors of a weight [N, K], or of another array, mean.
 
     Attributes
     ----------
@@ -32,14 +32,14 @@ class WeightSpec:
     layout
         Name and version, as PackedWeight has it; "rows/1" is a QuantArray's.
     shape
-        (N, K).
+        (N, K); of another array all axes, as they are stored.
     dtype
         That was quantized.
     """
 
     format: str
     layout: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
@@ -60,7 +60,7 @@ class WeightSpec:
             raise ValueError(f"weight must be [N, K], quantized along K; got shape {weight.shape}")
         layout = weight.layout if isinstance(weight, PackedWeight) else ROWS_LAYOUT
         text = format_text(weight.format)
-        return cls(text, layout, (weight.shape[0], weight.shape[1]), DTYPES[weight.dtype.name])
+        return cls(text, layout, tuple(weight.shape), DTYPES[weight.dtype.name])
 
     def components(self) -> tuple[Component, ...]:
         """Names, dtypes and shapes of the arrays.
@@ -87,7 +87,7 @@ class WeightSpec:
         arrays = {c.name: _alias(c, part) for c, part in zip(wanted, parts, strict=True)}
         fmt, dtype = parse_format(self.format), np.dtype(interop.numpy_dtype(self.dtype))
         if self.layout == ROWS_LAYOUT:
-            return QuantArray(fmt, self.shape, dtype, arrays, (0, 1))
+            return QuantArray(fmt, self.shape, dtype, arrays, tuple(range(len(self.shape))))
         return PackedWeight(fmt, self.layout, arrays, self.shape, dtype)
 
     def to_tensor(self) -> torch.Tensor:
@@ -143,12 +143,17 @@ def tensor_of(part: Any) -> torch.Tensor:
     return interop.from_numpy(part, "torch")
 
 
+def own_dtype(component: Component) -> torch.dtype:
+    """A component's dtype; of fp8 and the like, which torch gets as bytes, uint8."""
+    if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
+        return getattr(torch, component.dtype.name)
+    return torch.uint8
+
+
 def _alias(component: Component, part: torch.Tensor) -> torch.Tensor:
     """A tensor of the component's own dtype, on the same memory where that is `usable`; never
     `part` itself."""
-    own = torch.uint8  # of fp8 and the like, which torch gets as bytes
-    if component.dtype.name == "bfloat16" or component.dtype.kind != "V":
-        own = getattr(torch, component.dtype.name)
+    own = own_dtype(component)
     said = part.dtype, tuple(part.shape)
     wanted = (own, component.shape), (torch.uint8, bytes_shape(component))
     if said not in wanted or not part.is_contiguous():

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cuquant import interop
-
 if TYPE_CHECKING:
     from cuquant.torch.module import QuantLinear
     from cuquant.torch.spec import Weight
@@ -112,8 +110,8 @@ def _is_written(argument: Any) -> bool:
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     """torch.nn.functional.linear where the weight, or another argument, is a QuantWeight."""
-    ours = isinstance(weight, QuantWeight) and not isinstance(input, QuantWeight)
-    if ours and not interop.wants_gradient(input, bias):
+    ours = isinstance(weight, QuantWeight)
+    if ours and not any(isinstance(other, QuantWeight) for other in (input, bias)):
         return weight._layer._multiply(input, bias, None)
     decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight, bias))
     return torch.nn.functional.linear(*decoded)

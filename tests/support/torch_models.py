@@ -1,10 +1,12 @@
-"""Models for the tests of cuquant.torch, and formats to quantize them to."""
+"""Models for the tests of cuquant.torch, formats to quantize them to, arrays for gradients."""
 
 import pytest
 
 import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
+
+import cuquant.torch  # noqa: E402
 
 nn = torch.nn
 NAMES = cq.list_formats()
@@ -69,3 +71,33 @@ def buffers_equal(a, b):
 def arguments(layer):
     """What the layer hands to the operator behind x."""
     return layer._parts(), *layer._words
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+# Of a sum of 256 products whose order differs, of the largest: 2^-24 * sqrt(256) and some more.
+CLOSE = 4e-6
+EXPERTS = torch.tensor([0, 3, 1, 0, 0])  # of five rows
+
+
+def wanting(*shape, dtype=torch.float32, seed=0):
+    return random(*shape, dtype=dtype, seed=seed).requires_grad_()
+
+
+def quantized(*shape, fmt="int4", seed=0):
+    q = cq.quantize(random(*shape, seed=seed), fmt)
+    return q, q.dequantize()
+
+
+def assert_close(found, wanted, tolerance=CLOSE):
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    found, wanted = found.double(), wanted.double()
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-30)
+
+
+def trained():
+    """A model between whose layers gradients flow, and its parameters that learn."""
+    model = nn.Sequential(linear(32, 64), nn.LayerNorm(32), linear(16, 32, seed=3))
+    cuquant.torch.quantize_(model, "int4", include=["0", "2"])
+    model[2].bias.requires_grad_()
+    return model

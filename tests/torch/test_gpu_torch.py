@@ -275,16 +275,25 @@ def test_a_side_stream(torch, layers, random, linear):
 # ---- what is refused, what is freed -------------------------------------------------------------
 
 
-def test_lost_gradients_are_errors(torch, layers, random, linear):
-    layer = layers.QuantLinear.from_linear(linear(), "nf4")
-    x = random(2, K).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"x requires grad.*no_grad"):
-        layer(x)
+@pytest.mark.parametrize("rows", [2, 64])  # few are multiplied, for many the weight is decoded
+@pytest.mark.parametrize("prepack", [False, True])
+def test_gradients(torch, layers, random, linear, rows, prepack):
+    layer = layers.QuantLinear.from_linear(linear(), "nf4", prepack=prepack)
+    x, g = random(rows, K).requires_grad_(), random(rows, N, seed=1)
+    w = layer.quantized.dequantize(torch.float32)
+    for _ in range(2):  # the second time by a plan
+        y = layer(x)
+        (found,) = torch.autograd.grad(y, x, g)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(layer(x), layer(x.detach()))
-    with pytest.raises(RuntimeError, match="requires grad"):  # after a call with a plan
-        layer(x)
+            assert torch.equal(layer(x), layer(x.detach())) and torch.equal(y, layer(x))
+    wanted = g.double() @ w.double()
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    stack = cq.quantize(torch.stack([w, -w]), "int8")
+    experts = torch.arange(rows, device="cuda") % 2
+    (found,) = torch.autograd.grad(cq.grouped_linear(x, stack, experts), x, g)
+    wanted = (g * (1 - 2 * experts)[:, None]).double() @ stack.dequantize()[0].double()
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_autocast_as_for_nn_linear(torch, layers, random, linear):

@@ -114,7 +114,7 @@ def test_functional_linear_is_the_layers_product(prepack):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(F.linear(x, layer.weight, layer.bias), layer(x))
     assert torch.equal(F.linear(layer.weight, values), F.linear(values, values))
-    leaf = x.clone().requires_grad_()  # decoded: a gradient of x there is
+    leaf = x.clone().requires_grad_()
     F.linear(leaf, layer.weight).sum().backward()
     assert torch.allclose(leaf.grad, values.sum(0).expand(3, 256))
 

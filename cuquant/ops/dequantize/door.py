@@ -11,7 +11,7 @@ from cuquant.ops.dequantize import arranged, on_gpu
 from cuquant.ops.outputs import writable_out
 
 
-@interop.untraced
+@interop.traced
 def dequantize(
     q: QuantArray[ArrayT], dtype: object = None, *, out: Any = None, stream: object = None
 ) -> ArrayT:

@@ -16,7 +16,7 @@ from cuquant.ops.outputs import writable_out
 INT64, INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 
-@interop.untraced
+@interop.traced
 def embedding(ids: Any, q: QuantArray[ArrayT], *, dtype: object = None, out: Any = None) -> ArrayT:
     """Rows of a quantized matrix by their numbers, decoded: the values of `q.dequantize()[ids]`.
 

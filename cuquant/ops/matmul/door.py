@@ -38,7 +38,7 @@ Activation = Literal["relu", "gelu", "silu"]  # the names of ACTIVATIONS, for ty
 Weight = QuantArray[Any] | PackedWeight[Any] | Layer
 
 
-@interop.untraced
+@interop.traced
 def matmul(
     a: ArrayT | QuantArray[ArrayT],
     b: ArrayT | QuantArray[ArrayT],
@@ -103,6 +103,10 @@ def matmul(
     plans = stream is None and out_scale is None and not batch_invariant
     if plans and (made := again(call)) is not None:
         return made
+    if interop.wants_gradient(a, b, bias, residual):
+        kept = {"residual": residual, "out_scale": out_scale, "out": out, "stream": stream}
+        kept |= {"out_dtype": out_dtype, "batch_invariant": batch_invariant}
+        return interop.by_operator("matmul")(a, b, bias=bias, activation=activation, **kept)
     left, right = Operand.of(a, "a"), Operand.of(b, "b")
     if left.dtype is not None and right.dtype is not None:
         raise TypeError(
@@ -122,7 +126,7 @@ def matmul(
     return finish(lambda: flat_matmul(left.values(), right.values(), finish.batch_invariant))
 
 
-@interop.untraced
+@interop.traced
 def linear(
     x: ArrayT | QuantArray[ArrayT],
     w: Weight,
@@ -160,7 +164,7 @@ def linear(
 
     Returns
     -------
-    Array [..., N] of x's kind.
+    Array [..., N] of x's kind. Of torch's tensors gradients flow back to x, bias and residual.
 
     Raises
     ------
@@ -182,6 +186,10 @@ def linear(
     if plans and isinstance(w, Stored) and (pair := at_hand(x, w)) is not None:
         kept = {"residual": residual, "activation": activation, "out": out}
         return linear(*pair, bias, out_dtype=out_dtype, **kept)
+    if interop.wants_gradient(x, bias, residual):
+        kept = {"residual": residual, "activation": activation, "out": out, "stream": stream}
+        kept |= {"out_dtype": out_dtype, "batch_invariant": batch_invariant}
+        return interop.by_operator("linear")(x, w, bias, **kept)
     left, right = Operand.of(x, "x"), weight(w, "w", 2)
     shape = linear_shape(left, right)
     finish = _finish(call, [left, right], shape, stream, batch_invariant=batch_invariant)
@@ -196,7 +204,7 @@ def linear(
     return finish(lambda: flat_matmul(left.values(), right.values().T, finish.batch_invariant))
 
 
-@interop.untraced
+@interop.traced
 def swiglu(
     x: ArrayT | QuantArray[ArrayT],
     w_gate: Weight,
@@ -239,6 +247,8 @@ def swiglu(
     call = Call("linear", x, (w_gate, w_up), out=out)
     if stream is None and (made := again(call)) is not None:
         return made
+    if interop.wants_gradient(x):
+        return interop.by_operator("swiglu")(x, w_gate, w_up, out=out, stream=stream)
     left, gate, up = Operand.of(x, "x"), weight(w_gate, "w_gate", 2), weight(w_up, "w_up", 2)
     shape = linear_shape(left, gate)
     if up.shape != gate.shape:

@@ -14,7 +14,7 @@ from cuquant.ops.matmul.door import Weight
 from cuquant.ops.matmul.experts import Rows, integers_of
 
 
-@interop.untraced
+@interop.traced
 def grouped_linear(
     x: ArrayT | QuantArray[ArrayT],
     w: Weight,
@@ -73,13 +73,15 @@ def grouped_linear(
     >>> cq.grouped_linear(x, w, offsets=np.array([0, 2, 3]))[:, 0]
     array([ 0.,  0., 64.], dtype=float32)
     """
-    left, right = Operand.of(x, "x"), weight(stored(w), "w", 3)
-    known, width, depth = right.shape
     given = {"experts": experts, "offsets": offsets, "counts": counts}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:
         raise ValueError(f"pass one of experts, offsets and counts; got {named or 'none of them'}")
     (name,) = named
+    if interop.wants_gradient(x):
+        return interop.by_operator("grouped_linear")(x, w, **given, out=out, stream=stream)
+    left, right = Operand.of(x, "x"), weight(stored(w), "w", 3)
+    known, width, depth = right.shape
     lead = (known, *left.shape[1:2]) if name == "counts" else left.shape[:1]
     if left.shape != (*lead, depth) or len(lead) != 1 + (name == "counts"):
         wanted = f"[{known}, M, {depth}]" if name == "counts" else f"[T, {depth}]"

@@ -21,7 +21,7 @@ from cuquant.ops.quantize.given import calibration
 from cuquant.ops.quantize.on_gpu import EncodeOnGpu
 
 
-@interop.untraced
+@interop.traced
 def quantize(
     x: ArrayT | Sequence[Any],
     format: FormatName | str | Format = "nf4",
