@@ -271,6 +271,7 @@ def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
         return None
     if not wants_int8:
         raise ValueError(f'out_scale is for out_dtype="int8", and out_dtype is {out_dtype}')
+    interop.refuse_gradient(value, "out_scale")
     if interop.is_on_gpu(value):
         near.place.check(place_of(value, "out_scale"), "out_scale", near.name)
         interop.float_dtype(interop.dtype_of(value), "out_scale")
