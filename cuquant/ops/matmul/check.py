@@ -284,6 +284,12 @@ def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
     found = F32(number.reshape(-1)[0])
     if not (np.isfinite(found) and found > 0):
         raise ValueError(f"out_scale must be finite and above 0, got {found}")
+    with np.errstate(over="ignore"):
+        usable = np.isfinite(F32(1) / found)  # it is multiplied with
+    if not usable:
+        raise ValueError(
+            f"out_scale is {found}, and 1 / out_scale is beyond float32; pass more than 2^-128"
+        )
     return found
 
 

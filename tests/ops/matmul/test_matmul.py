@@ -305,3 +305,13 @@ def test_int8_results_need_their_scale():
     ):
         with pytest.raises((TypeError, ValueError), match=r"int8|out_scale"):
             cq.matmul(x, w.T, **options)
+
+
+def test_an_out_scale_without_an_inverse_is_refused():
+    x, w = normal((3, 64)), cq.quantize(normal((5, 64)), "int8")
+    for small in (1e-39, np.float32(2.0**-128), np.array([2.0**-149], np.float32)):
+        with pytest.raises(ValueError, match=r"out_scale is .*e-.* is beyond float32; pass more"):
+            cq.matmul(x, w.T, out_dtype="int8", out_scale=small)
+    least = np.nextafter(np.float32(2.0**-128), np.float32(1))
+    wanted = 127 * np.sign(cq.matmul(x, w.T))
+    np.testing.assert_array_equal(cq.matmul(x, w.T, out_dtype="int8", out_scale=least), wanted)
