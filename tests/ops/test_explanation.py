@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from in_turn import in_turn
 
@@ -67,8 +68,8 @@ def test_boards_and_architectures():
     assert [board.arch for board in BOARDS] == [75, 80, 86, 89, 90, 100, 120]
     assert board_of("h100") == board_of("H100") and board_of((8, 7)).name == "A10"
     assert board_of(103).arch == 103 and parse_arch("sm_90a") == 90
-    for wrong in ("sm_70", "GTX", 7, (9, 0, 0)):
-        with pytest.raises(ValueError, match="is no GPU; known are T4"):
+    for wrong in ("sm_70", "GTX", 7, (9, 0, 0), 10**9, "sm_1000", 91, (9, "a"), -90, True):
+        with pytest.raises(ValueError, match=r"is no GPU; known are T4 \(sm_75\).*, sm_121$"):
             board_of(wrong)
 
 
@@ -84,6 +85,21 @@ def test_boards_and_architectures():
         ({"shape": (), "format": "int8", "operation": "silu_mul_quantize"}, "0-d"),
         ({"rows": 0}, "rows is 0"),
         ({"rows": 2.5}, "rows is 2.5"),
+        ({"rows": True}, "rows is True"),
+        ({"shape": (-64, -64)}, r"shape is \(-64, -64\); a tuple of positive ints is wanted"),
+        ({"shape": (64.7, 64)}, r"shape is \(64.7, 64\); a tuple of positive ints"),
+        ({"shape": 64}, "shape is 64; a tuple of positive ints"),
+        ({"shape": "64x64"}, "shape is '64x64'; a tuple of positive ints"),
+        ({"shape": np.array(64)}, r"shape is array\(64\); a tuple of positive ints"),
+        ({"shape": None}, "shape is None; a tuple of positive ints"),
+        ({"dtype": None}, "dtype None is unknown; known are float32, float16, bfloat16"),
+        ({"dtype": 5}, "dtype 5 is unknown"),
+        ({"dtype": np.float64}, "dtype .*float64.* is unknown"),
+        ({"dtype": np.int8}, "dtype .*int8.* is unknown; known are float32"),
+        (
+            {"operation": "hadamard_quantize", "format": "int8", "shape": (64, 48)},
+            "group must be a power of two, got 48",
+        ),
         ({"shape": (64,)}, r"shape is \(64,\)"),
         ({"shape": (4, 100), "format": "q4_k"}, "multiple of 256"),
         ({"format": "int44"}, "unknown format"),
@@ -95,3 +111,21 @@ def test_what_is_asked_wrongly_is_named(changed, why):
     asked = {"operation": "linear", "format": "int4", "shape": (64, 256), "arch": "H100", **changed}
     with pytest.raises(ValueError, match=why):
         cq.explain(asked.pop("operation"), **asked)
+
+
+def test_numbers_and_dtypes_of_numpy_are_taken():
+    asked = {"format": "int4", "arch": "H100"}
+    wanted = str(cq.explain("linear", shape=(64, 256), rows=3, dtype="float16", **asked))
+    for dtype in (np.float16, np.dtype("float16")):
+        for rows in (np.int64(3), np.uint8(3)):
+            for shape in ([64, 256], np.array([64, 256]), (np.int32(64), 256)):
+                found = cq.explain("linear", shape=shape, rows=rows, dtype=dtype, **asked)
+                assert str(found) == wanted
+                assert type(found.rows) is int and type(found.shape[0]) is int
+                assert found.dtype == "float16"
+
+
+def test_dtypes_of_torch_are_taken():
+    torch = pytest.importorskip("torch")
+    found = cq.explain("quantize", format="nf4", shape=(64, 256), dtype=torch.bfloat16)
+    assert found.dtype == "bfloat16"
