@@ -189,11 +189,20 @@ def explain(
         found = _at_memory_speed(operation, fmt, shape, str(dtype), board)
     candidates, moved, busy = found
     by_memory = moved / board.rates.read
-    floor = "memory" if by_memory >= busy else "arithmetic"
+    floor, floor_us = "memory" if by_memory >= busy else "arithmetic", max(by_memory, busy)
+    if operation in PRODUCTS:
+        candidates = [_not_below(floor_us, c) for c in candidates]
     return Explanation(
         operation, fmt, shape, rows, str(dtype), board.name, board.arch, tuple(candidates),
-        max(by_memory, busy), floor, moved,
+        floor_us, floor, moved,
     )  # fmt: skip
+
+
+def _not_below(floor_us: float, c: Candidate) -> Candidate:
+    """A rule looks at what tells kernels apart, such as codes; scales, x and the result, which all
+    of them read and write, take their time too."""
+    us = c.estimated_us
+    return c if us is None else replace(c, estimated_us=max(us, floor_us))
 
 
 def _is_whole(value: object) -> bool:

@@ -9,7 +9,7 @@ from in_turn import in_turn
 
 import cuquant as cq
 from cuquant.gpu.boards import BOARDS, board_of, parse_arch
-from cuquant.ops.matmul.choose import choose
+from cuquant.ops.matmul.choose import PLAIN_ROWS, PLAIN_TILES, choose
 from cuquant.ops.matmul.problem import Problem
 
 OPERATIONS = ("linear", "matmul", "swiglu", "quantize", "dequantize")
@@ -55,6 +55,25 @@ def test_the_floor_is_that_of_bytes_or_of_operations():
     made = cq.explain("quantize", format="nf4", shape=(4096, 4096), dtype="float32")
     nbytes = 4 * 4096**2 + cq.get_format("nf4").nbytes((4096, 4096))
     assert made.floor_us == pytest.approx(nbytes / board_of("H100").rates.read)
+
+
+@in_turn("fmt", cq.list_formats())
+def test_no_time_is_below_the_floor(fmt):
+    shapes = (256, 256), (14336, 4096)
+    for board, dtype, shape in product(BOARDS, ("float16", "float32"), shapes):
+        for rows in (1, 16, 512):
+            found = cq.explain("linear", format=fmt, shape=shape, rows=rows, dtype=dtype,
+                               arch=board.name)  # fmt: skip
+            assert all(c.estimated_us >= found.floor_us for c in found.candidates)
+
+
+@in_turn("fmt", cq.list_formats())
+def test_plain_kernels_read_the_weights(fmt):
+    known, rates = cq.get_format(fmt), board_of("RTX 4090").rates
+    few = Problem(1, 14336, 4096, known, "rows/1", "float32", True, 89, 128, rates=rates)
+    assert PLAIN_ROWS.time_us(few) >= few.weights * known.bits / 8 / rates.read
+    many = replace(few, rows=4096)
+    assert PLAIN_TILES.time_us(many) > 4096 * few.weights * 2 / rates.float32
 
 
 def test_experts_are_read_all():
