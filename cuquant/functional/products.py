@@ -168,15 +168,15 @@ def int4_matmul(
     """
     left, right = typed(a, "a", np.uint8, near=a), typed(b, "b", np.uint8, near=a)
     shape = check_product(left, right)
-    if not interop.is_on_gpu(left):
-        whole = unpack_int4(left, K, axis=-1), unpack_int4(right, K, axis=-2)
-        return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
-    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     depth = 2 * left.shape[-1] if K is None else integer(K, "K", 0)
     if INT4.words(depth) != left.shape[-1]:
         raise FormatError(
-            f"a has {left.shape[-1]} bytes in a row; {depth} integers have {INT4.words(depth)}"
+            f"a has {left.shape[-1]} bytes in a row; K = {depth} integers have {INT4.words(depth)}"
         )
+    if not interop.is_on_gpu(left):
+        whole = unpack_int4(left, depth, axis=-1), unpack_int4(right, depth, axis=-2)
+        return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     first, second = (
         Integers(x, axis, NIBBLES, "int8", depth) for x, axis in ((left, -1), (right, -2))
     )

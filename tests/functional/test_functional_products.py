@@ -243,3 +243,19 @@ def test_a_lost_gradient_is_an_error(name):
         call()
     with torch.no_grad():
         assert not call().requires_grad
+
+
+def test_messages_name_what_is_asked_for():
+    packed = np.zeros((2, 2), np.uint8)
+    with pytest.raises(ValueError, match=r"^K must be 0 or more, got -1"):
+        F.int4_matmul(packed, packed, K=-1)
+    with pytest.raises(ValueError, match=r"^a has 2 bytes in a row; K = 5 integers have 3"):
+        F.int4_matmul(packed, packed, K=5)
+    with pytest.raises(TypeError, match=r"got list; np.asarray\(x, np.int8\) makes one"):
+        F.int8_matmul([[1]], packed)
+    with pytest.raises(TypeError, match=r"got list; np.asarray\(x, np.int32\) makes one"):
+        F.pack_int4([1, 2])
+    assert len(F.pack_int4(np.asarray([1, 2], np.int32))) == 1
+    for gemm in (F.fp16_gemm, F.bf16_gemm):
+        with pytest.raises(TypeError, match=r"^out_dtype must be .*, got None"):
+            gemm(packed, packed, out_dtype=None)

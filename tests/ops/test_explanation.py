@@ -101,7 +101,10 @@ def test_boards_and_architectures():
         ({"dtype": "int8", "operation": "quantize"}, "dtype 'int8'.*takes float32, float16"),
         ({"dtype": "q4_k", "shape": (64, 100), "format": "int8"}, "multiple of 256"),
         ({"shape": (0, 256)}, r"shape is \(0, 256\)"),
-        ({"shape": (), "format": "int8", "operation": "silu_mul_quantize"}, "0-d"),
+        (
+            {"shape": (), "format": "int8", "operation": "silu_mul_quantize"},
+            r"^shape is \(\) \(0-d\)",
+        ),
         ({"rows": 0}, "rows is 0"),
         ({"rows": 2.5}, "rows is 2.5"),
         ({"rows": True}, "rows is True"),
@@ -121,6 +124,10 @@ def test_boards_and_architectures():
         ),
         ({"shape": (64,)}, r"shape is \(64,\)"),
         ({"shape": (4, 100), "format": "q4_k"}, "multiple of 256"),
+        (
+            {"shape": (1024,), "format": "fp8_e4m3:128x128", "operation": "quantize"},
+            r"^shape is \(1024,\); a block_size of \(128, 128\) needs two axes",
+        ),
         ({"format": "int44"}, "unknown format"),
         ({"arch": "H1000"}, "no GPU"),
         ({"operation": "grouped_linear"}, r"\(E, N, K\)"),

@@ -204,7 +204,8 @@ class Finish:
             first.place.check(other.place, other.name, first.name)
         if not first.place.is_gpu:
             interop.reject_stream(stream)
-        if activation is not None and activation not in tuple(ACTIVATIONS):
+        named = isinstance(activation, str) and activation in ACTIVATIONS
+        if activation is not None and not named:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
                 f"activation must be None or one of {known}, got {clipped(activation)}"
@@ -309,10 +310,13 @@ def _check_out(
     out: Any, shape: tuple[int, ...], dtype: object, memory: list[Any], near: Operand
 ) -> np.dtype:
     """The dtype of `out`, after every check of it."""
+    interop.refuse_other(out, "out")
     near.place.check(place_of(out, "out"), "out", near.name)
+    whole = isinstance(dtype, np.dtype) and dtype == np.int8
     if not near.place.is_gpu:
-        return writable_out(out, shape, interop.kind(out), dtype, memory).dtype
-    return check_out(out, shape, dtype, memory)
+        kind = interop.kind(out)
+        return writable_out(out, shape, kind, dtype, memory, integers=whole).dtype
+    return check_out(out, shape, dtype, memory, integers=whole)
 
 
 def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:
