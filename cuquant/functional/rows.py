@@ -255,8 +255,9 @@ def silu_mul_quantize(
 
     Notes
     -----
-    silu(g) = g / (1 + exp(-g)) is float32, within 3 ulp, and -0 below -87; its product with `up` is
-    rounded to gate's dtype. SwiGLU: Shazeer, arXiv 2002.05202.
+    silu(g) = g / (1 + exp(-g)) is float32, within 3 ulp, and -0 below -87, but NaN of -infinity, as
+    torch has it; its product with `up` is rounded to gate's dtype. SwiGLU: Shazeer, arXiv
+    2002.05202.
 
     Examples
     --------
