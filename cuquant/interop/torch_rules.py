@@ -44,7 +44,7 @@ def refuse_gradient(x: Any, name: str) -> None:
     """RuntimeError where torch would expect a gradient of `x`, which there is none of."""
     if wants_gradient(x):
         raise RuntimeError(
-            f"{name} requires grad, and products have no gradient; "
+            f"{name} requires grad, and products with a QuantArray have no gradient; "
             "call them under torch.no_grad(), or pass x.detach()"
         )
 
