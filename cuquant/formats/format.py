@@ -212,10 +212,10 @@ class Format:
     def check_shape(self, stored: tuple[int, ...]) -> None:
         """ValueError where an array stored as [rows..., K] cannot have this format."""
         if not stored:
-            raise ValueError("x is 0-d; quantization needs at least one axis (x.reshape(1))")
+            raise ValueError("shape is () (0-d); quantization needs at least one axis: reshape(1)")
         if self.scale and isinstance(self.scale.block, tuple) and len(stored) < 2:
             raise ValueError(
-                f"x has shape {stored}; a block_size of {self.scale.block} needs two axes or more"
+                f"shape is {stored}; a block_size of {self.scale.block} needs two axes or more"
             )
         if self.is_blocks and stored[-1] % self.layout.elements:
             raise ValueError(

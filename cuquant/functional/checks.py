@@ -79,6 +79,7 @@ def floats(x: Any, name: str, near: Any = None) -> Any:
 
 def integers(x: Any, name: str, near: Any = None) -> Any:
     """An integer array where `near` is."""
+    interop.refuse_other(x, name, "int32")
     found = interop.beside(x, near, name)
     dtype = interop.dtype_of(found)
     if dtype.kind not in "iu":
@@ -88,6 +89,7 @@ def integers(x: Any, name: str, near: Any = None) -> Any:
 
 def typed(x: Any, name: str, *dtypes: type, near: Any = None) -> Any:
     """An array where `near` is, refused unless it has one of `dtypes`."""
+    interop.refuse_other(x, name, np.dtype(dtypes[0]).name)
     found = interop.beside(x, near, name)
     dtype = interop.dtype_of(found)
     if dtype not in [np.dtype(each) for each in dtypes]:

@@ -35,6 +35,7 @@ def scales_of(
 
 def number_of(value: Any, name: str, near: Any) -> Any:
     """One float32 number: 0-d on the host, where it stays until it is used, or of a GPU."""
+    interop.refuse_gradient(value, name)
     found = numbers(value, name, near if interop.is_on_gpu(value) else None)
     if math.prod(found.shape) != 1:
         raise ValueError(f"{name} must be one number, got an array of shape {tuple(found.shape)}")
@@ -45,6 +46,7 @@ def along(scale: Any, name: str, count: int, shape: tuple[int, ...], near: Any) 
     """A number, or an array that broadcasts to `shape`, which is `count` numbers for a matrix."""
     if scale is None:
         return None
+    interop.refuse_gradient(scale, name)
     on_gpu = interop.is_on_gpu(scale)
     values = numbers(scale, name, near if on_gpu else None)
     given = tuple(values.shape)
@@ -91,7 +93,7 @@ def zero_point_of(value: Any, name: str, operand: Any) -> Any:
 
 
 def bias_of(bias: Any, columns: int, near: Any) -> Any:
-    values = floats(bias, "bias", near=near)
+    values = factor(bias, "bias", near)
     if tuple(values.shape) not in ((columns,), (1, columns)):
         raise ValueError(
             f"bias has shape {tuple(values.shape)}; it must be ({columns},), one a column"
@@ -115,10 +117,16 @@ def differs(value: Any, wanted: int) -> bool:
     return interop.is_on_gpu(value) or bool(value != wanted)
 
 
+def factor(x: Any, name: str, near: Any) -> Any:
+    """`floats` of a product, through which no gradient flows: RuntimeError where one should."""
+    interop.refuse_gradient(x, name)
+    return floats(x, name, near=near)
+
+
 def signed(x: Any, name: str, near: Any) -> Any:
     """An array whose numbers have signs: integers or floats."""
     found = interop.beside(x, near, name)
-    return found if interop.dtype_of(found).kind in "iu" else floats(x, name, near=near)
+    return found if interop.dtype_of(found).kind in "iu" else factor(x, name, near)
 
 
 def signs_of_host(x: np.ndarray, name: str) -> np.ndarray:

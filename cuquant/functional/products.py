@@ -6,13 +6,14 @@ import numpy as np
 
 from cuquant import interop
 from cuquant.errors import FormatError
-from cuquant.functional.checks import check_product, floats, integer, like, typed
+from cuquant.functional.checks import check_product, integer, like, typed
 from cuquant.functional.integers import INT4, unpack_int4
 from cuquant.functional.product_arguments import (
     addend_of,
     bias_of,
     differs,
     exact_product,
+    factor,
     number_of,
     scaled,
     scales_of,
@@ -167,15 +168,15 @@ def int4_matmul(
     """
     left, right = typed(a, "a", np.uint8, near=a), typed(b, "b", np.uint8, near=a)
     shape = check_product(left, right)
-    if not interop.is_on_gpu(left):
-        whole = unpack_int4(left, K, axis=-1), unpack_int4(right, K, axis=-2)
-        return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
-    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     depth = 2 * left.shape[-1] if K is None else integer(K, "K", 0)
     if INT4.words(depth) != left.shape[-1]:
         raise FormatError(
-            f"a has {left.shape[-1]} bytes in a row; {depth} integers have {INT4.words(depth)}"
+            f"a has {left.shape[-1]} bytes in a row; K = {depth} integers have {INT4.words(depth)}"
         )
+    if not interop.is_on_gpu(left):
+        whole = unpack_int4(left, depth, axis=-1), unpack_int4(right, depth, axis=-2)
+        return like(int8_matmul(*whole, scale_a, scale_b, scale_c), a)
+    scales = scales_of(scale_a, scale_b, scale_c, shape, left)
     first, second = (
         Integers(x, axis, NIBBLES, "int8", depth) for x, axis in ((left, -1), (right, -2))
     )
@@ -234,7 +235,7 @@ def matmul_bias_relu(
     if whole[0] != whole[1]:
         raise TypeError(f"a is {found[0]} and b {found[1]}; pass two integers or two floats")
     if not whole[0]:
-        left, right = floats(a, "a", near=a), floats(b, "b", near=a)
+        left, right = factor(a, "a", a), factor(b, "b", a)
     shape = check_product(left, right)
     dtype = np.dtype(F32) if whole[0] else found[0]
     dtype = dtype if out_dtype is None else interop.float_dtype(out_dtype, "out_dtype")
@@ -383,20 +384,20 @@ def bf16_gemm(
 
 
 def _gemm(a: Any, b: Any, c: Any, alpha: Any, beta: Any, dtype: np.dtype) -> Any:
-    left, right = floats(a, "a", near=a), floats(b, "b", near=a)
+    left, right = factor(a, "a", a), factor(b, "b", a)
     shape = check_product(left, right)
-    factor, share = number_of(alpha, "alpha", left), number_of(beta, "beta", left)
+    times, share = number_of(alpha, "alpha", left), number_of(beta, "beta", left)
     if c is None and differs(share, 0):
         given = "an array" if interop.is_on_gpu(share) else float(share)
         raise ValueError(f"beta is {given} without a c; pass c, or leave beta out")
-    added = None if c is None else addend_of(floats(c, "c", near=a), shape, "c")
+    added = None if c is None else addend_of(factor(c, "c", a), shape, "c")
     if interop.is_on_gpu(left):
         read = added is not None and differs(share, 0)
-        scales = Scales(c=factor if differs(factor, 1) else None)
+        scales = Scales(c=times if differs(times, 1) else None)
         ending = Ending(scales, added, share) if read else Ending(scales)
         return multiply_floats(left, right, shape, dtype, ending)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        result = factor * _float_product(left, right)
+        result = times * _float_product(left, right)
         if added is not None and share != 0:
             result = result + share * np.broadcast_to(added, shape).astype(F32)
         return like(result.astype(dtype, copy=False), a)

@@ -17,7 +17,7 @@ from cuquant.functional.checks import floats, integer, like, number
 from cuquant.ops.outputs import writable_out
 from cuquant.ops.quantize.door import quantize
 from cuquant.ops.rows import door
-from cuquant.ops.rows.source import GELU, LAYER, RMS, SILU, Rows, Source
+from cuquant.ops.rows.source import GELU, LAYER, RMS, SILU, Rows, Source, check_group
 from cuquant.reference import rows as reference
 
 F32 = np.float32
@@ -255,8 +255,9 @@ def silu_mul_quantize(
 
     Notes
     -----
-    silu(g) = g / (1 + exp(-g)) is float32, within 3 ulp, and -0 below -87; its product with `up` is
-    rounded to gate's dtype. SwiGLU: Shazeer, arXiv 2002.05202.
+    silu(g) = g / (1 + exp(-g)) is float32, within 3 ulp, and -0 below -87, but NaN of -infinity, as
+    torch has it; its product with `up` is rounded to gate's dtype. SwiGLU: Shazeer, arXiv
+    2002.05202.
 
     Examples
     --------
@@ -463,9 +464,5 @@ def _eps(eps: Any) -> np.float32:
 def _group(group: Any, columns: int) -> int:
     """The size of a group: a power of two that divides the columns; 1 where there are none."""
     size = max(columns, 1) if group is None else integer(group, "group", 1)
-    if size & (size - 1):
-        hint = f"; pass group=, such as {columns & -columns}" if group is None else ""
-        raise ValueError(f"group must be a power of two, got {size}{hint}")
-    if columns % size:
-        raise ValueError(f"group is {size}, which does not divide x's {columns} columns")
-    return size
+    hint = f"; pass group=, such as {columns & -columns}" if group is None else ""
+    return check_group(size, columns, hint)

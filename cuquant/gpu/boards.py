@@ -36,6 +36,8 @@ BOARDS = (
     _board("RTX 5090", 120, 170, 2_407_000, 14_001_000, 512),
 )
 """One for each architecture that kernels are compiled for."""
+OTHERS = (87, 88, 101, 103, 110, 121)
+"""Compute capabilities of GPUs that are like the board before."""
 
 
 def board_of(arch: str | int | tuple[int, int]) -> Board:
@@ -56,17 +58,17 @@ def board_of(arch: str | int | tuple[int, int]) -> Board:
         number = parse_arch(arch)
     except ValueError:
         number = 0
-    found = [board for board in BOARDS if board.arch <= number]
-    if not found:
-        known = ", ".join(f"{board.name} (sm_{board.arch})" for board in BOARDS)
-        raise ValueError(f"arch {clipped(arch)} is no GPU; known are {known}")
-    return found[-1]._replace(arch=number)
+    if number not in (*(board.arch for board in BOARDS), *OTHERS):
+        known = [f"{board.name} (sm_{board.arch})" for board in BOARDS]
+        known += [f"sm_{other}" for other in OTHERS]
+        raise ValueError(f"arch {clipped(arch)} is no GPU; known are {', '.join(known)}")
+    return [board for board in BOARDS if board.arch <= number][-1]._replace(arch=number)
 
 
 def parse_arch(arch: str | int | tuple[int, int]) -> int:
     """90 for "sm_90", "sm_90a", "90", "9.0", 90 and (9, 0)."""
     if isinstance(arch, tuple) and len(arch) == 2:
-        arch = 10 * arch[0] + arch[1]
+        arch = f"{arch[0]}.{arch[1]}"
     found = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", str(arch))
     if found is None:
         raise ValueError(

@@ -90,8 +90,8 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
     """`numpy_dtype`, refused unless it is one that cuquant computes with."""
     if isinstance(dtype, np.dtype) and dtype in _FLOATS:
         return dtype
-    found = numpy_dtype(dtype)
-    if found.name not in INPUT_DTYPES or not found.isnative:
+    found = None if dtype is None else numpy_dtype(dtype)  # NumPy's None is float64
+    if found is None or found.name not in INPUT_DTYPES or not found.isnative:
         raise TypeError(
             f"{what} must be {', '.join(INPUT_DTYPES[:-1])} or {INPUT_DTYPES[-1]}, "
             f"got {shortened(str(found))}"
@@ -174,18 +174,23 @@ def to_numpy(x: Any, name: str = "x") -> np.ndarray:
     BackendUnavailable
         For an array on a GPU.
     """
+    refuse_other(x, name, "float32")
     which = kind(x)
-    if which is None:
-        raise TypeError(
-            f"{name} must be a NumPy, CuPy or torch array, got {type(x).__name__}; "
-            "np.asarray(x, np.float32) makes one"
-        )
     refuse_gpu(x, name)
     if which == "numpy":
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array; pass x.filled(value)")
         return np.asarray(x).view(np.ndarray)
     return _torch_to_numpy(x.detach())
+
+
+def refuse_other(x: Any, name: str, dtype: str | None = None) -> None:
+    """TypeError for what is no array; it names a dtype that one would be taken in."""
+    if kind(x) is None:
+        hint = f"; np.asarray(x, np.{dtype}) makes one" if dtype else ""
+        raise TypeError(
+            f"{name} must be a NumPy, CuPy or torch array, got {type(x).__name__}{hint}"
+        )
 
 
 def refuse_gpu(x: Any, name: str) -> None:

@@ -15,10 +15,10 @@ from cuquant.ops.programs import ADDRESS, Plan
 from cuquant.ops.quantize.call import Known, Task
 from cuquant.ops.quantize.quantizer import quantizer
 from cuquant.ops.rows.on_gpu import fits, quantize_rows, values_of
-from cuquant.ops.rows.source import GELU, LAYER, RMS, SILU, Rows, Source
+from cuquant.ops.rows.source import GELU, LAYER, RMS, SILU, Rows, Source, check_group
 
-# What functions of cuquant.functional do to rows, with vectors of x's dtype. Where nothing else is
-# asked, a transform takes whole rows, or so many columns as are a power of two that divides them.
+# What functions of cuquant.functional do to rows, with vectors of x's dtype. A transform takes
+# whole rows, as it does where nothing else is asked.
 SOURCES = {
     "rmsnorm_quantize": Source(norm=RMS, weight=True),
     "add_rmsnorm_quantize": Source(adds=True, norm=RMS, weight=True),
@@ -39,7 +39,9 @@ class _Array(NamedTuple):
 def source_of(operation: str, columns: int) -> Source:
     """What an operation does to rows of so many columns."""
     source = SOURCES[operation]
-    return Source(group=max(columns & -columns, 1)) if source.group else source
+    if not source.group:
+        return source
+    return Source(group=check_group(columns, columns, ", the columns of shape"))
 
 
 def explain_rows(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from cuquant import interop
 from cuquant.array.fragments import FRAGMENTS_LAYOUT, takes
@@ -168,10 +171,11 @@ def explain(
             f"operation {clipped(operation)} is unknown{did_you_mean(str(operation), known)}; "
             f"known are {', '.join(known)}"
         )
+    dtype = _dtype_of(dtype)
     codes = _codes_of(dtype, operation)
-    if type(rows) is not int or rows < 1:
+    if not (_is_whole(rows) and rows > 0):
         raise ValueError(f"rows is {clipped(rows)}; a positive number of rows of x is wanted")
-    fmt, shape = get_format(format), tuple(int(n) for n in shape)
+    fmt, shape, rows = get_format(format), _shape_of(shape), int(rows)
     fmt.check_shape(shape)
     if not math.prod(shape):
         raise ValueError(f"shape is {shape}; an array without elements runs nothing")
@@ -185,11 +189,49 @@ def explain(
         found = _at_memory_speed(operation, fmt, shape, str(dtype), board)
     candidates, moved, busy = found
     by_memory = moved / board.rates.read
-    floor = "memory" if by_memory >= busy else "arithmetic"
+    floor, floor_us = "memory" if by_memory >= busy else "arithmetic", max(by_memory, busy)
+    if operation in PRODUCTS:
+        candidates = [_not_below(floor_us, c) for c in candidates]
     return Explanation(
         operation, fmt, shape, rows, str(dtype), board.name, board.arch, tuple(candidates),
-        max(by_memory, busy), floor, moved,
+        floor_us, floor, moved,
     )  # fmt: skip
+
+
+def _not_below(floor_us: float, c: Candidate) -> Candidate:
+    """A rule looks at what tells kernels apart, such as codes; scales, x and the result, which all
+    of them read and write, take their time too."""
+    us = c.estimated_us
+    return c if us is None else replace(c, estimated_us=max(us, floor_us))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _shape_of(shape: Any) -> tuple[int, ...]:
+    """ValueError unless it is a sequence of ints that are not negative."""
+    given = list(shape) if isinstance(shape, np.ndarray) and shape.ndim == 1 else shape
+    is_listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if not (is_listed and all(_is_whole(n) and int(n) >= 0 for n in given)):
+        raise ValueError(
+            f"shape is {clipped(shape)}; a tuple of positive ints is wanted, such as (4096, 4096)"
+        )
+    return tuple(int(n) for n in given)
+
+
+def _dtype_of(dtype: Any) -> str | Format:
+    """A dtype of NumPy's or torch's by its name; what has one, or is a format, as it is."""
+    if isinstance(dtype, (str, Format)):
+        return dtype
+    try:
+        name = "" if dtype is None else interop.numpy_dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in interop.INPUT_DTYPES:
+        floats = ", ".join(interop.INPUT_DTYPES)
+        raise ValueError(f"dtype {clipped(dtype)} is unknown; known are {floats}")
+    return name
 
 
 def _codes_of(dtype: str | Format, operation: str) -> Format | None:

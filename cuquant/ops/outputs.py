@@ -7,19 +7,25 @@ import numpy as np
 
 from cuquant import interop
 
-_INTEGERS = np.dtype(np.int8), np.dtype(np.int32)  # of results, where they are asked for
 
-
-def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable[Any]) -> np.dtype:
+def check_out(
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: object,
+    sources: Iterable[Any],
+    *,
+    integers: bool = False,
+) -> np.dtype:
     """The dtype of `out`, once it is known that a result of this shape can be written there.
 
     Parameters
     ----------
     dtype
-        What the caller asks for beside `out`, or None: any that results have but int8, which must
-        be asked for.
+        What the caller asks for beside `out`, or None: any that floats have.
     sources
         Arrays that are read while the result is written.
+    integers
+        Whether `dtype` is an integer's, which the result has.
 
     Raises
     ------
@@ -33,11 +39,9 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
     """
     if tuple(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; the result has shape {shape}")
-    found = interop.dtype_of(out)
-    wanted = None if dtype is None else interop.numpy_dtype(dtype)
-    if wanted not in _INTEGERS or found not in _INTEGERS:
-        found = interop.float_dtype(found, "out")
-        wanted = None if wanted is None else interop.float_dtype(wanted)
+    found, of = interop.dtype_of(out), interop.numpy_dtype if integers else interop.float_dtype
+    wanted = None if dtype is None else of(dtype)
+    found = found if integers else interop.float_dtype(found, "out")
     if wanted is not None and wanted != found:
         raise ValueError(f"out has dtype {found}, but {dtype} is asked for")
     if any(interop.shares_memory(out, source) for source in sources):
@@ -54,11 +58,17 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: object, sources: Iterable
 
 
 def writable_out(
-    out: Any, shape: tuple[int, ...], kind: str | None, dtype: object, sources: Iterable[Any]
+    out: Any,
+    shape: tuple[int, ...],
+    kind: str | None,
+    dtype: object,
+    sources: Iterable[Any],
+    *,
+    integers: bool = False,
 ) -> np.ndarray:
     """An `out` on the CPU as a NumPy array, after `check_out`; it must be of this kind."""
     if interop.kind(out) != kind:
         raise TypeError(f"out must be a {kind} array, got {type(out).__name__}")
     target = interop.to_numpy(out, "out")
-    check_out(out, shape, dtype, sources)
+    check_out(out, shape, dtype, sources, integers=integers)
     return target

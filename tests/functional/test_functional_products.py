@@ -6,6 +6,7 @@ import pytest
 from functional_inputs import BF16, F32, FLOATS, integers, normal
 from oracle import bits_equal
 
+import cuquant as cq
 import cuquant.functional as F
 
 SHAPES = [(1, 1, 1), (3, 33, 5), (4, 2048, 3), (2, 0, 3), (0, 4, 2)]
@@ -198,3 +199,63 @@ def test_bf16_gemm_is_fp16_gemm_with_another_result():
     assert found.dtype == BF16
     assert bits_equal(found, F.fp16_gemm(a, a.T, a[:, :5], 0.3, -0.7, "bfloat16"))
     assert F.bf16_gemm(a, a.T, out_dtype="float32").dtype == F32
+
+
+def _of_numbers(name, torch):
+    """A product's call, with one argument that a gradient should flow to."""
+    wants = torch.ones(2, 2, requires_grad=True)
+    plain, whole = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
+    one, each = (torch.ones(n, requires_grad=True) for n in (1, 2))
+    image = torch.ones(1, 1, 2, 2)
+    return {
+        "fp16_gemm a": lambda: F.fp16_gemm(wants, plain),
+        "fp16_gemm b": lambda: F.fp16_gemm(plain, wants),
+        "bf16_gemm c": lambda: F.bf16_gemm(plain, plain, wants),
+        "bf16_gemm alpha": lambda: F.bf16_gemm(plain, plain, alpha=one),
+        "bf16_gemm beta": lambda: F.bf16_gemm(plain, plain, plain, beta=one),
+        "matmul_bias_relu a": lambda: F.matmul_bias_relu(wants, plain, plain[0]),
+        "matmul_bias_relu bias": lambda: F.matmul_bias_relu(plain, plain, each),
+        "binary_matmul b": lambda: F.binary_matmul(plain, wants),
+        "binary_conv2d x": lambda: F.binary_conv2d(image.clone().requires_grad_(), image),
+        "int8_conv2d scale": lambda: F.int8_conv2d(whole[None, None], whole[None, None], scale=one),
+        "int8_matmul scale_a": lambda: F.int8_matmul(whole, whole, each),
+        "int8_matmul scale_c": lambda: F.int8_matmul(whole, whole, scale_c=one),
+        "int4_matmul scale_b": lambda: F.int4_matmul(
+            whole.view(torch.uint8), whole.view(torch.uint8)[:, :1].expand(2, 2), scale_b=each
+        ),
+        "matmul out_scale": lambda: cq.matmul(
+            plain, cq.quantize(plain, "int8").T, out_dtype="int8", out_scale=one
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp16_gemm a", "fp16_gemm b", "bf16_gemm c", "bf16_gemm alpha", "bf16_gemm beta",
+     "matmul_bias_relu a", "matmul_bias_relu bias", "binary_matmul b", "binary_conv2d x",
+     "int8_conv2d scale", "int8_matmul scale_a", "int8_matmul scale_c", "int4_matmul scale_b",
+     "matmul out_scale"],
+)  # fmt: skip
+def test_a_lost_gradient_is_an_error(name):
+    torch = pytest.importorskip("torch")
+    call, argument = _of_numbers(name, torch), name.split()[1]
+    with pytest.raises(RuntimeError, match=f"^{argument} requires grad.*no_grad"):
+        call()
+    with torch.no_grad():
+        assert not call().requires_grad
+
+
+def test_messages_name_what_is_asked_for():
+    packed = np.zeros((2, 2), np.uint8)
+    with pytest.raises(ValueError, match=r"^K must be 0 or more, got -1"):
+        F.int4_matmul(packed, packed, K=-1)
+    with pytest.raises(ValueError, match=r"^a has 2 bytes in a row; K = 5 integers have 3"):
+        F.int4_matmul(packed, packed, K=5)
+    with pytest.raises(TypeError, match=r"got list; np.asarray\(x, np.int8\) makes one"):
+        F.int8_matmul([[1]], packed)
+    with pytest.raises(TypeError, match=r"got list; np.asarray\(x, np.int32\) makes one"):
+        F.pack_int4([1, 2])
+    assert len(F.pack_int4(np.asarray([1, 2], np.int32))) == 1
+    for gemm in (F.fp16_gemm, F.bf16_gemm):
+        with pytest.raises(TypeError, match=r"^out_dtype must be .*, got None"):
+            gemm(packed, packed, out_dtype=None)

@@ -139,6 +139,9 @@ def test_silu_mul_quantize(dtype):
     assert (np.abs(values - true) <= step * (0.5 + 2.0**-8) + 4 * 2.0**-24 * np.abs(true)).all()
     far = F.silu_mul_quantize(np.array([[-200, 200]], F32), np.ones((1, 2), F32), format="fp16")
     assert far.dequantize().tolist() == [[0, 200]]
+    farthest = np.array([[-np.inf, np.inf]], dtype)
+    found = F.silu_mul_quantize(farthest, np.ones((1, 2), dtype), format="fp16").dequantize()
+    assert np.isnan(found[0, 0]) and found[0, 1] == np.inf
 
 
 def sylvester(size):

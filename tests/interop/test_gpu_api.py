@@ -82,6 +82,32 @@ def test_arrays_without_elements_return_at_once(name, shape, to):
         assert tuple(cq.linear(none, q).shape) == (0, shape[0])
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0)])
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("given", [None, np.full((3, 1), 0.25, F32)], ids=["found", "scale"])
+def test_a_global_scale_of_an_array_without_elements(given, on_gpu, shape, to):
+    x, weight = np.empty(shape, F32), np.ones(shape[1], F32)
+    fmt, how = cq.get_format("nvfp4"), {"global_scale": F32(0.002)}
+    if given is not None:
+        fmt = cq.get_format("nvfp4", block_size="row")
+        how["scale"] = given[: shape[0]]
+    wanted = cq.quantize(x, fmt, **how)
+    assert wanted.components["global_scale"] == F32(0.002)
+    if on_gpu:  # as one number, or as an array of one
+        how["global_scale"] = to(np.full((1,) * (shape[0] > 0), 0.002, F32))
+    q = cq.quantize(to(x), fmt, **how)
+    assert same(q, wanted) and cq.array_equal(q.numpy(), wanted)
+    assert same(cq.functional.layernorm_quantize(to(x), to(weight), format=fmt, **how), wanted)
+    out = cq.quantize(to(x), fmt)
+    assert cq.quantize(to(x), fmt, out=out, **how) is out and same(out, wanted)
+
+
+def test_a_global_scale_on_the_gpu_may_be_an_array_of_one(to):
+    x, scale = normal((2, 128)), np.full((1, 1), 0.002, F32)
+    assert same(cq.quantize(to(x), "nvfp4", global_scale=to(scale)),
+                cq.quantize(x, "nvfp4", global_scale=scale))  # fmt: skip
+
+
 # ---- as the library's own arrays ----------------------------------------------------------------
 
 

@@ -537,7 +537,7 @@ def test_refusals_before_any_launch(to):
     with pytest.raises(ValueError, match="a's columns must be as many as b's rows"):
         F.int8_matmul(a, a[:3])
     bits = to(any_integers((16, 16), np.uint8))
-    with pytest.raises(cq.FormatError, match="a has 16 bytes in a row; 30 integers have 15"):
+    with pytest.raises(cq.FormatError, match="a has 16 bytes in a row; K = 30 integers have 15"):
         F.int4_matmul(bits, bits, 30)
     with pytest.raises(ValueError, match="beta is an array without a c"):
         x = to(np.ones((2, 2), F32))

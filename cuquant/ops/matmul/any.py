@@ -40,7 +40,10 @@ class Plain:
         return (p.rows <= MOST_ROWS) == (self.height == FEW)
 
     def time_us(self, p: Problem) -> float:
-        return 2 * p.rows * p.weights / (PART * p.rates.float32)
+        """That of its multiply-adds, or of reading the weights, where they are codes."""
+        bits = p.format.bits if p.format is not None else 0
+        reading = p.weights * bits / 8 / p.rates.read
+        return max(reading, 2 * p.rows * p.weights / (PART * p.rates.float32))
 
     def prepare(self, backend: Backend, product: Product) -> Prepared:
         first, second = product.weights[0], product.weights[-1]

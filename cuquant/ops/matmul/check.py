@@ -204,7 +204,8 @@ class Finish:
             first.place.check(other.place, other.name, first.name)
         if not first.place.is_gpu:
             interop.reject_stream(stream)
-        if activation is not None and activation not in tuple(ACTIVATIONS):
+        named = isinstance(activation, str) and activation in ACTIVATIONS
+        if activation is not None and not named:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(
                 f"activation must be None or one of {known}, got {clipped(activation)}"
@@ -271,6 +272,7 @@ def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
         return None
     if not wants_int8:
         raise ValueError(f'out_scale is for out_dtype="int8", and out_dtype is {out_dtype}')
+    interop.refuse_gradient(value, "out_scale")
     if interop.is_on_gpu(value):
         near.place.check(place_of(value, "out_scale"), "out_scale", near.name)
         interop.float_dtype(interop.dtype_of(value), "out_scale")
@@ -283,6 +285,12 @@ def _out_scale(value: Any, out_dtype: object, near: Operand) -> Any:
     found = F32(number.reshape(-1)[0])
     if not (np.isfinite(found) and found > 0):
         raise ValueError(f"out_scale must be finite and above 0, got {found}")
+    with np.errstate(over="ignore"):
+        usable = np.isfinite(F32(1) / found)  # it is multiplied with
+    if not usable:
+        raise ValueError(
+            f"out_scale is {found}, and 1 / out_scale is beyond float32; pass more than 2^-128"
+        )
     return found
 
 
@@ -302,10 +310,13 @@ def _check_out(
     out: Any, shape: tuple[int, ...], dtype: object, memory: list[Any], near: Operand
 ) -> np.dtype:
     """The dtype of `out`, after every check of it."""
+    interop.refuse_other(out, "out")
     near.place.check(place_of(out, "out"), "out", near.name)
+    whole = isinstance(dtype, np.dtype) and dtype == np.int8
     if not near.place.is_gpu:
-        return writable_out(out, shape, interop.kind(out), dtype, memory).dtype
-    return check_out(out, shape, dtype, memory)
+        kind = interop.kind(out)
+        return writable_out(out, shape, kind, dtype, memory, integers=whole).dtype
+    return check_out(out, shape, dtype, memory, integers=whole)
 
 
 def _result_dtype(operands: list[Operand], out_dtype: object) -> np.dtype:

@@ -68,7 +68,8 @@ def matmul(
     out_dtype
         None: the plain operand's dtype; float32 where both are quantized. "int8" with `out_scale`.
     out_scale
-        One positive number: the result is int8, rint(result / out_scale) in -127..127.
+        One number above 2^-128: the result is int8, rint(result / out_scale) in -127..127. One that
+        lies on a GPU is not looked at, which would wait.
     batch_invariant
         Whether a row of the result must not depend, to the bit, on how many rows come with it:
         the same tile and order of sums for every number of rows, which takes longer.

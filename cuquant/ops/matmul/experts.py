@@ -100,17 +100,19 @@ def integers_of(value: Any, name: str, x: Operand, known: int) -> Any:
     if not found.size:
         found = found.astype(INT64)
     _check(found.dtype, found.shape, name, length)
-    found = found.astype(INT64)
-    if name == "experts" and found.size and not (found.min() >= 0 and found.max() < known):
+    # Of what was given: an int64 does not hold all of a uint64.
+    low, high = (int(found.min()), int(found.max())) if found.size else (0, -1)
+    if name == "experts" and not (low >= 0 and high < known):
         which = f"in 0..{known - 1}" if known else "none, as w has none"
-        raise ValueError(f"experts must be {which}, got {found.min()}..{found.max()}")
-    if name == "counts" and found.size and not (found.min() >= 0 and found.max() <= x.shape[1]):
-        raise ValueError(f"counts must be in 0..{x.shape[1]}, got {found.min()}..{found.max()}")
+        raise ValueError(f"experts must be {which}, got {low}..{high}")
+    if name == "counts" and not (low >= 0 and high <= x.shape[1]):
+        raise ValueError(f"counts must be in 0..{x.shape[1]}, got {low}..{high}")
+    made = found.astype(INT64)
     if name == "offsets":
-        rows, ends = x.shape[0], (int(found[0]), int(found[-1]))
-        if (np.diff(found) < 0).any() or ends[0] < 0 or ends[1] > rows:
+        rows = x.shape[0]
+        if (np.diff(made) < 0).any() or low < 0 or high > rows:
             raise ValueError(f"offsets must ascend within 0..{rows}, got {found.tolist()[:8]}")
-    return found
+    return made
 
 
 def _check(dtype: np.dtype, shape: tuple[int, ...], name: str, length: int) -> None:

@@ -87,7 +87,7 @@ def on_device(
 
 
 def _found(given: Any, checked: float | None) -> Any:
-    return given if interop.is_on_gpu(given) else checked
+    return given.reshape(()) if interop.is_on_gpu(given) else checked
 
 
 def _check_resident(value: Any, name: str, backend: GpuBackend) -> None:

@@ -83,12 +83,19 @@ class EncodeOnGpu:
         self, backend: GpuBackend, x: Any, stored: tuple[int, ...], known: Known, parts: Parts
     ) -> None:
         """An array without elements has scales at most: the reference's."""
-        given = reference.Calibration()
+        world = known.global_scale
+        resident = world is not None and not isinstance(world, float)
+        given = reference.Calibration(global_scale=1.0 if resident else world)
         if known.scale is not None:
             points = None if known.zero_point is None else backend.read(known.zero_point)
-            given = reference.Calibration(backend.read(known.scale), points, 1.0)
+            if resident:
+                world = float(backend.read(world).reshape(()))
+            given = reference.Calibration(backend.read(known.scale), points, world)
         host = reference.quantize(np.empty(stored, backend.view(x).dtype), self.fmt, -1, given)
         for name, part in host.items():
+            if name == "global_scale" and resident:  # as it is there: nothing waits
+                backend.copy_into(parts[name], backend.broadcast(known.global_scale, (), F32))
+                continue
             backend.copy_into(parts[name], backend.array(part).reshape(part.shape))
 
     def _run(self, backend: GpuBackend, x: Any, known: Known, parts: Parts) -> None:

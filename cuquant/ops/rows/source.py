@@ -14,6 +14,15 @@ RMS, LAYER = 1, 2  # of `norm`
 SILU, GELU = 1, 2  # of `gate`
 
 
+def check_group(size: int, columns: int, hint: str = "") -> int:
+    """`size` itself; ValueError unless a transform of rows can take so many elements together."""
+    if size & (size - 1):
+        raise ValueError(f"group must be a power of two, got {size}{hint}")
+    if columns % size:
+        raise ValueError(f"group is {size}, which does not divide x's {columns} columns")
+    return size
+
+
 @dataclass(frozen=True)
 class Source:
     """An operation on rows.

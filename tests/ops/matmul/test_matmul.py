@@ -305,3 +305,44 @@ def test_int8_results_need_their_scale():
     ):
         with pytest.raises((TypeError, ValueError), match=r"int8|out_scale"):
             cq.matmul(x, w.T, **options)
+
+
+def test_an_out_scale_without_an_inverse_is_refused():
+    x, w = normal((3, 64)), cq.quantize(normal((5, 64)), "int8")
+    for small in (1e-39, np.float32(2.0**-128), np.array([2.0**-149], np.float32)):
+        with pytest.raises(ValueError, match=r"out_scale is .*e-.* is beyond float32; pass more"):
+            cq.matmul(x, w.T, out_dtype="int8", out_scale=small)
+    least = np.nextafter(np.float32(2.0**-128), np.float32(1))
+    wanted = 127 * np.sign(cq.matmul(x, w.T))
+    np.testing.assert_array_equal(cq.matmul(x, w.T, out_dtype="int8", out_scale=least), wanted)
+
+
+def test_what_is_no_out_or_activation_is_named():
+    x, w = normal((3, 64)), cq.quantize(normal((5, 64)), "int8")
+    whole = {"out_dtype": "int8", "out_scale": 1.0}
+    for dtype in (np.float32, np.int32):
+        out = np.zeros((3, 5), dtype)
+        name = np.dtype(dtype).name
+        with pytest.raises(ValueError, match=rf"^out has dtype {name}, but int8 is asked for"):
+            cq.matmul(x, w.T, out=out, **whole)
+    out = np.zeros((3, 5), np.int8)
+    assert cq.matmul(x, w.T, out=out, **whole) is out
+    with pytest.raises(TypeError, match=r"^out must be float32, float16 or bfloat16, got int8"):
+        cq.matmul(x, w.T, out=out)
+    with pytest.raises(TypeError, match=r"^out must be a NumPy, CuPy or torch array, got list$"):
+        cq.linear(x, w, out=[0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^dtype must be float32, float16 or bfloat16, got int8"):
+        w.dequantize(dtype="int8", out=np.zeros((5, 64), np.int8))
+    for wrong in (np.array(["relu", "silu"]), ["relu"], 1, "tanh"):
+        with pytest.raises(ValueError, match=r"^activation must be None or one of .*relu.*, got "):
+            cq.linear(x, w, activation=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["experts", "counts", "offsets"])
+def test_integers_beyond_int64_are_named(name):
+    experts = cq.quantize(normal((2, 5, 64)), "int8")
+    x = normal((2, 3, 64)) if name == "counts" else normal((3, 64))
+    length = 2 if name == "counts" else 3
+    rows = np.array([2**64 - 1] * length, np.uint64)
+    with pytest.raises(ValueError, match=f"{name} must .*, got .*18446744073709551615"):
+        cq.grouped_linear(x, experts, **{name: rows})
