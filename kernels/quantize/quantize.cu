@@ -80,8 +80,8 @@ __device__ bool quantize_unit(
 }
 
 // Told how many blocks must fit, the compiler needs no local memory where scales are contested; left alone (0) it
-// takes 8 bytes for codebooks and, on sm_100, for integers, and 16 for small floats before sm_90.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// takes 8 bytes for codebooks and, on sm_100, for integers and e2m1, and 16 for small floats before sm_90.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ >= 1200)
 constexpr int kFloatsFit = 0;
 #else
 constexpr int kFloatsFit = 4;
