@@ -3,7 +3,8 @@
 A result has the kind (NumPy, CuPy, torch) and the device of the first array argument. Everything
 that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU; so do
 `rmsnorm_quantize` and its like, and products and convolutions, those of integers with the CPU's
-bits. A product has no gradient: one of a tensor that torch expects a gradient of is a RuntimeError.
+bits. Gradients flow through `cuquant.linear`, and not through a product of this module: a tensor
+that torch expects one of is a RuntimeError.
 """
 
 from cuquant.functional.blockwise import dequantize_fp4, dequantize_nf4, quantize_fp4, quantize_nf4
