@@ -20,6 +20,9 @@ struct Products {
 
 #ifndef CUQUANT_EMULATOR
 
+// Arrive at a named_barrier without waiting.
+__device__ inline void named_barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory"); }
+
 // The larger one; NaN if one is.
 __device__ inline float max_or_nan(float x, float y) {
     float most;

@@ -1,6 +1,7 @@
 // Rows of codes as bytes, for kernels that multiply bytes; and the sums of their segments, which zero points need.
 // code_bytes: a thread makes 8 neighbouring codes. code_sums: a warp adds a segment of a row.
 #include "device/dot.cuh"
+#include "device/overlap.cuh"
 #include "matmul/coded.cuh"
 #include "matmul/operands.cuh"
 
@@ -46,6 +47,7 @@ enum Summed { kUnsignedBytes = 0, kSignedBytes = 1, kOnes = 2 };  // bytes, or t
 template <int kSummed>
 __global__ void __launch_bounds__(256) code_sums(
     const u8* __restrict__ codes, int* __restrict__ sums, i64 rows, i64 depth, i64 stride, i64 segment, i64 segments) {
+    let_next_start();
     const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (index >= rows * segments) return;  // for a whole warp
@@ -66,6 +68,7 @@ __global__ void __launch_bounds__(256) code_sums(
     }
 #pragma unroll
     for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    wait_for_earlier();
     if (lane == 0) sums[index] = sum;
 }
 

@@ -77,84 +77,107 @@ struct Multiplier {
             }
         }
     }
-    __device__ void multiply(Part& part, int stage, int half, int sub) const {
+    __device__ void multiply(Part& part, int stage, int half, int sub, bool adds) const {
         const u32 own_a = a + stage * (D::kBytesA / 16);
         const u32 own_b = b + stage * (D::kBytesB / 16) + half * kPart * (kLine / 16);
         wgmma_fence();
         if constexpr (kSubs > 1) {
-            Multiply<kPart>::of(Mma{}, part, own_a + 2 * sub, own_b + 2 * sub, false);
+            Multiply<kPart>::of(Mma{}, part, own_a + 2 * sub, own_b + 2 * sub, adds);
         } else {
 #pragma unroll
-            for (int k = 0; k < kLaneSteps; ++k) Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, own_b + 2 * k, k > 0);
+            for (int k = 0; k < kLaneSteps; ++k)
+                Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, own_b + 2 * k, adds || k > 0);
         }
         wgmma_commit();
     }
-    struct LineScales { float a[2], b[2]; const float* columns; };
-    __device__ LineScales scales_of(int stage, int sub) const {
-        const float* const own = stages.scales + stage * D::kScales;
-        LineScales s = {};
-        s.columns = own + kSubs * D::kScalesA + sub * D::kScalesB;
-        if constexpr (D::kScaled) { s.a[0] = own[sub * D::kScalesA + row]; s.a[1] = own[sub * D::kScalesA + row + 8]; }
-        if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
+    struct SumScales { float a[2], b[2]; const float* columns; };
+    // Those of sum number `sum` of a tile.
+    __device__ SumScales scales_of(const Batches& batches, int sum, bool first) const {
+        SumScales s = {};
+        if constexpr (D::kScaled) {
+            if (first && sum % kBatch == 0) batches.wait();
+            const float* const own = stages.scales + batches.place() * D::kScales + sum % kBatch * D::kScalesOfSum;
+            s.columns = own + D::kScalesA;
+            s.a[0] = own[row];
+            s.a[1] = own[row + 8];
+            if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
+        }
         return s;
     }
-    __device__ void promote_all(const Part& part, float* sums, const LineScales& s, int half, int stage,
-                                bool last) const {
-        constexpr bool kHeld = D::kScaled && !D::kBlocks;  // scales are still read
-        if (last && !kHeld) release(stage);
-        promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
-        if (last && kHeld) release(stage);
+    // They are not read any more.
+    __device__ void leave(Batches& batches, int sum, bool last) const {
+        if (D::kScaled && (sum % kBatch == kBatch - 1 || last)) batches.leave();
     }
-    __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
+    __device__ void promote(const Part& part, float* sums, const SumScales& s, int half) const {
+        promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
+    }
+    __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, Batches& batches,
+                                 int lines) const {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
         if constexpr (D::kDouble) {  // one line is multiplied while the sums of the one before are promoted
             Part part[2];
             const auto begin = [&](Part& to, const Ring<D::kStages>& at) {
                 barrier_wait(stages.full + at.stage, at.parity);
-                multiply(to, at.stage, 0, 0);
+                multiply(to, at.stage, 0, 0, false);
             };
-            const auto step = [&](Part& now, Part& next, bool more) {
+            const auto step = [&](Part& now, Part& next, bool more, int line) {
                 const int stage = ring.stage;
-                const LineScales s = scales_of(stage, 0);
                 ring.step();
-                if (more) {
-                    begin(next, ring);
-                    wgmma_wait<1>();
-                } else {
-                    wgmma_wait<0>();
-                }
-                promote_all(now, sums, s, 0, stage, true);
+                if (more) begin(next, ring);
+                const SumScales s = scales_of(batches, line, true);
+                if (more) wgmma_wait<1>();
+                else wgmma_wait<0>();
+                release(stage);
+                promote(now, sums, s, 0);
+                leave(batches, line, !more);
             };
             begin(part[0], ring);
             int line = 0;
 #pragma unroll 1
             for (; line + 2 < lines; line += 2) {
-                step(part[0], part[1], true);
-                step(part[1], part[0], true);
+                step(part[0], part[1], true, line);
+                step(part[1], part[0], true, line + 1);
             }
             if (line + 1 < lines) {
-                step(part[0], part[1], true);
-                step(part[1], part[0], false);
+                step(part[0], part[1], true, line);
+                step(part[1], part[0], false, line + 1);
             } else {
-                step(part[0], part[1], false);
+                step(part[0], part[1], false, line);
             }
         } else {
 #pragma unroll 1
-            for (int line = 0; line < lines; ++line) {
-                barrier_wait(stages.full + ring.stage, ring.parity);
+            for (int line = 0; line < lines; line += D::kRun) {
+                const Ring<D::kStages> first = ring;
 #pragma unroll
                 for (int sub = 0; sub < kSubs; ++sub) {
-                    const LineScales s = scales_of(ring.stage, sub);
 #pragma unroll
                     for (int half = 0; half < D::kHalves; ++half) {
                         Part part;
-                        multiply(part, ring.stage, half, sub);
+                        if constexpr (D::kHalves * kSubs > 1) ring = first;
+#pragma unroll
+                        for (int i = 0; i < D::kRun; ++i) {
+                            if (i > 0 && line + i == lines) break;
+                            if (half == 0 && sub == 0) barrier_wait(stages.full + ring.stage, ring.parity);
+                            multiply(part, ring.stage, half, sub, i > 0);
+                            ring.step();
+                        }
+                        const SumScales s = scales_of(batches, line * kSubs + sub, half == 0);
                         wgmma_wait<0>();
-                        promote_all(part, sums, s, half, ring.stage, half == D::kHalves - 1 && sub == kSubs - 1);
+                        if (half == D::kHalves - 1 && sub == kSubs - 1) {
+                            Ring<D::kStages> own = first;
+#pragma unroll
+                            for (int i = 0; i < D::kRun; ++i) {
+                                if (i > 0 && line + i == lines) break;
+                                release(own.stage);
+                                own.step();
+                            }
+                        }
+                        promote(part, sums, s, half);
+                        const bool last = sub == kSubs - 1 && line + D::kRun >= lines;
+                        if (half == D::kHalves - 1) leave(batches, line * kSubs + sub, last);
                     }
                 }
-                ring.step();
             }
         }
     }
@@ -261,46 +284,25 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
             });
         } else {
             const int thread = threadIdx.x - 32 * (kMathWarps + 1);
+            Batches batches;
             walk.each([&](const Place& place, int number) {
                 if constexpr (D::kScaled) {
                     const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
                     StageScales<Mma, Tile> own(a_rows, b_rows, first_line, thread);
-                    constexpr int kAhead = StageScales<Mma, Tile>::kAhead;
-                    const int end = first_line + own_lines;
-                    const auto give = [&](int i) {
-                        barrier_wait(stages.empty + ring.stage, ring.parity);
-                        own.store(i, stages.scales + ring.stage * D::kScales);
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(stages.full + ring.stage);
-                        ring.step();
-                    };
-                    if constexpr (kAhead == 1) {
 #pragma unroll 1
-                        for (int line = first_line; line < end; ++line) {
-                            own.load(0, line);
-                            give(0);
-                        }
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < kAhead; ++i) own.load(i, min(first_line + i, lines - 1));
-#pragma unroll 1
-                        for (int line = first_line; line < end; line += kAhead) {
-#pragma unroll
-                            for (int i = 0; i < kAhead; ++i) {
-                                if (line + i >= end) break;
-                                give(i);
-                                own.load(i, min(line + i + kAhead, lines - 1));
-                            }
-                        }
+                    for (int line = first_line; line < first_line + own_lines; line += D::kTogether) {
+                        own.load(line);  // long before there is room
+                        batches.wait_free();
+                        own.store(stages.scales + batches.place() * D::kScales);
+                        batches.give();
                     }
                 }
                 const int turn = number % D::kTurns;
-                barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
-                const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
                 const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
-                bring_end(ends, a_rows, b_rows, place, K, results.epilogue, thread);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(stages.end_full + turn);
+                const EndShare<Mma, Tile> end(a_rows, b_rows, place, static_cast<int>(K), results.epilogue, thread);
+                barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
+                end.store(Ends<Mma, Tile>(stages.ends + turn * D::kEnds));
+                barrier_arrive(stages.end_full + turn);
             });
         }
     } else {
@@ -315,6 +317,7 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
         using Results = DenseResults<Mma, Tile>;
         const bool corrected = a.sums || b.sums;
         u8* const area = shared + D::kAtAreas + warp * D::kArea;
+        Batches batches;
         walk.each([&](const Place& place, int number) {
             if (D::kTurns > 1 && number % 2 != turn) return ring.skip(own_lines);
             const u32 parity = number / D::kTurns & 1;
@@ -322,7 +325,7 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
             if constexpr (D::kPromote) {
                 const SideRows b_rows(b, D::b_of(place));
                 if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(b_rows) / 8;
-                multiplier.run_promoted(sums[0], ring, own_lines);
+                multiplier.run_promoted(sums[0], ring, batches, own_lines);
             } else {
                 if (D::kTurns > 1) barrier_wait(stages.turn + turn, parity ^ (turn == 0));
                 multiplier.run(sums, ring, own_lines, stages.turn + (turn ^ 1));
@@ -331,15 +334,16 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                 typename D::Sum own[D::kOwn / 2];
                 add_up<Mma, Tile>(sums[0], own, shared, rank);
                 barrier_wait(stages.end_full, parity);
-                Results(own, ends, results, place, area, row, rank * D::kOwn, lane).store(N, corrected);
+                Results(own, ends, results, place, area, row, rank * D::kOwn, anew(lane)).store(N, corrected);
                 cluster_sync();  // others may still read this block's sums
             } else {
                 barrier_wait(stages.end_full + turn, parity);
+                const int here = anew(lane);  // else what follows from it takes registers while sums need them
 #pragma unroll
                 for (int w = 0; w < D::kWaves; ++w)
-                    Results(sums[w], ends, results, place, area, row + 64 * w, 0, lane).store(N, corrected);
+                    Results(sums[w], ends, results, place, area, row + 64 * w, 0, here).store(N, corrected);
             }
-            if (lane == 0) barrier_arrive(stages.end_empty + turn);
+            barrier_arrive(stages.end_empty + turn);
         });
     }
     if constexpr (D::kShare > 1) {  // the other block still gives rows, and barriers their arrivals

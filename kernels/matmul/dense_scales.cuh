@@ -44,46 +44,35 @@ struct SideRows {
     __device__ int sum(int i) const { return side.sums && i < count ? side.sums[matrix * side.rows + row + i] : 0; }
 };
 
-// Which block of a side's scales a line is in, one line after the other.
-struct BlockCursor {
-    int block = 0, in_block = 0, each, last;  // each: lines of a block
-
-    __device__ BlockCursor(const Scaling& of, int line) : last(static_cast<int>(of.across) - 1) {
-        each = static_cast<int>(min(of.wide, 1ll << 30)) / kLine;
-        if (each > 0) { block = line / each; in_block = line - block * each; }
-    }
-    __device__ void step() {
-        if (++in_block == each) { in_block = 0; block = min(block + 1, last); }
-    }
-};
-
-// One thread's share of the scales of each stage.
+// One thread's share of the scales of kBatch sums, which lie in shared memory sum by sum: those of a's rows, then b's.
 template <class Mma, class Tile>
 struct StageScales {
     using D = DenseTile<Mma, Tile>;
-    static constexpr int kEach = (D::kScalesA + D::kScalesB + kStagers - 1) / kStagers;
-    // Lines whose scales are on their way.
-    static constexpr int kAhead = !D::kFloatScales || D::kSubs > 1 ? 1 : kEach > 5 ? 2 : 4;
-    const Coded &a, &b;
+    static constexpr int kEach = (D::kScalesOfSum + kStagers - 1) / kStagers, kBytes = kLine / D::kSubs;
+    const Scaling &a, &b;
     int thread;
-    BlockCursor in_a, in_b;
+    bool vectors;          // a thread's scales lie side by side, in whole vectors
     i64 first_a, first_b;  // where the scales of the first rows lie
     int places[kEach];     // those of others behind these; -1: there is no such row
-    float values[kAhead][kEach][D::kSubs];
+    float values[kBatch][kEach];
 
     // From which column on the second block has them; or more than there are.
     __device__ static int second_block(const SideRows& b) {
         const i64 tall = b.side.scaling.tall;
         return static_cast<int>(min(tall - b.row % tall, static_cast<i64>(D::kColumns)));
     }
-    // The first column of block `i` of those that are staged: of one, of two, or of both halves.
+    // The first column of block `i` of those that are brought: of one, of two, or of both halves.
     __device__ static int first_of(const SideRows& b, int i) {
         return i == 0 ? 0 : D::kBlocks == 1 ? i * D::kPart : second_block(b);
     }
     __device__ StageScales(const SideRows& a_rows, const SideRows& b_rows, int line, int thread)
-        : a(a_rows.side), b(b_rows.side), thread(thread), in_a(a.scaling, line), in_b(b.scaling, line) {
-        first_a = a.scaling.place(a_rows.matrix, a_rows.row);
-        first_b = b.scaling.place(b_rows.matrix, b_rows.row);
+        : a(a_rows.side.scaling), b(b_rows.side.scaling), thread(thread) {
+        first_a = a.place(a_rows.matrix, a_rows.row);
+        first_b = b.place(b_rows.matrix, b_rows.row);
+        const auto has_vectors = [&](const Scaling& of) {
+            return of.wide == kBytes && of.across % kBatch == 0 && !(reinterpret_cast<u64>(of.scale) & 15);
+        };
+        vectors = D::kFloatScales && line * D::kSubs % kBatch == 0 && has_vectors(a) && has_vectors(b);
 #pragma unroll
         for (int n = 0; n < kEach; ++n) {
             const int i = thread + n * kStagers, of_b = i - D::kScalesA;
@@ -96,72 +85,111 @@ struct StageScales {
     __device__ static int behind(const SideRows& rows, int i, i64 first) {
         return i < rows.count ? static_cast<int>(rows.place(i) - first) : -1;
     }
-    // Those of the next line, as number `own` of kAhead; `line`: which that is.
-    __device__ void load(int own, int line) {
-        if constexpr (D::kFloatScales && D::kSubs == 1) {
-            const float* const from_a = static_cast<const float*>(a.scaling.scale) + first_a + in_a.block;
-            const float* const from_b = static_cast<const float*>(b.scaling.scale) + first_b + in_b.block;
-#pragma unroll
-            for (int n = 0; n < kEach; ++n) {
-                const float* const from = thread + n * kStagers < D::kScalesA ? from_a : from_b;
-                values[own][n][0] = places[n] < 0 ? 1.0f : from[places[n]];
-            }
-            in_a.step();
-            in_b.step();
-        } else {
-#pragma unroll
-            for (int s = 0; s < D::kSubs; ++s) {
-                const u32 k = line * kLine + s * 32;
-                const auto block = [&](const Scaling& of) {
-                    return min(k / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1);
-                };
-                const u32 block_a = block(a.scaling), block_b = block(b.scaling);
+    // Those from `line` on.
+    __device__ void load(int line) {
+        const u32 sum = line * D::kSubs;
+        if constexpr (D::kFloatScales) {
+            if (vectors) {
+                // One by one they are a request of each row for each sum, which the tensor cores' reading waits for.
 #pragma unroll
                 for (int n = 0; n < kEach; ++n) {
                     const bool of_a = thread + n * kStagers < D::kScalesA;
-                    const Scaling& of = of_a ? a.scaling : b.scaling;
-                    const i64 place = (of_a ? first_a : first_b) + places[n] + (of_a ? block_a : block_b);
-                    if (places[n] < 0) values[own][n][s] = 1.0f;
-                    else if constexpr (D::kFloatScales) values[own][n][s] = static_cast<const float*>(of.scale)[place];
-                    else values[own][n][s] = of.at(place);
+                    const float* const from = static_cast<const float*>((of_a ? a : b).scale);
+                    const i64 place = (of_a ? first_a : first_b) + places[n] + sum;
+                    float4 v = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+                    if (places[n] >= 0) v = *reinterpret_cast<const float4*>(from + place);
+                    values[0][n] = v.x; values[1][n] = v.y; values[2][n] = v.z; values[3][n] = v.w;
                 }
+                return;
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < kBatch; ++s) {
+            const auto block = [&](const Scaling& of) {
+                return min((sum + s) * kBytes / static_cast<u32>(of.wide), static_cast<u32>(of.across) - 1);
+            };
+            const u32 block_a = block(a), block_b = block(b);
+#pragma unroll
+            for (int n = 0; n < kEach; ++n) {
+                const bool of_a = thread + n * kStagers < D::kScalesA;
+                const Scaling& of = of_a ? a : b;
+                const i64 place = (of_a ? first_a : first_b) + places[n] + (of_a ? block_a : block_b);
+                if (places[n] < 0) values[s][n] = 1.0f;
+                else if constexpr (D::kFloatScales) values[s][n] = static_cast<const float*>(of.scale)[place];
+                else values[s][n] = of.at(place);
             }
         }
     }
-    __device__ void store(int own, float* to) const {
+    __device__ void store(float* to) const {
 #pragma unroll
         for (int n = 0; n < kEach; ++n) {
-            const int i = thread + n * kStagers, of_b = i - D::kScalesA;
+            const int i = thread + n * kStagers;
 #pragma unroll
-            for (int s = 0; s < D::kSubs; ++s) {
-                if (of_b < 0) to[s * D::kScalesA + i] = values[own][n][s];
-                else if (of_b < D::kScalesB) to[D::kSubs * D::kScalesA + s * D::kScalesB + of_b] = values[own][n][s];
-            }
+            for (int s = 0; s < kBatch; ++s)
+                if (i < D::kScalesOfSum) to[s * D::kScalesOfSum + i] = values[s][n];
         }
     }
 };
 
-// The end of a tile, by kStagers threads. Sums of integers T become T + a0 b0 + a1 b1: with zero points z, sums S of
-// codes and K columns, T - za Sb - zb Sa + K za zb; or, of bits with p ones, 4 T + a0 + b0 = K - 2 (pa + pb - 2 T).
+// The end of a tile, of which each of kStagers threads has a share in registers until there is room for it. Sums of integers T become T + a0 b0 + a1 b1: with zero points z, sums S of codes and K columns,
+// T - za Sb - zb Sa + K za zb; or, of bits with p ones, 4 T + a0 + b0 = K - 2 (pa + pb - 2 T).
 template <class Mma, class Tile>
-__device__ void bring_end(const Ends<Mma, Tile>& to, const SideRows& a, const SideRows& b, const Place& place, i64 K,
-                          const Epilogue& e, int thread) {
+struct EndShare {
     using D = DenseTile<Mma, Tile>;
-    const auto side = [&](const SideRows& own, int i, float* scale, int* terms, int rows, bool is_a) {
-        if constexpr (!D::kScaled) scale[i] = own.scale(i);
-        if constexpr (D::kTerms == 0) {
-        } else if constexpr (Mma::bits) {
-            terms[i] = (is_a ? static_cast<int>(K) : 0) - 2 * own.sum(i);
-        } else {
-            const int zero = own.zero(i, is_a ? Mma::a : Mma::b), sum = own.sum(i);
-            terms[i] = is_a ? -zero : sum - static_cast<int>(K) * zero;
-            terms[rows + i] = is_a ? -sum : zero;
+    __device__ static constexpr int each(int rows) { return (rows + kStagers - 1) / kStagers; }
+    template <int kRows>
+    struct Side { float scale[each(kRows)]; int terms[2][each(kRows)]; };
+    Side<kTileRows> a;
+    Side<D::kColumns> b;
+    float bias[each(D::kNamed)];
+    int thread;
+
+    __device__ EndShare(const SideRows& a_rows, const SideRows& b_rows, const Place& place, int depth,
+                        const Epilogue& e, int thread) : thread(thread) {
+        load<true>(a, a_rows, depth);
+        load<false>(b, b_rows, depth);
+#pragma unroll
+        for (int n = 0; n < each(D::kNamed); ++n) {
+            const int i = thread + n * kStagers;
+            const bool has = e.bias && i < min(place.w.count, D::kNamed);
+            bias[n] = has ? load_typed(e.bias, e.bias_type, place.column + i) : 0.0f;
         }
-    };
-    for (int i = thread; i < kTileRows; i += kStagers) side(a, i, to.a_scale, to.a_terms, kTileRows, true);
-    for (int i = thread; i < D::kColumns; i += kStagers) side(b, i, to.b_scale, to.b_terms, D::kColumns, false);
-    for (int i = thread; i < D::kNamed; i += kStagers)
-        to.bias[i] = e.bias && i < place.w.count ? load_typed(e.bias, e.bias_type, place.column + i) : 0.0f;
-}
+    }
+    template <bool kIsA, int kRows>
+    __device__ void load(Side<kRows>& to, const SideRows& rows, int depth) const {
+#pragma unroll
+        for (int n = 0; n < each(kRows); ++n) {
+            const int i = thread + n * kStagers;
+            if constexpr (!D::kScaled) to.scale[n] = rows.scale(i);
+            if constexpr (D::kTerms == 0) continue;
+            const int sum = rows.sum(i);
+            if constexpr (Mma::bits) {
+                to.terms[0][n] = (kIsA ? depth : 0) - 2 * sum;
+            } else {
+                const int zero = rows.zero(i, kIsA ? Mma::a : Mma::b);
+                to.terms[0][n] = kIsA ? -zero : sum - depth * zero;
+                to.terms[1][n] = kIsA ? -sum : zero;
+            }
+        }
+    }
+    __device__ void store(const Ends<Mma, Tile>& to) const {
+        store(a, to.a_scale, to.a_terms);
+        store(b, to.b_scale, to.b_terms);
+#pragma unroll
+        for (int n = 0; n < each(D::kNamed); ++n)
+            if (thread + n * kStagers < D::kNamed) to.bias[thread + n * kStagers] = bias[n];
+    }
+    template <int kRows>
+    __device__ void store(const Side<kRows>& from, float* scale, int* terms) const {
+#pragma unroll
+        for (int n = 0; n < each(kRows); ++n) {
+            const int i = thread + n * kStagers;
+            if (i >= kRows) continue;
+            if constexpr (!D::kScaled) scale[i] = from.scale[n];
+            if constexpr (D::kTerms > 0) terms[i] = from.terms[0][n];
+            if constexpr (D::kTerms > 0 && !Mma::bits) terms[kRows + i] = from.terms[1][n];
+        }
+    }
+};
 
 }  // namespace cuquant

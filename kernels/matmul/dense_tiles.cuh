@@ -10,6 +10,7 @@ constexpr int kLine = 128;              // bytes of K of a stage: what the copy 
 constexpr int kTileRows = 128;          // of side a, 64 of each warpgroup
 constexpr int kMathWarps = 8, kLaneSteps = 4;  // that multiply; and products of 32 bytes in a line
 constexpr int kStagers = 96;            // threads that bring scales, bias and sums of codes
+constexpr int kBatch = 4, kBatches = 2;  // sums whose scales are brought together; and how many such there is room for
 
 // Rows of a side that a tile has, counted through all its matrices.
 struct Rows { i64 first; int count; };
@@ -24,7 +25,8 @@ struct Place {
 //   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each
 //             has 64 rows of every tile
 //   stages    lines of both sides in shared memory
-//   promote   bytes of K whose products the tensor cores add up, 32 or 128, before they meet others in float32; 0: all
+//   promote   bytes of K whose products the tensor cores add up, 32, 128 or 256, before they meet others in float32;
+//             0: all
 //   scaled    1 or 2: each such sum is multiplied by its scales, which change along K; 1: all of them are float32
 //   blocks    how many blocks of scales the columns of a part are of, 1 or 2; 0: each has its own scale
 //   swapped   side a is the weights, whose rows are the output's columns; else it is x
@@ -52,27 +54,36 @@ struct DenseTile {
     // There are registers for the sums of two lines.
     static constexpr bool kDouble = kPromote == 128 && kColumns <= ((kScaled && !kBlocks) || kSplit > 1 ? 64 : 128);
     static constexpr int kSubs = kPromote == 32 ? kLaneSteps : 1;                  // sums of a line
+    static constexpr int kTogether = kBatch / kSubs;                               // lines whose scales come together
+    static constexpr int kRun = kPromote > kLine ? kPromote / kLine : 1;           // or lines of a sum
+    static_assert(kRun == 1 || !kScaled, "scales change with each line");
     static constexpr int kScalesA = kTileRows, kScalesB = kBlocks ? 4 : kColumns;  // of two blocks of each half
-    static constexpr int kScales = kScaled ? kSubs * (kScalesA + kScalesB) : 0;    // of a stage
+    static constexpr int kScalesOfSum = kScalesA + kScalesB, kScales = kScaled ? kBatch * kScalesOfSum : 0;
     static constexpr int kOwn = kColumns / kSplit;  // columns whose sums a block finishes
     using Sum = Choice<(kPromote > 0), float, typename Mma::Sum>;
     // What a warp stores at a time, rows of the output, lies in this many bytes.
     static constexpr int kArea = 2560;
 
-    // In shared memory: stages, their scales, the ends of as many tiles as there are turns, places of warps, barriers.
+    // In shared memory: stages, scales, the ends of as many tiles as there are turns, places of warps, barriers.
     static constexpr int kBytesA = kTileRows * kLine, kBytesB = kColumns * kLine, kRing = kStages * (kBytesA + kBytesB);
     static constexpr int kTerms = Mma::floats || kScaled ? 0 : 2;
     static constexpr int kNamed = kSwapped ? kTileRows : kColumns;  // of bias
     // Scales of both sides, bias, and what is added to sums of integers.
     static constexpr int kEnds = (kScaled ? 0 : kTileRows + kColumns) + kNamed + kTerms * (kTileRows + kColumns);
-    static constexpr int kAtEnds = kRing + kStages * kScales * 4, kAtAreas = kAtEnds + kTurns * kEnds * 4;
+    static constexpr int kAtEnds = kRing + kBatches * kScales * 4, kAtAreas = kAtEnds + kTurns * kEnds * 4;
     static constexpr int kAtBarriers = kAtAreas + kMathWarps * kArea;
 
     __device__ static Place place(const Groups& groups, i64 N, int step, int a_tile, int b_tile) {
-        const GroupTile rows = tile_of<kSwapped ? kColumns : kTileRows>(groups, kSwapped ? b_tile : a_tile);
+        constexpr int kRows = kSwapped ? kColumns : kTileRows;
+        const int tile = kSwapped ? b_tile : a_tile;
         const i64 column = static_cast<i64>(kSwapped ? a_tile : b_tile) * step;
-        const i64 first = min(rows.group, groups.count - 1) * N + column;
         const int count = static_cast<int>(max(min(N - column, static_cast<i64>(step)), 0ll));
+        if (groups.count == 1 && !groups.offsets && !groups.counts) {  // without divisions
+            const i64 row = static_cast<i64>(tile) * kRows, left = groups.rows - row;
+            return {{row, static_cast<int>(max(min(left, static_cast<i64>(kRows)), 0ll))}, {column, count}, column};
+        }
+        const GroupTile rows = tile_of<kRows>(groups, tile);
+        const i64 first = min(rows.group, groups.count - 1) * N + column;
         return {{rows.first, static_cast<int>(rows.count)}, {first, count}, column};
     }
     // The other block of a cluster needs what this one brings.
@@ -83,14 +94,19 @@ struct DenseTile {
 
 // In which order tiles are taken: bands of side a, so that what blocks read at a time is little of both sides.
 struct TileOrder {
-    static constexpr int kBand = 8;
+    static constexpr u32 kBand = 8;
     int a, b;
 
     __device__ int count() const { return a * b; }
     __device__ void at(int index, int& a_tile, int& b_tile) const {
-        const int band = index / (kBand * b), in_band = index - band * kBand * b, wide = min(kBand, a - band * kBand);
-        a_tile = band * kBand + in_band % wide;
-        b_tile = in_band / wide;
+        const u32 band = index / (kBand * b), in_band = index - band * kBand * b, left = a - band * kBand;
+        u32 in_a = in_band % kBand, in_b = in_band / kBand;
+        if (left < kBand) {
+            in_b = in_band / left;
+            in_a = in_band - in_b * left;
+        }
+        a_tile = band * kBand + in_a;
+        b_tile = in_b;
     }
 };
 
@@ -137,12 +153,12 @@ struct Stages {
     }
     __device__ void init() const {
         for (int s = 0; s < D::kStages; ++s) {
-            barrier_init(full + s, D::kScaled ? 1 + kStagers / 32 : 1);
+            barrier_init(full + s, 1);
             barrier_init(empty + s, D::kTileWarps * D::kShare);
         }
         for (int t = 0; t < D::kTurns; ++t) {
-            barrier_init(end_full + t, kStagers / 32);
-            barrier_init(end_empty + t, D::kTileWarps);
+            barrier_init(end_full + t, kStagers);
+            barrier_init(end_empty + t, 32 * D::kTileWarps);
             barrier_init(turn + t, 1);
         }
     }
@@ -161,6 +177,31 @@ struct Ring {
         const int rounds = (stage + lines) / kStages;
         stage += lines - rounds * kStages;
         parity ^= rounds & 1;
+    }
+};
+
+// Batches of scales, which two warpgroups read: barriers that count warps tell each of them that a batch is there, and
+// those who bring it that its place is free again.
+struct Batches {
+    static constexpr int kMath = 32 * kMathWarps, kFirst = 2;  // of barriers
+    u32 number = 0;
+
+    __device__ u32 place() const { return number % kBatches; }
+    __device__ int here(int group) const { return kFirst + kBatches + 2 * place() + group; }
+    __device__ int free() const { return kFirst + place(); }
+    // By those who bring them.
+    __device__ void wait_free() const {
+        if (number >= kBatches) named_barrier(free(), kStagers + kMath);
+    }
+    __device__ void give() {
+        for (int group = 0; group < 2; ++group) named_barrier_arrive(here(group), kStagers + kMath / 2);
+        ++number;
+    }
+    // By those who read them.
+    __device__ void wait() const { named_barrier(here(threadIdx.x / 128), kStagers + kMath / 2); }
+    __device__ void leave() {
+        named_barrier_arrive(free(), kStagers + kMath);
+        ++number;
     }
 };
 

@@ -121,7 +121,7 @@ def test_experts(pair, launched):
 # Formats of both sides, what is multiplied, bytes of K of a scale, how scales are told, and rows.
 RULES = {
     "int8:row": ("int8", 0, 0, 1),
-    "fp8_e4m3:row": ("fp8_e4m3", 0, 0, 1),
+    "fp8_e4m3:row": ("fp8_e4m3", dense.RUN, 0, 1),
     "int1:row": ("bits", 0, 0, 1),
     "int8:128": ("int8", 128, 1, 1),
     "mxfp8": ("fp8_e4m3", 32, 2, 1),

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from cuquant.ops.matmul.coded import Coded, Groups, Scaling, bytes_of
-from cuquant.ops.matmul.dense import Tile, dense
+from cuquant.ops.matmul.dense import RUN, Tile, dense
 from cuquant.ops.matmul.epilogue import ACTIVATIONS, TYPES
 
 F32, F64 = np.float32, np.float64
@@ -26,8 +26,8 @@ OUTS = {
     "int8": np.dtype(np.int8),
     "int32": np.dtype(np.int32),
 }
-# The tensor cores add up small floats with about so many bits, of the largest one of a step.
-FLOAT_ERROR, ACCURATE_ERROR = 2.0**-11, 2.0**-13
+# The tensor cores keep about 14 bits of the largest one of a step of 32 columns, and of their sum.
+FLOAT_ERROR = RUN / 32 * 2.0**-14
 ROUNDED = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -71,7 +71,6 @@ class Case:
     by: str = "batch"
     padding: int = 0  # columns of the output that are not written
     tile: Tile | None = None
-    accurate: bool = False
 
 
 def _codes(rng, kind: str, rows: int, depth: int) -> np.ndarray:
@@ -217,7 +216,7 @@ def multiply(case: Case, cupy, backend, seed: int = 0) -> Outcome:
         ACTIVATIONS[case.activation], 0 if factor is None else to(factor), to(out_scale),
     )  # fmt: skip
     moved_out = kept[[array.data.ptr for array in kept].index(out)]
-    dense(backend, a, b, n, k, told, results, tile=case.tile, accurate=case.accurate)
+    dense(backend, a, b, n, k, told, results, tile=case.tile)
     got = moved_out.get().view(dtype).reshape(rows, pitch)
 
     wanted, size, written = np.zeros((rows, n)), np.zeros((rows, n)), np.zeros(rows, bool)
@@ -233,8 +232,7 @@ def multiply(case: Case, cupy, backend, seed: int = 0) -> Outcome:
     is_float = case.x.kind.startswith("fp8")
     if case.out == "int32":
         return Outcome(got[written][:, :n], wanted[written], 0.5, untouched)
-    float_error = ACCURATE_ERROR if case.accurate else FLOAT_ERROR
-    allowed = size * (float_error if is_float else 2.0**-23 * (4 + k // 32))
+    allowed = size * (FLOAT_ERROR if is_float else 2.0**-23 * (4 + k // 32))
     if factor is not None:
         wanted, allowed = wanted * float(factor[0]), allowed * abs(float(factor[0]))
     if bias is not None:

@@ -318,7 +318,7 @@ def add_up(
 
 def sums_program(kind: str) -> Program:
     """The kernel that adds up codes, or counts the ones of bits."""
-    return Program("matmul/codes.cu", "code_sums", (SUMMED[kind],))
+    return Program("matmul/codes.cu", "code_sums", (SUMMED[kind],), overlaps=True)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ ROWS = 128  # of side a
 THREADS = 384
 AREA = 8 * 2560  # bytes in which warps order results
 BARRIERS, OTHER_BARRIERS = 16, 48  # bytes of a stage's two, and of the others
+BATCH, BATCHES = 4, 2  # sums whose scales are brought together, and how many such there is room for
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
 COLUMNS = (16, 32, 64, 96, 112, 128, 144, 192, 224, 256)  # of a tile: a program each
 # Turns, share and split.
@@ -32,7 +33,8 @@ WAYS = ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1,
 MOST_SCALED = {0: 160, 1: 256, 2: 160}
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 INVARIANT_ROWS = 64  # of x: rows that must not depend on their number suit tiles for so many
-COARSE, FINE = 128, 32  # bytes of K whose sums are promoted
+COARSE, FINE = 128, 32  # bytes of K whose sums are promoted, where these have scales
+RUN = 256  # and of small floats without: the tensor cores add up with about 14 bits
 LEAST_STAGES, MOST_STAGES = 3, 12
 
 # What takes how long, in cycles of a multiprocessor: so long that it does OPERATIONS in one where
@@ -50,10 +52,8 @@ FINE_TIMES = 4.0  # where there are four sums of a line
 SCALE_CYCLES, MORE_CYCLES, FEW_COLUMNS = 3.0, 6.0, 64
 BROUGHT = 48.0  # bytes to a multiprocessor in a cycle
 LEAST_LINE = 400.0  # of a line, however few columns
-END_CYCLES, RESULT_CYCLES = (
-    1000.0,
-    10.0,
-)  # after the products of a tile, and for each of its columns
+END_CYCLES = 1000.0  # after the products of a tile
+RESULT_CYCLES = {False: 10.0, True: 20.0}  # and for each of its columns, by Tile.swapped
 ADDED_CYCLES, ADDED_COLUMN = 1500.0, 30.0  # likewise, where blocks add up their sums
 FILL_CYCLES = 2000.0  # before the first products
 START_US, LAST_US = 2.0, 2.0  # of a kernel; and from the last bytes read to its end
@@ -74,8 +74,8 @@ class Tile:
     stages
         Lines of both sides in shared memory.
     promote
-        Bytes of K whose products the tensor cores add up before they meet others in float32; 0: all
-        of them.
+        Bytes of K whose products the tensor cores add up before they meet others in float32: FINE,
+        COARSE or RUN; 0: all of them.
     scaled
         Whether each of those sums is multiplied by its scales: 1 where all of them are float32, or
         2; 0: scales follow at the end.
@@ -116,8 +116,7 @@ class Work(NamedTuple):
     kinds
         KINDS of x and of the weights.
     promote, scaled, tall
-        Bytes of K that share their scales, 0 where all of them do; as Tile says; and rows of the
-        weights that share theirs.
+        As Tile says; and rows of the weights that share scales which change along K.
     groups, told
         How many, and how only the device knows their rows: by "offsets" or "counts"; else "".
     processors, read, codes
@@ -151,11 +150,8 @@ class Work(NamedTuple):
 
 
 def scales_of(tile: Tile) -> int:
-    """Scales of a stage: DenseTile's kScales."""
-    if not tile.scaled:
-        return 0
-    of_b = 4 if tile.blocks else tile.columns
-    return (LINE // FINE if tile.promote == FINE else 1) * (ROWS + of_b)
+    """Scales of a batch: DenseTile's kScales."""
+    return BATCH * (ROWS + (4 if tile.blocks else tile.columns)) if tile.scaled else 0
 
 
 def shared_bytes(tile: Tile, *, is_float: bool) -> int:
@@ -163,8 +159,8 @@ def shared_bytes(tile: Tile, *, is_float: bool) -> int:
     sides = ROWS + tile.columns
     ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
     ends += 0 if is_float or tile.scaled else 2 * sides
-    stage = sides * LINE + scales_of(tile) * 4 + BARRIERS
-    return tile.stages * stage + tile.turns * ends * 4 + AREA + OTHER_BARRIERS
+    floats = BATCHES * scales_of(tile) + tile.turns * ends
+    return tile.stages * (sides * LINE + BARRIERS) + floats * 4 + AREA + OTHER_BARRIERS
 
 
 @lru_cache(maxsize=4096)
@@ -218,10 +214,10 @@ def time_us(tile: Tile, work: Work) -> float:
     cut = cut_of(tile, work)
     lines = -(-work.lines // tile.split)
     brought = (cut.step if tile.swapped else ROWS) + tile.columns / tile.share
-    beside = PROMOTED_LINE if tile.promote else LINE_CYCLES
+    beside = PROMOTED_LINE / max(tile.promote // LINE, 1) if tile.promote else LINE_CYCLES
     beside += SHARED_LINE if tile.share > 1 else 0
     line = _longer(_multiplied(tile, work) + beside, brought * LINE / BROUGHT, LEAST_LINE, power=8)
-    end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES
+    end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES[tile.swapped]
     end += ADDED_CYCLES + tile.columns * ADDED_COLUMN if tile.split > 1 else 0
     rounds = -(-cut.blocks(tile) // (clusters_at_once(tile, work) * tile.cluster))
     ends = rounds
@@ -347,6 +343,11 @@ def promoted(a: Coded, b: Coded, depth: int) -> int | None:
     return next((n for n in (COARSE, FINE) if not any(wide % n for wide in wides)), None)
 
 
+def run_of(kind: str, depth: int) -> int:
+    """Tile's promote, where scales do not change along K."""
+    return RUN if kind in FLOATS and depth > RUN else 0
+
+
 def takes(a: Coded, b: Coded, depth: int) -> bool:
     """Whether the kernel has such scales: bits, and integers with zero points, have one segment."""
     segments = promoted(a, b, depth)
@@ -361,8 +362,6 @@ def work_of(
     columns: int,
     depth: int,
     groups: Groups,
-    *,
-    accurate: bool = False,
 ) -> Work:
     """What is to be divided: x `a` times the weights `b`."""
     nbytes = bytes_of(a.kind, depth)
@@ -374,8 +373,7 @@ def work_of(
     )
     scaled = (1 if floats else 2) if promote else 0
     tall = b.scaling.tall if promote else 1
-    if accurate and not promote and a.kind in FLOATS:
-        promote = COARSE
+    promote = promote or run_of(a.kind, depth)
     told = "offsets" if groups.offsets else "counts" if groups.counts else ""
     return Work(
         groups.rows, columns, -(-nbytes // LINE), (a.kind, b.kind), promote, scaled,
@@ -393,7 +391,6 @@ def dense(
     results: bytes,
     *,
     tile: Tile | None = None,
-    accurate: bool = False,
 ) -> None:
     """x times weights, both of codes.
 
@@ -409,13 +406,8 @@ def dense(
         The struct CodedResults of matmul/coded_results.cuh.
     tile
         How to divide the product, whatever else may be faster: for measuring.
-    accurate
-        Whether sums of products of small floats whose scales do not change along K are promoted
-        to float32 after COARSE columns too. The tensor cores add up with about 14 bits: of normal
-        numbers, the sums of 4096 products are off by 1.3e-3 of their norm, and of 14336 by 2.9e-3,
-        where they are off by 1.3e-4 if they are promoted, which takes an eighth longer.
     """
-    work = work_of(backend, a, b, columns, depth, groups, accurate=accurate)
+    work = work_of(backend, a, b, columns, depth, groups)
     tile = tile or tile_of(work)
     cut = cut_of(tile, work)
     many = 1 if groups.offsets else groups.count
@@ -492,6 +484,7 @@ def programs() -> list[Program]:
     for kinds, (rows, columns, depth) in product(PAIRS, USUAL):
         lines = -(-bytes_of(kinds[0], depth) // LINE)
         for promote, tall, scaled in SCALINGS if kinds in SCALED_PAIRS else SCALINGS[:1]:
+            promote = promote or run_of(kinds[0], depth)
             work = Work(rows, columns, lines, kinds, promote, scaled, tall)
             found[program_of(kinds, tile_of(work))] = None
     return list(found)

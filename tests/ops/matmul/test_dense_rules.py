@@ -16,7 +16,7 @@ from cuquant.ops.matmul.dense import LINE, ROWS, Cut, Tile, Work, cut_of, tile_o
 
 PAIRS = [("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"), ("bits", "bits")]
 NUMBERS = (1, 3, 64, 129, 2112, 14336)
-SCALINGS = [(0, 0, 1), (128, 1, 128), (128, 2, 48), (128, 1, 1), (32, 2, 1)]
+SCALINGS = [(0, 0, 1), (256, 0, 1), (128, 1, 128), (128, 2, 48), (128, 1, 1), (32, 2, 1)]
 
 
 def works():
@@ -134,15 +134,15 @@ def test_zero_points_have_one_segment():
     assert not rules.takes(side("bits", 128), side("bits", 128), 1000)
 
 
-def test_small_floats_are_promoted_where_that_is_wanted():
-    def work(kind, wide, **options):
+def test_small_floats_are_added_up_by_runs():
+    def work(kind, wide, depth=1000):
         sides = side(kind, wide), side(kind, 1000)
-        return rules.work_of(Notes(), *sides, 64, 1000, Groups(1, 8), **options)  # type: ignore
+        return rules.work_of(Notes(), *sides, 64, depth, Groups(1, 8))  # type: ignore[arg-type]
 
-    assert work("fp8_e4m3", 1000).promote == work("int8", 1000, accurate=True).promote == 0
-    accurate = work("fp8_e4m3", 1000, accurate=True)
-    assert (accurate.promote, accurate.scaled) == (128, 0)
-    assert work("fp8_e4m3", 32, accurate=True).promote == 32
+    assert work("int8", 1000).promote == work("fp8_e4m3", 1000, depth=256).promote == 0
+    assert work("fp8_e4m3", 1000)[4:6] == work("fp8_e5m2", 1000, depth=257)[4:6] == (256, 0)
+    assert work("fp8_e4m3", 128)[4:6] == (128, 1)
+    assert work("fp8_e4m3", 32).promote == 32
 
 
 # ---- the launch ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gpu_products import compile_together
 
 from cuquant.gpu import arrays
 from cuquant.gpu.rates import H100
-from cuquant.ops.matmul.dense import MOST_SCALED, WAYS, Tile, staged
+from cuquant.ops.matmul.dense import MOST_SCALED, RUN, WAYS, Tile, staged
 
 pytestmark = pytest.mark.gpu
 
@@ -79,8 +79,8 @@ for _by, _counts in {
             CASES[f"{_by}-{_kind}-{_shape}"] = Case(
                 *sides(_kind, *_blocks), _shape, "bfloat16", counts=_counts, by=_by
             )
-for _shape in SHAPES[-3:]:
-    CASES[f"accurate-{_shape}"] = Case(E4M3, E5M2, _shape, accurate=True)
+for _k in (255, 256, 257, 512, 513, 14336):  # small floats by runs of 256
+    CASES[f"runs-{_k}"] = Case(E4M3, E5M2, (200, 264, _k))
 # Each way to divide, whatever the rule would choose.
 for _swapped in (False, True):
     for _columns in (16, 48, 112, 128, 192, 224, 256):
@@ -91,8 +91,14 @@ for _swapped in (False, True):
             _id = f"{_columns}-{'swapped' if _swapped else 'straight'}-{_turns}-{_share}-{_split}"
             _shape = (1300, 1000, 2000) if _split == 1 else (300, 1000, 2000)
             CASES[f"tile-{_id}"] = Case(INT, INT, _shape, "bfloat16", tile=tile(_columns, **_way))
+            if _turns > 1:
+                continue
+            CASES[f"tile-runs-{_id}"] = Case(
+                E4M3, E4M3, _shape, "bfloat16",
+                tile=tile(_columns, is_float=True, promote=RUN, **_way),
+            )  # fmt: skip
             _blocks = 0 if _swapped else 1 if 128 % _columns == 0 or _columns == 256 else 2
-            if _turns > 1 or _columns > MOST_SCALED[_blocks]:
+            if _columns > MOST_SCALED[_blocks]:
                 continue
             _way |= dict(promote=128, scaled=1, blocks=_blocks)
             CASES[f"tile-blocks-{_id}"] = Case(
@@ -145,7 +151,19 @@ def compile_all() -> None:
     compile_together(list(programs), 90)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of each kind of scales and sums, for compute-sanitizer.
+SAMPLE = (
+    "int8-int8-(130, 264, 129)", "zeros-(300, 513, 1000)", "bits-bits-(512, 768, 4096)",
+    "fp8_e4m3-fp8_e4m3-(512, 768, 4096)", "1x128-128x128-fp8_e4m3-(512, 768, 4096)",
+    "1x128-1x128-int8-(200, 520, 640)", "1x32-fp8_e5m2-(200, 520, 640)",
+    "offsets-fp8_e4m3-(150, 264, 128)", "tile-128-straight-2-2-1", "tile-112-swapped-1-1-2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.sanitize if name in SAMPLE else ()) for name in CASES],
+)
 def test_products(name, gpu, backend):
     outcome = multiply(CASES[name], gpu, backend)
     assert outcome.untouched, "elements that are no result were overwritten"
