@@ -20,14 +20,9 @@ SMALL, LARGE = F32(2.0**-100), F32(2.0**100)
 LEAST_EPS = F32(2.0**-126)
 
 
-def eps_in_units(eps: np.float32) -> tuple[np.float32, np.float32]:
-    """eps of rows that are multiplied by SMALL, and of those by LARGE.
-
-    Only a constant row can tell the first one from 0, and it must not be 0 there unless eps is.
-    """
-    with np.errstate(over="ignore", under="ignore"):
-        small = F32(F64(eps) * F64(SMALL) ** 2)
-        return max(small, LEAST_EPS) if eps else small, F32(F64(eps) * F64(LARGE) ** 2)
+def least_eps(eps: np.float32) -> np.float32:
+    """What eps is at the least in other units: only a constant row can tell it from 0."""
+    return LEAST_EPS if eps else F32(0)
 
 
 def row_sums(values: np.ndarray) -> np.ndarray:
@@ -101,9 +96,10 @@ def _normed(x: np.ndarray, eps: np.float32, means: int = 0) -> np.ndarray:
     values = rest * (F32(1) / np.sqrt(square))
     within = (square <= MOST) & ((square >= LEAST) | (np.abs(mean) >= 1))
     others = np.flatnonzero(~within)
-    for unit, own in zip((SMALL, LARGE), eps_in_units(eps), strict=True):
+    for unit in (SMALL, LARGE):
         chosen = others[(square[others, 0] <= 1) == (unit == LARGE)]
         if len(chosen):
+            own = np.maximum(eps * unit * unit, least_eps(eps))
             rest, _, other = _statistics(x[chosen] * unit, own, means)
             values[chosen] = rest * (F32(1) / np.sqrt(other))
     return values

@@ -18,7 +18,7 @@ struct Operands {
     const void* weight;  // [K]
     const void* bias;    // [K]
     void* sum;           // where x + residual goes, or null
-    float eps, eps_small, eps_large;  // the others are those of rows in other units
+    float eps, least_eps;  // the least one of rows in other units
     float scale;         // of a transform: 1 / sqrt(group)
     double share;        // 1 / K
 };
@@ -207,9 +207,9 @@ __device__ Norm norm_of(const Operands& operands, Sum sum) {
 // so little around a mean of 1 or more is constant: in larger units its mean might overflow.
 template <int kCount, class Sum>
 __device__ Norm norm_again(const Norm& norm, const Operands& operands, Sum sum) {
-    const bool down = !(norm.square <= 1.0f), constant = fabsf(norm.mean) >= 1.0f;
-    const float unit = down ? kSmall : constant ? 1.0f : kLarge;
-    const float eps = down ? operands.eps_small : constant ? operands.eps : operands.eps_large;
+    const float large = fabsf(norm.mean) >= 1.0f ? 1.0f : kLarge;
+    const float unit = norm.square <= 1.0f ? large : kSmall;
+    const float eps = fmaxf(__fmul_rn(__fmul_rn(operands.eps, unit), unit), operands.least_eps);
     const Norm other = norm_in<kCount, true>(unit, eps, operands.share, sum);
     return norm.within() ? norm : other;
 }
