@@ -203,7 +203,10 @@ def layernorm_quantize(
     -----
     LayerNorm: Ba, Kiros and Hinton, arXiv 1607.06450. Sums and units are those of
     `rmsnorm_quantize`: the mean is rounded to float32, and the variance is the mean of
-    (x - mean)^2.
+    (x - mean)^2. Of float32 x the mean of x - mean is taken off, too, so that neither the rounding
+    of a large mean nor that of its sum is left: rows far from 0 are as exact as others, and a
+    constant row gives `bias`, or 0. With eps = 0 that is 0 / 0, NaN. Rows whose sums overflow are
+    taken in other units.
 
     Examples
     --------
