@@ -49,7 +49,7 @@ struct Multiplier {
     }
     // What a part's sums are multiplied by.
     struct SumScales {
-        int at;            // where all of them lie: those of rows of a, then of b
+        const float* at;   // all of them: those of rows of a, then of b
         float both[2][2];  // where b has blocks: products, of two blocks or of the one of each half, by the lane's rows
     };
     // Those of sum number `sum` of a tile.
@@ -57,11 +57,11 @@ struct Multiplier {
         SumScales s = {};
         if constexpr (D::kScaled) {
             if (first && sum % kBatch == 0) batches.wait();
-            s.at = batches.place() * D::kScales + sum % kBatch * D::kScalesOfSum;
-            const float* const at = stages.scales + s.at;
+            s.at = stages.scales + batches.place() * D::kScales + sum % kBatch * D::kScalesOfSum;
+            // Towards 0: a product that is too large stays finite, and a sum of 0 stays 0.
 #pragma unroll
             for (int i = 0; i < 4 && D::kBlocks; ++i)
-                s.both[i / 2][i % 2] = __fmul_rn(at[row + i % 2 * 8], at[D::kScalesA + i / 2]);
+                s.both[i / 2][i % 2] = __fmul_rz(s.at[row + i % 2 * 8], s.at[D::kScalesA + i / 2]);
         }
         return s;
     }
@@ -70,50 +70,28 @@ struct Multiplier {
         if (D::kScaled && (sum % kBatch == kBatch - 1 || last)) batches.leave();
     }
     // Add a part's sums to those in float32.
-    __device__ void promote(Part& part, float (&sums)[kColumns / 2], const SumScales& s, int half) const {
-        if constexpr (is_same<Part, float[kPart / 2]>) {
-            add(part, sums + half * kPart / 2, s, half);
-        } else {
-            float own[kPart / 2];
-#pragma unroll
-            for (int i = 0; i < kPart / 2; ++i) own[i] = static_cast<float>(part[i]);
-            add(own, sums + half * kPart / 2, s, half);
-        }
-    }
-    // `own` may be multiplied where it is: a copy beside it would have no registers.
-    __device__ void add(float (&own)[kPart / 2], float* sums, const SumScales& s, int half) const {
+    __device__ void promote(const Part& part, float (&all)[kColumns / 2], const SumScales& s, int half) const {
+        float* const sums = all + half * kPart / 2;
         if constexpr (!D::kScaled) {
 #pragma unroll
-            for (int i = 0; i < kPart / 2; ++i) sums[i] += own[i];
+            for (int i = 0; i < kPart / 2; ++i) sums[i] += static_cast<float>(part[i]);
         } else if constexpr (D::kBlocks) {
-            const int other = D::kBlocks == 1 ? half : 1;
-            float scale[2][2] = {{s.both[half][0], s.both[half][1]}, {s.both[other][0], s.both[other][1]}};
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (is_whole(scale[0][r]) && is_whole(scale[1][r])) continue;
-                // float32 has no such scale, but it may have what both make of a sum.
-                const float* const at = stages.scales + anew(s.at);
-                const float of_row = at[row + 8 * r];
-#pragma unroll
-                for (int i = 0; i < kPart / 2; ++i)
-                    if (i / 2 % 2 == r) own[i] *= of_row;
-                scale[0][r] = at[D::kScalesA + half];
-                scale[1][r] = at[D::kScalesA + other];
-            }
 #pragma unroll
             for (int i = 0; i < kPart / 2; ++i) {
-                const bool first = D::kBlocks == 1 || i / 4 < edge;
-                sums[i] = __fmaf_rn(own[i], first ? scale[0][i / 2 % 2] : scale[1][i / 2 % 2], sums[i]);
+                const int r = i / 2 % 2;
+                const float scale = D::kBlocks == 1 || i / 4 < edge ? s.both[half][r] : s.both[1][r];
+                sums[i] = __fmaf_rn(static_cast<float>(part[i]), scale, sums[i]);
             }
         } else {
-            const float* const at = stages.scales + s.at;
-            const float of_rows[2] = {at[row], at[row + 8]};
+            const float of_rows[2] = {s.at[row], s.at[row + 8]};
 #pragma unroll
             for (int j = 0; j < kPart / 8; ++j) {
-                const float2 b = *reinterpret_cast<const float2*>(at + D::kScalesA + 8 * j + lane % 4 * 2);
+                const float2 b = *reinterpret_cast<const float2*>(s.at + D::kScalesA + 8 * j + lane % 4 * 2);
 #pragma unroll
-                for (int i = 4 * j; i < 4 * j + 4; ++i)
-                    sums[i] = __fmaf_rn(own[i] * of_rows[i / 2 % 2], i % 2 ? b.y : b.x, sums[i]);
+                for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                    const float sum = static_cast<float>(part[i]) * of_rows[i / 2 % 2];  // which both scales may not have
+                    sums[i] = __fmaf_rn(sum, i % 2 ? b.y : b.x, sums[i]);
+                }
             }
         }
     }
