@@ -257,7 +257,7 @@ def test_a_wrong_result_is_said_and_exit_code_1(gpu, monkeypatch):
         (["--shape", "64x64"], 2, "M, N and K"), (["--shape", "0x1x1"], 2, "M, N and K"),
         (["--json", "none/x.json"], 2, "no folder"), (["--repeats", 2], 2, "10"),
         (["-f", "int9"], 1, "did you mean 'int"), (["-f", "int8@int8@int8"], 1, "no pair"),
-        (["--peers", "marlin"], 1, "known are cublas, int_mm, scaled_mm, humming, deep_gemm"),
+        (["--peers", "marlin"], 1, "known are cublas, int_mm, scaled_mm, scaled_mm_fast, "),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_refused_before_the_work(arguments, code, said, monkeypatch, tmp_path):
