@@ -10,6 +10,7 @@ from fake_bench import MACHINE, FakeDenseGemm, FakeGemmPeer, FakeGpu, QuickEngin
 from typer.testing import CliRunner
 
 import cuquant as cq
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.bench import gemm, gemm_peers, gemm_report, product_report, report, roofline, timing
 from cuquant.bench import gpu as gpu_module
 from cuquant.bench.gemm_report import GemmResults
@@ -101,8 +102,9 @@ def test_operands_are_rotated_past_the_cache(gpu, monkeypatch):
     (found,) = gemm.run(gpu, settings(["int8@int4"]))
     count = timing.copies(MACHINE.l2_bytes, found.nbytes)
     assert count > 4 and found.timing.calls >= count
-    memory = [{id(x.packed), id(w.packed), id(out)} for x, w, out in seen]
+    memory = [{id(x.packed), id(w.components["codes"]), id(out)} for x, w, out in seen]
     assert len(set.union(*memory)) == 3 * count
+    assert all(isinstance(w, PackedWeight) for _, w, _ in seen)  # as nibbles are multiplied
 
 
 def test_both_sides_hold_different_numbers(gpu, monkeypatch):
