@@ -91,8 +91,8 @@ def weight_of(
         _kept.pop(key, None)
         return weight
 
-    def forget(_: object) -> None:
-        _kept.pop(key, None)
+    def forget(_: object, kept: dict[int, _Kept] = _kept) -> None:
+        kept.pop(key, None)  # a module's names are gone when Python ends
 
     parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
     _kept[key] = _Kept(said, parts, weight)
