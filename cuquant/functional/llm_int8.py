@@ -123,16 +123,14 @@ def llm_int8_linear(
     peaks = typed(absmax, "absmax", np.float32, near=x)
     interop.refuse_gradient(peaks, "absmax")
     added = None if bias is None else floats(bias, "bias", x)
-    shape = check_shapes(
-        given.shape, codes.shape, peaks.shape, None if bias is None else added.shape
-    )
+    of_bias = None if added is None else added.shape
+    shape = check_shapes(given.shape, codes.shape, peaks.shape, of_bias)
     if interop.is_on_gpu(given):
         return on_gpu.linear(given, codes, peaks, added, size)
-    arrays = (given, codes, peaks, added)
-    first, *others = (None if a is None else interop.to_numpy(a) for a in arrays)
-    assert first is not None
-    rows = first.reshape(math.prod(shape[:-1]), first.shape[-1])
-    return like(reference.linear(rows, *others, size).reshape(shape), x)
+    rows = interop.to_numpy(given).reshape(math.prod(shape[:-1]), given.shape[-1])
+    host = None if added is None else interop.to_numpy(added)
+    y = reference.linear(rows, interop.to_numpy(codes), interop.to_numpy(peaks), host, size)
+    return like(y.reshape(shape), x)
 
 
 def check_shapes(x: Any, weight: Any, absmax: Any, bias: Any) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ from cuquant.ops.plain_products import Integers, Scales, multiply_integers
 from cuquant.reference.llm_int8 import half_threshold
 
 F32, I8, U8 = np.dtype(np.float32), np.dtype(np.int8), np.dtype(np.uint8)
-FILE, THREADS, ROWS_OF_A_BLOCK = "quantize/llm_int8.cu", 256, 64
+FILE, THREADS, ROWS_OF_A_BLOCK = "quantize/llm_int8.cu", 256, 32
+UNIT = 8  # columns of a thread, where they start on 16 bytes
 # 1 / 127^2 to float32, as bitsandbytes' kernel has it.
 INVERSE_SQUARE = 6.200012e-05
 
@@ -41,8 +42,8 @@ class Rows(NamedTuple):
     apart: Any
 
 
-def program_of(entry: str, dtype: np.dtype) -> Program:
-    return Program(FILE, entry, (cpp.element_of(dtype), THREADS))
+def program_of(entry: str, dtype: np.dtype, unit: int) -> Program:
+    return Program(FILE, entry, (cpp.element_of(dtype), unit, THREADS))
 
 
 def quantize(
@@ -62,11 +63,12 @@ def quantize(
     to = [0 if array is None else backend.pointer(array) for array in made]
     codes, scales, outliers, apart = to
     given = backend.pointer(x)
+    unit = UNIT if width % UNIT == 0 and given % 16 == 0 else 1
     if limit and width:
-        grid = (-(-width // THREADS), -(-rows // ROWS_OF_A_BLOCK), 1)
-        launch = Launch(program_of("outlier_columns", dtype), grid, THREADS)
+        grid = (-(-width // (unit * THREADS)), -(-rows // ROWS_OF_A_BLOCK), 1)
+        launch = Launch(program_of("outlier_columns", dtype, unit), grid, THREADS)
         backend.launch(launch, given, outliers, limit, rows, width)
-    launch = Launch(program_of("llm_int8_rows", dtype), (rows, 1, 1), THREADS)
+    launch = Launch(program_of("llm_int8_rows", dtype, unit), (rows, 1, 1), THREADS)
     backend.launch(launch, given, outliers, codes, scales, apart, limit, factor, width)
     return made
 
@@ -102,5 +104,10 @@ def linear(x: Any, weight: Any, absmax: Any, bias: Any, threshold: float) -> Any
 
 def programs(dtypes: Sequence[str]) -> list[Program]:
     """Those of arrays of these dtypes."""
-    entries = "outlier_columns", "llm_int8_rows"
-    return [program_of(e, interop.float_dtype(d)) for d in dtypes for e in entries]
+    entries, units = ("outlier_columns", "llm_int8_rows"), (UNIT, 1)
+    return [
+        program_of(entry, interop.float_dtype(name), unit)
+        for name in dtypes
+        for entry in entries
+        for unit in units
+    ]

@@ -48,7 +48,7 @@ def quantize(x: np.ndarray, threshold: float) -> Eight:
         absmax = np.abs(rest).max(axis=1, initial=0)
         z = rest * (F32(1) / absmax * F32(127))[:, None]
     codes = np.where(np.isnan(z), F32(0), np.rint(z)).astype(np.int8)
-    outliers = large.any(axis=0)
+    outliers = np.logical_or.reduce(large, axis=0)
     codes[:, outliers] = 0
     return Eight(codes, absmax, outliers)
 
