@@ -14,7 +14,6 @@ it.
 """
 
 import inspect
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,10 +26,6 @@ from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul import door
 from cuquant.torch.operators import Backward, Operator, is_watched
 from cuquant.torch.spec import Weight, WeightSpec
-
-# A gradient with more rows than this is multiplied by decoded values on a GPU: once they are
-# decoded, tensor cores read them in any order. To be measured.
-DECODED_FROM_ROWS = 16
 
 # torch.compile does not look into the operators anyway.
 _product, _matmul = inspect.unwrap(door.linear), inspect.unwrap(door.matmul)
@@ -242,8 +237,10 @@ def _linear_grad_x(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     weight = rows(weight_of(components, format, layout, shape, dtype))
-    if not g.is_cuda or math.prod(g.shape[:-1]) <= DECODED_FROM_ROWS:
+    if not g.is_cuda:
         return _matmul(g, weight, out_dtype=out_dtype)
+    # Along N codes are read against their order: decoding all of them first takes a quarter of the
+    # time even for one row.
     with torch.autocast("cuda", enabled=False):  # which would choose another dtype
         return torch.matmul(g.detach(), decode(weight, g.dtype)).to(out_dtype)
 
@@ -271,7 +268,9 @@ def _gradients_of_linear_grad_x(
 def _dequantize(
     components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    return decode(rows(weight_of(components, format, layout, shape, dtype, None)))
+    out = components[0].new_empty(shape, dtype=dtype)  # of its own: bfloat16 comes as a view
+    decode(rows(weight_of(components, format, layout, shape, dtype, None)), out=out)
+    return out
 
 
 def _fake_dequantize(

@@ -380,7 +380,7 @@ def test_rows_are_quantized_by_an_operator(torch, layers, random, operation):
         assert torch.equal(part.cpu(), want)
 
 
-@pytest.mark.parametrize("rows", [5, 400])  # few are multiplied, for many the weight is decoded
+@pytest.mark.parametrize("rows", [5, 400])
 @pytest.mark.parametrize("prepack", [False, True])
 def test_gradients_of_experts(torch, layers, random, rows, prepack):
     q = cq.quantize(random(4, N, K), "int8")

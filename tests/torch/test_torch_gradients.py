@@ -23,7 +23,7 @@ from torch_models import (  # noqa: E402
     wanting,
 )
 
-from cuquant.torch import QuantLinear, products  # noqa: E402
+from cuquant.torch import QuantLinear  # noqa: E402
 
 F = torch.nn.functional
 ACTIVATIONS = {None: lambda z: z, "relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
@@ -182,18 +182,6 @@ def test_grouped_linear(by, prepack):
         lambda x: torch.einsum("tk,tnk->tn", x, w[experts]),
         wanting(5, 64),
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_decoded_experts_are_turned(dtype):
-    """What a GPU multiplies many rows of a gradient by."""
-    q, w = quantized(4, 24, 64, fmt="int8")
-    turned = products.decoded_and_turned(q, dtype)
-    assert torch.equal(turned.dequantize(dtype), w.to(dtype).mT)
-    g = random(5, 24, dtype=dtype)
-    found = cq.grouped_linear(g, turned, EXPERTS)
-    wanted = torch.einsum("tn,tnk->tk", g.float(), w.to(dtype).float()[EXPERTS])
-    assert_close(found.float(), wanted, torch.finfo(dtype).eps)
 
 
 def test_grouped_linear_of_counts():
