@@ -15,8 +15,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from cuquant.errors import clipped, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
-from cuquant.torch.module import QuantLinear, quantized_weight
-from cuquant.torch.spec import Weight
+from cuquant.torch.holder import quantized_weight
+from cuquant.torch.module import QuantLinear
 
 _log = logging.getLogger("cuquant.torch")
 
@@ -284,16 +284,19 @@ def _loss(module: nn.Linear, fmt: Format) -> str | None:
 def _quantized(
     layers: Sequence[Layer], prepack: bool | None
 ) -> Iterator[tuple[Layer, QuantLinear]]:
-    weights: dict[tuple[torch.Tensor, Format], Weight] = {}
+    weights: dict[tuple[torch.Tensor, Format], QuantLinear] = {}
     for layer in layers:
         linear, fmt = layer.module, layer.format
         if fmt is None or layer.reason is not None:
             continue
         key = (linear.weight, fmt)
         try:
-            if key not in weights:
-                weights[key] = quantized_weight(linear.weight.detach(), fmt, prepack)
-            new = QuantLinear(weights[key], linear.bias)
+            if (first := weights.get(key)) is None:
+                weight = quantized_weight(linear.weight.detach(), fmt, prepack)
+                new = weights[key] = QuantLinear(weight, linear.bias)
+            else:
+                new = QuantLinear(first.quantized, linear.bias)
+                new.weight = first.weight  # whose parameters are then those of both
         except (TypeError, ValueError) as error:
             raise type(error)(f"{shortened(layer.names[0])}: {error}") from error
         yield layer, follow(new, layer)

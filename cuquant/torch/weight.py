@@ -1,4 +1,4 @@
-"""What `QuantLinear.weight` is: a tensor whose values are decoded where they are read."""
+"""The `weight` of a quantized module: a tensor whose values are decoded where they are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from cuquant.torch.module import QuantLinear
+    from cuquant.torch.holder import Holder
     from cuquant.torch.spec import Weight
 
 _T: Any = torch.Tensor
@@ -23,7 +23,7 @@ _IN_PLACE = (
 
 
 class QuantWeight(torch.Tensor):
-    """The weight of a `QuantLinear`, as code that expects an nn.Linear's sees it.
+    """The weight of a quantized module, as code that expects one of torch's own sees it.
 
     Shape, dtype and device cost nothing. Whatever reads values decodes all of them to a new tensor,
     and torch.nn.functional.linear multiplies by the quantized weight, as the layer does. Setting
@@ -31,21 +31,21 @@ class QuantWeight(torch.Tensor):
     operations that would are errors, and those on what was read (`.data` too) change only that.
     """
 
-    _layer: "QuantLinear"
+    _layer: "Holder"
 
     @staticmethod
-    def __new__(cls, layer: "QuantLinear") -> "QuantWeight":
+    def __new__(cls, layer: "Holder") -> "QuantWeight":
         spec, device = layer._spec, layer._parts()[0].device
-        made = _T._make_wrapper_subclass(cls, spec.shape, dtype=spec.dtype, device=device)
+        made = _T._make_wrapper_subclass(cls, layer._shape(), dtype=spec.dtype, device=device)
         made._layer = layer
         return made
 
-    def __init__(self, layer: "QuantLinear") -> None:
+    def __init__(self, layer: "Holder") -> None:
         """All is done in __new__, as torch wants it."""
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The decoded values, a new tensor [N, K]; setting it quantizes what is set."""
+        """The decoded values, a new tensor; setting it quantizes what is set."""
         return self._layer._decoded()
 
     @data.setter
@@ -58,7 +58,7 @@ class QuantWeight(torch.Tensor):
         return self._layer.quantized
 
     def dequantize(self) -> torch.Tensor:
-        """The decoded values, a new tensor [N, K]."""
+        """The decoded values, a new tensor."""
         return self._layer._decoded()
 
     def __repr__(self, **_: Any) -> str:
