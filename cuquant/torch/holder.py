@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from cuquant import interop
-from cuquant.array.packed_weight import ROWS_LAYOUT, layout_for
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, layout_for
 from cuquant.array.packed_weight import prepack as prepacked
+from cuquant.array.packed_weight import unpack as unpacked
+from cuquant.array.quant_array import QuantArray
 from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.io.state import bytes_shape, format_text, parse_format
@@ -90,6 +92,21 @@ class Holder(nn.Module):
     def is_prepacked(self) -> bool:
         """Whether the weight is laid out for GPU kernels."""
         return self.layout != ROWS_LAYOUT
+
+    def prepack_(self) -> Any:
+        """Lay the weight out for GPU kernels, in place (`cuquant.prepack`); the layer.
+
+        Modules that share the weight keep it as it was.
+        """
+        if isinstance(held := self.quantized, QuantArray):
+            self._take(prepacked(held))
+        return self
+
+    def unpack_(self) -> Any:
+        """Undo `prepack_`, bit for bit; the layer."""
+        if isinstance(held := self.quantized, PackedWeight):
+            self._take(unpacked(held))
+        return self
 
     def _said(self) -> str:
         """Format and layout, for `extra_repr`."""

@@ -1,14 +1,19 @@
 """QuantLinear: a linear layer whose weight is quantized."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
+from cuquant.io.state import format_text
 from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
-from cuquant.torch.holder import Holder, quantized_weight
+from cuquant.torch.activations import quantized_linear
+from cuquant.torch.holder import Holder, autocast, quantized_weight
 from cuquant.torch.spec import Weight, WeightSpec
 
 
@@ -46,13 +51,19 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         Tensor [N] of float32, float16 or bfloat16; or None.
     activation
         None, "relu", "gelu" (exact) or "silu".
+    activations
+        A name or Format that x is quantized to before it is multiplied: "int8" (W8A8, W4A8 of an
+        int4 weight), "fp8_e4m3", "mxfp8". None: x is not quantized.
+    input_scale
+        Its scale, found beforehand (static quantization): a number, or an array that fits the
+        format's scales. None: from x, call by call (dynamic).
 
     Attributes
     ----------
     in_features, out_features
         K and N.
-    activation
-        As given.
+    activation, activations
+        As given; the latter as a Format.
     bias
         Parameter [N], or None.
     weight
@@ -87,6 +98,8 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         bias: torch.Tensor | None = None,
         *,
         activation: Activation | None = None,
+        activations: FormatName | str | Format | None = None,
+        input_scale: float | torch.Tensor | None = None,
     ) -> None:
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
@@ -96,6 +109,11 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         Holder.__init__(self, weight)
         self.activation = activation
         self._set_bias(bias)
+        self.register_buffer("input_scale", None)
+        self.activations: Format | None = None
+        self._activations_text: str | None = None
+        if activations is not None or input_scale is not None:
+            self.quantize_input_(activations, input_scale)
 
     @classmethod
     def from_linear(
@@ -105,6 +123,8 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         *,
         activation: Activation | None = None,
         prepack: bool | None = None,
+        activations: FormatName | str | Format | None = None,
+        input_scale: float | torch.Tensor | None = None,
         **format_options: Unpack[FormatOptions],
     ) -> "QuantLinear":
         """A layer that does what `linear` does, its weight quantized where it lies.
@@ -121,6 +141,8 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         prepack
             Whether to lay the weight out for the GPU kernels (`cuquant.prepack`), which makes them
             faster. None: where it is on a GPU.
+        activations, input_scale
+            What x is quantized to, as of the class.
         **format_options
             Of `get_format`, such as block_size=32 or double_quant=True.
 
@@ -142,12 +164,63 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         weight = quantized_weight(
             linear.weight.detach(), get_format(format, **format_options), prepack
         )
-        made = cls(weight, linear.bias, activation=activation)
+        of_input = {"activations": activations, "input_scale": input_scale}
+        made = cls(weight, linear.bias, activation=activation, **of_input)
         return made.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
         return self._multiply(input, self.bias, self.activation)
+
+    def quantize_input_(
+        self,
+        activations: FormatName | str | Format | None,
+        input_scale: float | torch.Tensor | None = None,
+    ) -> "QuantLinear":
+        """Have x quantized before it is multiplied, or no more (None); the layer.
+
+        Gradients flow back as if x were not rounded. A state_dict holds `input_scale` where there
+        is one; the format is the layer's own, as its activation is.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import cuquant as cq
+        >>> import cuquant.torch
+        >>> layer = cuquant.torch.QuantLinear.from_linear(torch.nn.Linear(64, 8), "int4")
+        >>> layer.quantize_input_("int8")
+        QuantLinear(in_features=64, out_features=8, bias=True, format=int4, activations=int8)
+        >>> x = torch.randn(3, 64)
+        >>> wanted = cq.linear(cq.quantize(x, "int8"), layer.quantized, layer.bias.detach())
+        >>> torch.equal(layer(x), wanted)
+        True
+        """
+        if activations is None and input_scale is not None:
+            raise ValueError("input_scale is that of quantized activations; pass activations too")
+        scale = None
+        if input_scale is not None:
+            scale = torch.as_tensor(
+                input_scale, dtype=torch.float32, device=self._parts()[0].device
+            )
+        fmt = None if activations is None else get_format(activations)
+        self.activations, self._activations_text = fmt, None if fmt is None else format_text(fmt)
+        self.input_scale = scale
+        return self
+
+    def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
+        if self._activations_text is None:
+            return super()._multiply(x, bias, activation)
+        how = self._activations_text, self.input_scale, bias, activation
+        return quantized_linear(autocast(x), self._parts(), *self._words, *how)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        scale, self.input_scale = self.input_scale, None
+        super()._apply(fn, recurse)
+        if scale is not None:  # is moved, and never rounded
+            where = fn(scale).device
+            empty = scale.is_meta and where.type != "meta"
+            self.input_scale = torch.empty_like(scale, device=where) if empty else scale.to(where)
+        return self
 
     def extra_repr(self) -> str:
         """What repr says of the layer."""
@@ -155,6 +228,9 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self._said()}"
         )
+        if self.activations is not None:
+            static = "" if self.input_scale is None else " (static)"
+            said += f", activations={self.activations}{static}"
         return said + (f", activation={self.activation}" if self.activation else "")
 
     def _took(self, spec: WeightSpec) -> None:

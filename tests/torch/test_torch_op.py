@@ -42,8 +42,9 @@ def test_without_torch_the_error_says_what_to_install():
 
 
 def test_public_names():
-    assert cuquant.torch.__all__ == ["QuantLinear", "load_", "quantize_"]
-    assert cuquant.torch.__doc__ and quantize_.__doc__ and QuantLinear.__doc__
+    assert cuquant.torch.__all__ == sorted(cuquant.torch.__all__)
+    assert {"QuantLinear", "load_", "quantize_"} <= {*cuquant.torch.__all__}
+    assert all(getattr(cuquant.torch, name).__doc__ for name in cuquant.torch.__all__)
 
 
 # ---- the operator -------------------------------------------------------------------------------
