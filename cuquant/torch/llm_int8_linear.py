@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant import interop
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, unpack
 from cuquant.formats import get_format
+from cuquant.io.state import format_text
 from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
-from cuquant.torch.holder import autocast, quantized_weight
+from cuquant.torch.holder import autocast
 from cuquant.torch.module import QuantLinear
-from cuquant.torch.spec import Weight
+from cuquant.torch.spec import Weight, WeightSpec
 
 FORMAT = get_format("int8+absmax")
 NAME = "llm_int8"  # in place of a format, to `quantize_`
@@ -70,7 +72,6 @@ class LLMInt8Linear(QuantLinear):
         if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
             raise TypeError(f"linear must be a float nn.Linear, got {type(linear).__name__}")
         made = cls(rows_of(linear.weight.detach()), linear.bias, threshold=threshold)
-        made._decode_to(linear.weight.dtype)
         return made.train(linear.training)
 
     def prepack_(self) -> "LLMInt8Linear":
@@ -108,8 +109,16 @@ class LLMInt8Linear(QuantLinear):
 
 
 def rows_of(weight: torch.Tensor) -> Weight:
-    """A weight [N, K] as LLM.int8() has it."""
-    return quantized_weight(weight.half(), FORMAT, prepack=False)
+    """A weight [N, K] as LLM.int8() has it: rint(w * (127 / absmax)) of w in float16.
+
+    `cuquant.quantize` divides by absmax / 127, which may be one off at ties.
+    """
+    interop.float_dtype(weight.dtype, "weight")
+    half = weight.half().float()
+    absmax = half.abs().amax(1, keepdim=True) if half.shape[1] else half.new_zeros(len(half), 1)
+    codes = torch.nan_to_num(half * (127.0 / absmax), posinf=0.0, neginf=0.0).round()
+    spec = WeightSpec(format_text(FORMAT), ROWS_LAYOUT, tuple(weight.shape), weight.dtype)
+    return spec.weight([codes.to(torch.int8), absmax])
 
 
 _ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in ACTIVATIONS if name}

@@ -15,10 +15,11 @@ from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.torch.experts import is_experts
 from cuquant.torch.holder import Holder, quantized_weight
 from cuquant.torch.kinds import HOLDERS, KINDS, holders, loss, obstacle
-from cuquant.torch.llm_int8_linear import LLMInt8Linear
+from cuquant.torch.llm_int8_linear import LLMInt8Linear, rows_of
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.report import KEPT, Plan, report
 from cuquant.torch.rules import Config, Layer, Rules, asked_for, layers_of, selects
+from cuquant.torch.spec import Weight
 
 _log = logging.getLogger("cuquant.torch")
 
@@ -328,19 +329,15 @@ def _quantized(
     assert wanted is not None
     fmt, weights = wanted.format, _weights(layer)
     first = [made.get((weight, fmt)) for weight in ids]
-    prepack = False if wanted.is_llm_int8 else prepack
     new = kind.make(
         module,
         [
-            quantized_weight(_values(layer, weight), fmt, prepack)
-            if holder is None
-            else holder.quantized
+            _codes(layer, weight, prepack) if holder is None else holder.quantized
             for weight, holder in zip(weights, first, strict=True)
         ],
     )
     if isinstance(new, QuantLinear) and wanted.is_llm_int8:
         new = LLMInt8Linear(new.quantized, module.bias)
-        new._decode_to(weights[0].dtype)
     for mine, other in zip(holders(new), first, strict=True):
         if other is not None:
             mine.weight = other.weight
@@ -349,10 +346,13 @@ def _quantized(
     return _follow(new, module)
 
 
-def _values(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
-    """What is quantized of a weight: all of it, in float16 where bitsandbytes rounds to that."""
-    values = layer.kind.rows(layer.module, weight.detach())
-    return values.half() if layer.wanted and layer.wanted.is_llm_int8 else values
+def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
+    """A weight of a layer, quantized as is wanted."""
+    values, wanted = layer.kind.rows(layer.module, weight.detach()), layer.wanted
+    assert wanted is not None
+    if wanted.is_llm_int8 and values.ndim == 2:
+        return rows_of(values)
+    return quantized_weight(values, wanted.format, prepack)
 
 
 def _float(module: nn.Module, dtype: Any, made: dict[int, nn.Parameter]) -> nn.Module:
