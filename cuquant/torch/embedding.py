@@ -18,7 +18,8 @@ class QuantEmbedding(Holder, nn.Embedding):  # pyright: ignore[reportIncompatibl
 
     A lookup reads and decodes the rows that are asked for. The components are frozen parameters, as
     a `QuantLinear`'s are, and state_dicts look the same. With a head it is one array where the head
-    has its weight: `head.weight = embedding.weight`, as in torch, and so `quantize_` makes it.
+    has its weight: `head.weight = embedding.weight`, as in torch, and so `quantize_` makes it. What
+    is looked up has the weight's dtype, which `.to(dtype)` changes, and mixed precision does not.
 
     Parameters
     ----------

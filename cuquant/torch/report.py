@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cuquant.errors import shortened
-from cuquant.formats import Format
-from cuquant.io.state import format_text, parse_format
+from cuquant.formats import Format, get_format
+from cuquant.io.state import format_text
 from cuquant.torch.holder import Holder
 from cuquant.torch.kinds import kind_of, shapes
 from cuquant.torch.llm_int8_linear import NAME
@@ -183,7 +183,10 @@ class Plan(Mapping[str, Any]):
     layers: tuple[Layer, ...]
 
     def __getitem__(self, name: str) -> Any:
-        return _entry(next(layer for layer in self.layers if layer.names[0] == name))
+        for layer in self.layers:
+            if layer.names[0] == name:
+                return _entry(layer)
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         return (layer.names[0] for layer in self.layers)
@@ -230,7 +233,11 @@ def _entry(layer: Layer) -> Any:
 
 def _text(fmt: Format) -> str:
     """A Format as `get_format` reads it; JSON of its options where that is not enough."""
-    return str(fmt) if parse_format(str(fmt)) == fmt else format_text(fmt)
+    try:
+        same = get_format(str(fmt)) == fmt
+    except ValueError:  # learned levels, which no string holds
+        same = False
+    return str(fmt) if same else format_text(fmt)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], last: str) -> str:
