@@ -104,7 +104,8 @@ class QuantExperts(nn.Module):
         self.add_module(LAST, QuantStack(last))
         for key in (name, LAST):
             bias = like._parameters.get(f"{key}_bias")
-            frozen = None if bias is None else nn.Parameter(bias.detach().clone(), False)
+            with torch.inference_mode(False):
+                frozen = None if bias is None else nn.Parameter(bias.detach().clone(), False)
             self.register_parameter(f"{key}_bias", frozen)
         self._gate = _gate_of(like, name)
 

@@ -279,7 +279,8 @@ class Holder(nn.Module):
         """Have a copy of a bias, which requires no gradient."""
         if bias is not None:
             check_bias(bias, self._bias_shape())
-            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+            with torch.inference_mode(False):
+                self.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
 
 
 def autocast(x: Any) -> torch.Tensor:
@@ -322,4 +323,7 @@ def _zeros(component: Component, device: torch.device) -> torch.Tensor:
 def _frozen(part: Any) -> nn.Parameter:
     if isinstance(part, nn.Parameter):
         return part
+    if part.is_inference():  # which autograd saves nowhere, and nothing loads into
+        with torch.inference_mode(False):
+            part = part.clone()
     return nn.Parameter(part, requires_grad=False)

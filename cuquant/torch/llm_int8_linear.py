@@ -11,7 +11,6 @@ from cuquant.formats import get_format
 from cuquant.io.state import format_text
 from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
-from cuquant.torch.holder import autocast
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import Weight, WeightSpec
 
@@ -87,11 +86,10 @@ class LLMInt8Linear(QuantLinear):
             raise ValueError(f"LLM.int8() takes weights of {FORMAT}, got {weight.format}")
         super()._take(unpack(weight) if isinstance(weight, PackedWeight) else weight)
 
-    def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
         codes, absmax = (self._parameters[name] for name in ("packed", "scale"))
         assert codes is not None and absmax is not None
         scales = absmax.view(torch.float32).view(-1)
-        x = autocast(x)
         y = torch.ops.cuquant.llm_int8(x, codes.view(torch.int8), scales, self.threshold, bias)
         return y if activation is None else _ACTIVATIONS[activation](y)
 

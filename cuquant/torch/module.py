@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuquant import interop
 from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
@@ -14,6 +15,7 @@ from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.activations import quantized_linear
 from cuquant.torch.holder import Holder, autocast, quantized_weight
+from cuquant.torch.op import multiply
 from cuquant.torch.spec import Weight, WeightSpec
 
 
@@ -57,6 +59,9 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
     input_scale
         Its scale, found beforehand (static quantization): a number, or an array that fits the
         format's scales. None: from x, call by call (dynamic).
+    compute_dtype
+        float16 or bfloat16: x is cast to it, and the result back to x's dtype, as QLoRA wants it
+        where what is around the layer is float32. None: x's dtype; autocast's goes first.
 
     Attributes
     ----------
@@ -100,6 +105,7 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         activation: Activation | None = None,
         activations: FormatName | str | Format | None = None,
         input_scale: float | torch.Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         if activation is not None and activation not in tuple(ACTIVATIONS):
             known = ", ".join(ACTIVATIONS)
@@ -114,6 +120,9 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         self._activations_text: str | None = None
         if activations is not None or input_scale is not None:
             self.quantize_input_(activations, input_scale)
+        self._compute: torch.dtype | None = None
+        if compute_dtype is not None:
+            self.compute_in_(compute_dtype)
 
     @classmethod
     def from_linear(
@@ -172,6 +181,19 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
         return self._multiply(input, self.bias, self.activation)
 
+    def compute_in_(self, dtype: torch.dtype | None) -> "QuantLinear":
+        """Have x cast to a dtype, and the result back, or no more (None); the layer.
+
+        The attribute `compute_dtype` says so to others; without one they ask the weight's dtype.
+        """
+        if dtype is not None:
+            interop.float_dtype(dtype, "compute_dtype")
+        self._compute = dtype
+        vars(self).pop("compute_dtype", None)
+        if dtype is not None:
+            self.compute_dtype = dtype
+        return self
+
     def quantize_input_(
         self,
         activations: FormatName | str | Format | None,
@@ -208,10 +230,17 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         return self
 
     def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
+        given = autocast(x)
+        cast = self._compute is not None and given is x and x.dtype != self._compute
+        y = self._product(given.to(self._compute) if cast else given, bias, activation)
+        return y.to(given.dtype) if cast else y
+
+    def _product(self, x: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
+        """The product of x as it is, in its dtype."""
         if self._activations_text is None:
-            return super()._multiply(x, bias, activation)
+            return multiply(x, self._parts(), self._words, bias, activation)
         how = self._activations_text, self.input_scale, bias, activation
-        return quantized_linear(autocast(x), self._parts(), *self._words, *how)
+        return quantized_linear(x, self._parts(), *self._words, *how)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         scale, self.input_scale = self.input_scale, None
@@ -231,6 +260,8 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         if self.activations is not None:
             static = "" if self.input_scale is None else " (static)"
             said += f", activations={self.activations}{static}"
+        if self._compute is not None:
+            said += f", compute_dtype={str(self._compute).removeprefix('torch.')}"
         return said + (f", activation={self.activation}" if self.activation else "")
 
     def _took(self, spec: WeightSpec) -> None:

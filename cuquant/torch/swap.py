@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from cuquant.errors import shortened
 from cuquant.formats import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
+from cuquant.interop import float_dtype
 from cuquant.torch.experts import is_experts
 from cuquant.torch.holder import Holder, quantized_weight
 from cuquant.torch.kinds import HOLDERS, KINDS, holders, loss, obstacle
@@ -44,6 +45,7 @@ def quantize_(
     exclude: str | Sequence[str] | None = None,
     prepack: bool | None = None,
     activations: FormatName | str | Format | None = None,
+    compute_dtype: torch.dtype | None = None,
     **format_options: Unpack[FormatOptions],
 ) -> M:
     """Swap the linear layers of a model for quantized ones, in place.
@@ -90,6 +92,8 @@ def quantize_(
     activations
         The format that inputs of linear layers are quantized to, row by row as they come: "int8" or
         "fp8_e4m3" for example. `input_scale` of a layer's entry is a scale found beforehand.
+    compute_dtype
+        Of linear layers: what x is cast to, and the result back. None: x's dtype.
     **format_options
         Of `get_format`, such as block_size=32 or double_quant=True, for each format that is named.
 
@@ -127,7 +131,9 @@ def quantize_(
     """
     layers, rules = _decided(model, format, format_options, include, exclude, activations)
     stays = {layer.module: layer.reason for layer in layers if layer.reason is not None}
-    _swap(layers, prepack)
+    if compute_dtype is not None:
+        float_dtype(compute_dtype, "compute_dtype")
+    _swap(layers, prepack, compute_dtype)
     KEPT.update(stays)
     _tell(model, layers, rules)
     return model
@@ -297,7 +303,7 @@ def _weights(layer: Layer) -> list[torch.Tensor]:
 # ---- what becomes of them -----------------------------------------------------------------------
 
 
-def _swap(layers: Sequence[Layer], prepack: bool | None) -> None:
+def _swap(layers: Sequence[Layer], prepack: bool | None, dtype: torch.dtype | None) -> None:
     """Swap layer after layer; each is let go of once it is."""
     chosen = [layer for layer in layers if layer.reason is None]
     ids = [[id(weight) for weight in _weights(layer)] for layer in chosen]
@@ -316,6 +322,8 @@ def _swap(layers: Sequence[Layer], prepack: bool | None) -> None:
         for weight, holder, found in zip(weights, holders(new), shared, strict=True):
             if len(found) > 1:
                 made.setdefault((weight, holder.format), holder)
+        if isinstance(new, QuantLinear) and dtype is not None:
+            new.compute_in_(dtype)
         for parent, key in layer.places:
             parent._modules[key] = new
         layer.module = None

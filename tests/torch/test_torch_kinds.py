@@ -391,3 +391,44 @@ def test_gradients_flow_past_the_rounding_of_inputs(activation):
     act(z).backward(g)
     torch.testing.assert_close(x.grad, z.grad @ values, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(layer.bias.grad, z.grad.sum(0), rtol=1e-5, atol=1e-5)
+
+
+# ---- the dtype that is computed in --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of_input", [None, "int8"])
+def test_compute_dtype(of_input):
+    """As bitsandbytes' compute_dtype: x is cast, and the result is cast back."""
+    x = wanting(3, 256)
+    model = quantize_(
+        nn.Sequential(linear()), "nf4", activations=of_input, compute_dtype=torch.bfloat16
+    )
+    layer = model[0]
+    assert layer.compute_dtype == torch.bfloat16 and "compute_dtype=bfloat16" in repr(layer)
+    y = layer(x)
+    layer.compute_in_(None)
+    assert not hasattr(layer, "compute_dtype")
+    assert y.dtype == torch.float32 and torch.equal(y, layer(x.bfloat16()).float())
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    layer.compute_in_(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert layer(x).dtype == torch.float16
+    assert copy.deepcopy(layer).compute_dtype == torch.bfloat16
+    for wrong in (torch.float64, torch.int8):
+        with pytest.raises(TypeError, match="compute_dtype"):
+            quantize_(nn.Sequential(linear()), "nf4", compute_dtype=wrong)
+
+
+def test_layers_made_in_inference_mode_learn_and_load():
+    tied = Block(tied=True)
+    with torch.inference_mode():
+        model = quantize_(tied, {"embed": "int4", "*": "int4"})
+        made = quantize_(nn.ModuleDict({"experts": Turned()}), "int4")
+    assert not any(
+        p.is_inference() for m in (model, made["experts"].down_proj) for p in m.parameters()
+    )
+    model.load_state_dict(quantize_(Block(tied=True), {"embed": "int4", "*": "int4"}).state_dict())
+    x = wanting(2, 64)
+    model.mlp["gate"](x).sum().backward()
+    assert x.grad is not None
