@@ -20,6 +20,14 @@ from cuquant.torch.holder import Holder
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import Weight
 
+# What a module keeps its forward hooks in; their handles remove them from these very dicts.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HOLDERS = (Holder, QuantExperts)  # what is quantized already
 
@@ -225,3 +233,11 @@ def holders(module: nn.Module) -> list[Holder]:
     if isinstance(module, QuantExperts):
         return [m for m in module.children() if isinstance(m, QuantStack)]
     return [module] if isinstance(module, Holder) else []
+
+
+def follow(new: nn.Module, old: nn.Module) -> nn.Module:
+    """Let a new layer have the mode and the hooks of the one it replaces."""
+    new.train(old.training)
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    return new

@@ -14,10 +14,10 @@ from cuquant.errors import FormatError, clipped_text
 from cuquant.io.architectures.names import of_gguf
 from cuquant.io.files import GGUF, OWN, PLAIN, load, open
 from cuquant.torch.holder import Holder
-from cuquant.torch.kinds import obstacle
+from cuquant.torch.kinds import follow, obstacle
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.rules import Layer, layers_of
-from cuquant.torch.swap import M, follow
+from cuquant.torch.swap import M
 
 
 def load_(model: M, path: str | os.PathLike[str]) -> M:
@@ -112,7 +112,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
         text = f"{path}: {len(left)} tensors have no place in the model and are left out: {left[0]}"
         warnings.warn(text, stacklevel=2)
     for name, layer in swaps.items():
-        new = follow(QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer)
+        new = follow(
+            QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer.module
+        )
         for parent, key in layer.places:
             parent._modules[key] = new
     for name, module in quantized.items():

@@ -15,23 +15,15 @@ from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.interop import float_dtype
 from cuquant.torch.experts import is_experts
 from cuquant.torch.holder import Holder, quantized_weight
-from cuquant.torch.kinds import HOLDERS, KINDS, holders, loss, obstacle
+from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders, loss, obstacle
 from cuquant.torch.llm_int8_linear import LLMInt8Linear, rows_of
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.report import KEPT, Plan, report
-from cuquant.torch.rules import Config, Layer, Rules, asked_for, layers_of, selects
+from cuquant.torch.rules import Config, Layer, Rules, asked_for, layers_of
 from cuquant.torch.spec import Weight
 
 _log = logging.getLogger("cuquant.torch")
 
-# What a module keeps its forward hooks in; their handles remove them from these very dicts.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 MOST_KEPT = 0.05  # of all parameters may stay float without a warning
 
 M = TypeVar("M", bound=nn.Module)
@@ -180,83 +172,6 @@ def plan(
     return Plan(tuple(_decided(model, format, format_options, include, exclude, activations)[0]))
 
 
-def dequantize_(
-    model: M, *, include: str | Sequence[str] | None = None, dtype: torch.dtype | None = None
-) -> M:
-    """Swap quantized layers back for float ones, with the values that they decode to, in place.
-
-    Parameters
-    ----------
-    model
-        Its `QuantLinear`, `QuantEmbedding`, `QuantConv2d` and `QuantExperts` become what they were
-        made of, but for a Conv1D, which stays an nn.Linear. A layer with an activation becomes an
-        nn.Sequential. Weights that were shared are, and hooks move.
-    include
-        Patterns, as of `quantize_`. None: all.
-    dtype
-        Of the weights. None: that which was quantized.
-
-    Returns
-    -------
-    The model.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import cuquant.torch
-    >>> model = cuquant.torch.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 8)), "int4")
-    >>> cuquant.torch.dequantize_(model)
-    Sequential(
-      (0): Linear(in_features=64, out_features=8, bias=True)
-    )
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    patterns = None if include is None else [include] if isinstance(include, str) else [*include]
-    kept: dict[int, nn.Parameter] = {}
-    made: dict[nn.Module, nn.Module] = {}
-    for path, parent in [*model.named_modules(remove_duplicate=False)]:
-        for key, module in parent._modules.items():
-            name = f"{path}.{key}" if path else key
-            if module is None or not holders(module) or isinstance(parent, HOLDERS):
-                continue
-            if patterns is None or any(selects(pattern, name) for pattern in patterns):
-                if module not in made:
-                    made[module] = _follow(_float(module, dtype, kept), module)
-                parent._modules[key] = made[module]
-    return model
-
-
-def prepack_(model: M) -> M:
-    """Lay the weights of a model's quantized layers out for GPU kernels, in place.
-
-    Weights that a table shares stay as they are, for rows are read from it.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import cuquant.torch
-    >>> model = cuquant.torch.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 8)), "int4")
-    >>> cuquant.torch.prepack_(model)
-    Sequential(
-      (0): QuantLinear(in_features=64, out_features=8, bias=True, format=int4, layout=fragments/1)
-    )
-    """
-    found = [module for module in model.modules() if isinstance(module, Holder)]
-    by_rows = {id(h._parts()[0]) for h in found if isinstance(h, (nn.Embedding, nn.Conv2d))}
-    packed: dict[int, Holder] = {}
-    for holder in found:
-        first = id(holder._parts()[0])
-        if first in by_rows or holder.is_prepacked:
-            continue
-        if first in packed:
-            holder.weight = packed[first].weight
-        else:
-            packed[first] = holder.prepack_()
-            packed[id(holder._parts()[0])] = holder
-    return model
-
-
 # ---- which layers -------------------------------------------------------------------------------
 
 
@@ -351,7 +266,7 @@ def _quantized(
             mine.weight = other.weight
     if isinstance(new, QuantLinear) and wanted.activations is not None:
         new.quantize_input_(wanted.activations, wanted.input_scale)
-    return _follow(new, module)
+    return follow(new, module)
 
 
 def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
@@ -361,31 +276,6 @@ def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
     if wanted.is_llm_int8 and values.ndim == 2:
         return rows_of(values)
     return quantized_weight(values, wanted.format, prepack)
-
-
-def _float(module: nn.Module, dtype: Any, made: dict[int, nn.Parameter]) -> nn.Module:
-    """The float layer of a quantized one."""
-    weights = []
-    for holder in holders(module):
-        first = id(holder._parts()[0])
-        if first not in made:
-            values = holder._decoded()
-            made[first] = nn.Parameter(values if dtype is None else values.to(dtype))
-        weights.append(made[first])
-    kind = next(kind for kind in KINDS if isinstance(module, kind.quantized))
-    return kind.back(module, weights)
-
-
-def follow(new: nn.Module, layer: Layer) -> nn.Module:
-    """Let a new layer have the mode and the hooks of the one it replaces."""
-    return _follow(new, layer.module)
-
-
-def _follow(new: nn.Module, old: nn.Module) -> nn.Module:
-    new.train(old.training)
-    for hooks in _HOOKS:
-        setattr(new, hooks, getattr(old, hooks))
-    return new
 
 
 # ---- what is told -------------------------------------------------------------------------------
