@@ -14,13 +14,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cuquant.torch import products
-from cuquant.torch.holder import Holder, autocast
+from cuquant.torch.activations import quantized_grouped_linear
+from cuquant.torch.holder import autocast
+from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.spec import Weight, WeightSpec
 
 FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-class QuantStack(Holder):
+class QuantStack(InputQuantizing):
     """Weights [E, N, K] of E experts as one quantized array.
 
     Parameters
@@ -45,7 +47,10 @@ class QuantStack(Holder):
     def forward(self, x: torch.Tensor, **by: torch.Tensor) -> torch.Tensor:
         """`cuquant.grouped_linear` of x, by `experts`, `offsets` or `counts`."""
         ((name, integers),) = by.items()
-        return products.grouped_linear(autocast(x), self._parts(), *self._words, name, integers)
+        weight, x = (self._parts(), *self._words, name, integers), autocast(x)
+        if self._activations_text is None:
+            return products.grouped_linear(x, *weight)
+        return quantized_grouped_linear(x, *weight, self._activations_text, self.input_scale)
 
     def extra_repr(self) -> str:
         """What repr says of the layer."""

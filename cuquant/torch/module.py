@@ -1,6 +1,5 @@
 """QuantLinear: a linear layer whose weight is quantized."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +9,16 @@ from cuquant import interop
 from cuquant.errors import clipped
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
-from cuquant.io.state import format_text
 from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
 from cuquant.torch.activations import quantized_linear
-from cuquant.torch.holder import Holder, autocast, quantized_weight
+from cuquant.torch.holder import autocast, quantized_weight
+from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.op import multiply
 from cuquant.torch.spec import Weight, WeightSpec
 
 
-class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
+class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
     """activation(x @ weight.T + bias) with a frozen, quantized weight.
 
     The weight's components are frozen parameters under their own names ("packed", "scale", ...;
@@ -112,12 +111,9 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
             raise ValueError(
                 f"activation must be None or one of {known}, got {clipped(activation)}"
             )
-        Holder.__init__(self, weight)
+        InputQuantizing.__init__(self, weight)
         self.activation = activation
         self._set_bias(bias)
-        self.register_buffer("input_scale", None)
-        self.activations: Format | None = None
-        self._activations_text: str | None = None
         if activations is not None or input_scale is not None:
             self.quantize_input_(activations, input_scale)
         self._compute: torch.dtype | None = None
@@ -194,41 +190,6 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
             self.compute_dtype = dtype
         return self
 
-    def quantize_input_(
-        self,
-        activations: FormatName | str | Format | None,
-        input_scale: float | torch.Tensor | None = None,
-    ) -> "QuantLinear":
-        """Have x quantized before it is multiplied, or no more (None); the layer.
-
-        Gradients flow back as if x were not rounded. A state_dict holds `input_scale` where there
-        is one; the format is the layer's own, as its activation is.
-
-        Examples
-        --------
-        >>> import torch
-        >>> import cuquant as cq
-        >>> import cuquant.torch
-        >>> layer = cuquant.torch.QuantLinear.from_linear(torch.nn.Linear(64, 8), "int4")
-        >>> layer.quantize_input_("int8")
-        QuantLinear(in_features=64, out_features=8, bias=True, format=int4, activations=int8)
-        >>> x = torch.randn(3, 64)
-        >>> wanted = cq.linear(cq.quantize(x, "int8"), layer.quantized, layer.bias.detach())
-        >>> torch.equal(layer(x), wanted)
-        True
-        """
-        if activations is None and input_scale is not None:
-            raise ValueError("input_scale is that of quantized activations; pass activations too")
-        scale = None
-        if input_scale is not None:
-            scale = torch.as_tensor(
-                input_scale, dtype=torch.float32, device=self._parts()[0].device
-            )
-        fmt = None if activations is None else get_format(activations)
-        self.activations, self._activations_text = fmt, None if fmt is None else format_text(fmt)
-        self.input_scale = scale
-        return self
-
     def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
         given = autocast(x)
         cast = self._compute is not None and given is x and x.dtype != self._compute
@@ -242,24 +203,12 @@ class QuantLinear(Holder, nn.Linear):  # pyright: ignore[reportIncompatibleVaria
         how = self._activations_text, self.input_scale, bias, activation
         return quantized_linear(x, self._parts(), *self._words, *how)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        scale, self.input_scale = self.input_scale, None
-        super()._apply(fn, recurse)
-        if scale is not None:  # is moved, and never rounded
-            where = fn(scale).device
-            empty = scale.is_meta and where.type != "meta"
-            self.input_scale = torch.empty_like(scale, device=where) if empty else scale.to(where)
-        return self
-
     def extra_repr(self) -> str:
         """What repr says of the layer."""
         said = (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self._said()}"
         )
-        if self.activations is not None:
-            static = "" if self.input_scale is None else " (static)"
-            said += f", activations={self.activations}{static}"
         if self._compute is not None:
             said += f", compute_dtype={str(self._compute).removeprefix('torch.')}"
         return said + (f", activation={self.activation}" if self.activation else "")

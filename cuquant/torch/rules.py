@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -226,3 +226,17 @@ def asked_for(rules: Rules, names: Sequence[str], kind: Kind) -> bool:
     layer = Layer(None, kind, list(names))
     rules.choose(layer)
     return layer.reason is None
+
+
+def check_inputs(layer: Layer) -> None:
+    """Leave out quantized inputs where a kind has none; ValueError for a scale that is of two."""
+    wanted = layer.wanted
+    if wanted is None or wanted.activations is None:
+        return
+    if layer.kind.by_name:  # rows that are looked up, filters
+        layer.wanted = replace(wanted, activations=None, input_scale=None)
+    elif wanted.input_scale is not None and len(layer.kind.names(layer.module)) > 1:
+        raise ValueError(
+            f"{shortened(layer.names[0])}: its projections have inputs of their own, and "
+            "input_scale is one; leave it out, and call quantize_input_ of each projection"
+        )

@@ -15,11 +15,12 @@ from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.interop import float_dtype
 from cuquant.torch.experts import is_experts
 from cuquant.torch.holder import Holder, quantized_weight
+from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders, loss, obstacle
 from cuquant.torch.llm_int8_linear import LLMInt8Linear, rows_of
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.report import KEPT, Plan, report
-from cuquant.torch.rules import Config, Layer, Rules, asked_for, layers_of
+from cuquant.torch.rules import Config, Layer, Rules, asked_for, check_inputs, layers_of
 from cuquant.torch.spec import Weight
 
 _log = logging.getLogger("cuquant.torch")
@@ -82,8 +83,9 @@ def quantize_(
         Whether to lay weights out for the GPU kernels (`cuquant.prepack`), which makes them
         faster. None: those on a GPU.
     activations
-        The format that inputs of linear layers are quantized to, row by row as they come: "int8" or
-        "fp8_e4m3" for example. `input_scale` of a layer's entry is a scale found beforehand.
+        The format that inputs of linear layers and experts are quantized to, row by row as they
+        come: "int8" or "fp8_e4m3" for example. `input_scale` of a layer's entry is a scale found
+        beforehand.
     compute_dtype
         Of linear layers: what x is cast to, and the result back. None: x's dtype.
     **format_options
@@ -194,6 +196,7 @@ def _decided(
     for layer in layers:
         rules.choose(layer)
         if layer.reason is None and layer.wanted is not None:
+            check_inputs(layer)
             fmt = layer.wanted.format
             layer.reason = obstacle(layer.module, layer.kind, fmt)
             layer.reason = layer.reason or loss(layer.module, layer.kind, fmt)
@@ -264,8 +267,9 @@ def _quantized(
     for mine, other in zip(holders(new), first, strict=True):
         if other is not None:
             mine.weight = other.weight
-    if isinstance(new, QuantLinear) and wanted.activations is not None:
-        new.quantize_input_(wanted.activations, wanted.input_scale)
+    for holder in holders(new) if wanted.activations is not None else ():
+        if isinstance(holder, InputQuantizing):
+            holder.quantize_input_(wanted.activations, wanted.input_scale)
     return follow(new, module)
 
 

@@ -393,6 +393,37 @@ def test_gradients_flow_past_the_rounding_of_inputs(activation):
     torch.testing.assert_close(layer.bias.grad, z.grad.sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("prepack", [False, True])
+def test_inputs_of_experts_are_quantized(prepack):
+    model = quantize_(
+        nn.ModuleDict({"experts": Experts()}), "int4", activations="int8", prepack=prepack
+    )
+    experts, (index, weights) = model["experts"], routed()
+    stack, x, offsets = experts.gate_up_proj, random(5, 64), torch.tensor([0, 1, 1, 3, 5])
+    wanted = cq.grouped_linear(cq.quantize(x, "int8"), stack.quantized, offsets=offsets)
+    assert torch.equal(stack(x, offsets=offsets), wanted) and "activations=int8" in repr(stack)
+    assert stack(x.half(), offsets=offsets).dtype == torch.float16
+    y = wanting(7, 64)
+    same = dequantize_(copy.deepcopy(model))["experts"]
+    made, exact = experts(y, index, weights), same(y, index, weights)
+    assert (made - exact).norm() < 0.02 * exact.norm()  # 127 steps: 0.3 %, twice
+    made.sum().backward()
+    assert y.grad is not None
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(compiled(y, index, weights), made)
+    entry = {"format": "int4", "activations": "int8", "input_scale": 0.1}
+    with pytest.raises(ValueError, match="inputs of their own"):
+        quantize_(nn.ModuleDict({"experts": Experts()}), {"experts": entry})
+
+
+def test_tables_have_no_inputs_to_quantize():
+    model = quantize_(Block(), {"embed": "int8", "*": "int8"}, activations="int8")
+    assert model.lm_head.activations is not None and not hasattr(model.embed, "activations")
+    assert model(torch.arange(4)).shape == (4, 40)
+
+
 # ---- the dtype that is computed in --------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ def calls():
         "swiglu": (wanting(3, 256), *_weight(q), *_weight(q)),
         "grouped_linear": (wanting(5, 64), *of_experts),
         "quantized_linear": (wanting(3, 256), *rows, "int8", None, wanting(24, seed=1), "silu"),
+        "quantized_grouped_linear": (wanting(5, 64), *of_experts, "int8", None),
         "grouped_linear_grad_x": (wanting(5, 24), *of_experts),
     }
 
