@@ -64,7 +64,7 @@ LAYERS = [
     ["ops.matmul.on_gpu", "ops.matmul.q8_1_on_gpu"],
     ["ops.matmul"],
     ["ops.plain_arrays", "ops.plain_products", "ops.ggml"],
-    ["ops.plain_convolutions", "ops.plain_floats"],
+    ["ops.plain_convolutions", "ops.plain_floats", "ops.llm_int8"],
     ["ops.programs"],
     ["ops"],
     ["functional", "io", "diagnosis", "demo", "bench", "torch"],

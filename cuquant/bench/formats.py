@@ -97,6 +97,16 @@ class FormatResults:
         """The text of a JSON file; the schema stands at the top of this module."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
+    @classmethod
+    def from_json(cls, text: str) -> "FormatResults":
+        """What `to_json` wrote."""
+        told = json.loads(text)
+        rows = (
+            FormatRow(**{**row, "speeds": tuple(Speed(**speed) for speed in row["speeds"])})
+            for row in told["rows"]
+        )
+        return cls(told["command"], told["device"], tuple(told["notes"]), tuple(rows))
+
 
 def compare(
     model: ModelFiles,

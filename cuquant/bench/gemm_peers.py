@@ -106,32 +106,42 @@ class IntMm(TorchGemmPeer):
 
 
 class ScaledMm(TorchGemmPeer):
-    """torch._scaled_mm: a scale for a tensor, for a row, or for 1x128 and 128x128 elements."""
+    """torch._scaled_mm: a scale for a tensor, for a row, or for 1x128 and 128x128 elements.
+
+    As by default, sums of fewer bits meet others in float32; `fast`: the tensor cores keep all of a
+    sum, as they do for scales of rows and tensors alone.
+    """
+
+    fast = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = f"_scaled_mm (torch {self.torch.__version__})"
+        fast = " fast" if self.fast else ""
+        self.name = f"_scaled_mm{fast} (torch {self.torch.__version__})"
 
     def calls(self, x: QuantArray, w: QuantArray, l2_bytes: int) -> list[Call] | None:
         if not {x.format.name, w.format.name} <= FP8.keys():
             return None
         pair = _scaling(x.format), _scaling(w.format)
         scales = [self.tensor(q.scale) for q in (x, w)]
-        if pair in (("row", "row"), ("tensor", "tensor")):
-            fast = True  # sums of fewer bits, as by default in most libraries
-        elif pair in ((128, 128), (128, (128, 128))):
-            fast = False
+        if pair in ((128, 128), (128, (128, 128))) and not self.fast:
             # Scales of rows lie column after column, those of tiles as they are.
             scales = [s if block == (128, 128) else s.t().contiguous().t()
                       for s, block in zip(scales, pair, strict=True)]  # fmt: skip
-        else:
+        elif pair not in (("row", "row"), ("tensor", "tensor")):
             return None
         multiply, dtype = self.torch._scaled_mm, self.torch.bfloat16
 
         def call(a: Any, b: Any, of_a: Any, of_b: Any) -> Any:
-            return multiply(a, b.t(), of_a, of_b.t(), out_dtype=dtype, use_fast_accum=fast)
+            return multiply(a, b.t(), of_a, of_b.t(), out_dtype=dtype, use_fast_accum=self.fast)
 
         return self.rotated(call, [self.codes(x), self.codes(w), *scales], l2_bytes)
+
+
+class FastScaledMm(ScaledMm):
+    """torch._scaled_mm with use_fast_accum."""
+
+    fast = True
 
 
 class HummingGemm(Humming, TorchGemmPeer):
@@ -184,6 +194,7 @@ PEERS: Peers[GemmPeer] = {
     "cublas": (None, Dense),
     "int_mm": ("torch", IntMm),
     "scaled_mm": ("torch", ScaledMm),
+    "scaled_mm_fast": ("torch", FastScaledMm),
     "humming": ("humming", HummingGemm),
     "deep_gemm": ("deep_gemm", DeepGemm),
 }

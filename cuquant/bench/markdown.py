@@ -2,24 +2,28 @@
 
 A table of products has a row for each shape and number of rows of x, and a column for each format
 or pair of formats, and each peer: microseconds. That of quantize and dequantize has a row for each
-format, dtype and shape.
+format, dtype and shape; so has that of norms and gates, with a column of TB/s for each. Formats on
+the demo's model are compared in the columns of the command.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cuquant.bench import formats
 from cuquant.bench.gemm_report import GemmResults
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.product_report import ProductRun
 from cuquant.bench.quantize_report import Results
 from cuquant.bench.report import Run
+from cuquant.bench.rows import RowResults
 from cuquant.bench.timing import Timing
 
 DENSE = "cuBLAS"  # a peer that multiplies with decoded weights: one time for every format
 PRODUCTS: dict[str, type[ProductRun[Any]]] = {
     kind.SCHEMA: kind for kind in (ProductResults, GemmResults)
 }
+QUANTIZERS: dict[str, type[Results]] = {kind.SCHEMA: kind for kind in (Results, RowResults)}
 Row = tuple[str, ...]
 
 
@@ -29,7 +33,7 @@ def markdown(text: str) -> str:
     Parameters
     ----------
     text
-        The JSON that `cuquant bench quantize --json`, and that of `matmul` and `gemm`, wrote.
+        The JSON that `cuquant bench quantize --json`, or another benchmark, wrote.
 
     Raises
     ------
@@ -38,15 +42,24 @@ def markdown(text: str) -> str:
     """
     described = json.loads(text)
     schema = described.get("schema") if isinstance(described, dict) else None
+    if schema == formats.SCHEMA:
+        compared = formats.FormatResults.from_json(text)
+        lines = [f"{compared.device}:", f"`{compared.command}`.", *compared.notes]
+        return (
+            "\n".join(lines)
+            + "\n\n"
+            + _table([formats.headings(compared), *formats.rows(compared)])
+        )
     results: Run[Any]
-    if schema == Results.SCHEMA:
-        results = Results.from_json(text)
-        rows, right = quantize_table(results), results.exact
+    if schema in QUANTIZERS:
+        results = QUANTIZERS[schema].from_json(text)
+        of_rows = isinstance(results, RowResults)
+        rows, right = (row_table if of_rows else quantize_table)(results), results.exact
     elif schema in PRODUCTS:
         results = PRODUCTS[schema].from_json(text)
         rows, right = product_table(results), results.right
     else:
-        known = ", ".join(map(repr, (Results.SCHEMA, *PRODUCTS)))
+        known = ", ".join(map(repr, (*QUANTIZERS, *PRODUCTS, formats.SCHEMA)))
         raise ValueError(f"no results of a benchmark; their schemas are {known}")
     if not right:
         raise ValueError("some of these results are wrong, and a table does not show which")
@@ -116,4 +129,15 @@ def quantize_table(results: Results) -> list[Row]:
         if m.peer is not None and m.peer.timing is not None:
             label = f"{m.peer.name}: {m.operation}, us"
             columns.setdefault(label, {})[key] = _time(m.peer.timing)
+    return [("format", "dtype", "shape", *columns), *_filled(keys, columns)]
+
+
+def row_table(results: Results) -> list[Row]:
+    """The heading and the rows of a run of norms, gates and transforms with quantization."""
+    columns: dict[str, dict[Row, str]] = {}
+    keys: dict[Row, None] = {}
+    for m in results.measurements:
+        key = (m.format, m.dtype, " x ".join(map(str, m.shape)))
+        keys[key] = None
+        columns.setdefault(f"{m.operation}, TB/s", {})[key] = f"{m.tbps:.2f}"
     return [("format", "dtype", "shape", *columns), *_filled(keys, columns)]

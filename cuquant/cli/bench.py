@@ -232,7 +232,8 @@ def gemm(
         list[str] | None,
         typer.Option(
             metavar="A,B|none",
-            help="Of cublas, int_mm, scaled_mm, humming, deep_gemm; all by default; repeatable.",
+            help="Of cublas, int_mm, scaled_mm, scaled_mm_fast, humming, deep_gemm; all by "
+            "default; repeatable.",
         ),
     ] = None,
 ) -> None:

@@ -3,8 +3,8 @@
 A result has the kind (NumPy, CuPy, torch) and the device of the first array argument. Everything
 that quantizes, dequantizes and packs runs on a GPU, with the bytes of the CPU; so do
 `rmsnorm_quantize` and its like, and products and convolutions, those of integers with the CPU's
-bits. Gradients flow through `cuquant.linear`, and not through a product of this module: a tensor
-that torch expects one of is a RuntimeError.
+bits. Gradients flow through `cuquant.linear` and `llm_int8_linear`, and not through another product
+of this module: a tensor that torch expects one of is a RuntimeError.
 """
 
 from cuquant.functional.blockwise import dequantize_fp4, dequantize_nf4, quantize_fp4, quantize_nf4
@@ -74,6 +74,7 @@ from cuquant.functional.kbit import (
     dequantize_kbit,
     quantize_kbit,
 )
+from cuquant.functional.llm_int8 import llm_int8_linear, quantize_llm_int8
 from cuquant.functional.products import (
     bf16_gemm,
     binary_matmul,
@@ -145,6 +146,7 @@ __all__ = [
     "int8_gemm",
     "int8_matmul",
     "layernorm_quantize",
+    "llm_int8_linear",
     "matmul_bias_relu",
     "pack_int4",
     "quantize_fp4",
@@ -153,6 +155,7 @@ __all__ = [
     "quantize_iq4_nl",
     "quantize_iq4_xs",
     "quantize_kbit",
+    "quantize_llm_int8",
     "quantize_mxfp4",
     "quantize_nf4",
     "quantize_nvfp4",

@@ -120,8 +120,9 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     q
         uint8 of x's shape: x / scale rounded half to even, plus zero_point, saturated.
     scale
-        float32, 0-d: (max - min) / 255 over the range of x widened to hold 0. 0 where x is all
-        zeros, NaN where it is not finite (q is 0 then, as it is below a scale of 2^-128).
+        float32, 0-d: (max - min) / 255 over the range of x widened to hold 0, which may be beyond
+        float32. 0 where x is all zeros, NaN where it is not finite (q is 0 then, as it is below a
+        scale of 2^-128).
     zero_point
         uint8, 0-d: the code of 0, rint(-min / scale).
 
@@ -136,7 +137,9 @@ def dynamic_quantize(x: Any) -> tuple[Any, Any, Any]:
     -----
     ONNX's DynamicQuantizeLinear, which divides by the scale. The format uint8 of
     `cuquant.quantize` with block_size="tensor" and float32 scales has the same scale and zero
-    point, but multiplies by the reciprocal, which may round to the code beside it.
+    point, but multiplies by the reciprocal, which may round to the code beside it. Where max - min
+    is beyond float32, (max / 2 - min / 2) / 255 * 2 is taken; ONNX's scale is infinite there. The
+    code of an end may stand for a number up to half a scale beyond it, and so beyond float32.
 
     Examples
     --------

@@ -23,6 +23,7 @@ from cuquant.reference import rows as reference
 F32 = np.float32
 
 
+@interop.traced
 def rmsnorm_quantize(
     x: Any,
     weight: Any,
@@ -88,6 +89,7 @@ def rmsnorm_quantize(
     return _quantized(Rows(source, rows, weight=scale, eps=small), values, x, format, options)
 
 
+@interop.traced
 def add_rmsnorm_quantize(
     x: Any,
     residual: Any,
@@ -128,6 +130,8 @@ def add_rmsnorm_quantize(
     ValueError
         For shapes that do not fit, and what `cuquant.quantize` raises; residual_out is not
         written then.
+    RuntimeError
+        Where a tensor requires a gradient and there is a residual_out, to which none flows back.
 
     Notes
     -----
@@ -145,6 +149,9 @@ def add_rmsnorm_quantize(
     (array([[ 3., -4.]], dtype=float16), array([[  95, -127]], dtype=int8))
     """
     rows, carried = _rows(x, "x"), _same_shape(residual, "residual", x)
+    if residual_out is not None:  # whose values have a gradient, unlike codes
+        interop.refuse_gradient(x, "x")
+        interop.refuse_gradient(residual, "residual")
     scale, small = _along(weight, "weight", rows), _eps(eps)
     if interop.is_on_gpu(rows):
         source = Source(adds=True, norm=RMS, weight=True, wide=_is_wide(rows, scale))
@@ -161,6 +168,7 @@ def add_rmsnorm_quantize(
     return result
 
 
+@interop.traced
 def layernorm_quantize(
     x: Any,
     weight: Any,
@@ -203,7 +211,10 @@ def layernorm_quantize(
     -----
     LayerNorm: Ba, Kiros and Hinton, arXiv 1607.06450. Sums and units are those of
     `rmsnorm_quantize`: the mean is rounded to float32, and the variance is the mean of
-    (x - mean)^2.
+    (x - mean)^2. Of float32 x the mean of x - mean is taken off, too, so that neither the rounding
+    of a large mean nor that of its sum is left: rows far from 0 are as exact as others, and a
+    constant row gives `bias`, or 0. With eps = 0 that is 0 / 0, NaN. Rows whose sums overflow are
+    taken in other units.
 
     Examples
     --------
@@ -226,6 +237,7 @@ def layernorm_quantize(
     return _quantized(given, values, x, format, options)
 
 
+@interop.traced
 def silu_mul_quantize(
     gate: Any, up: Any, *, format: FormatName | str | Format = "int8", **options: Any
 ) -> QuantArray:
@@ -269,6 +281,7 @@ def silu_mul_quantize(
     return _gated(Source(gate=SILU), reference.silu_mul, gate, up, format, options)
 
 
+@interop.traced
 def gelu_mul_quantize(
     gate: Any, up: Any, *, format: FormatName | str | Format = "int8", **options: Any
 ) -> QuantArray:
@@ -312,6 +325,7 @@ def gelu_mul_quantize(
     return _gated(Source(gate=GELU), reference.gelu_mul, gate, up, format, options)
 
 
+@interop.traced
 def hadamard_quantize(
     x: Any,
     *,

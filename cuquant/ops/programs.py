@@ -18,6 +18,7 @@ from cuquant.gpu.jit import Launch, Program
 from cuquant.gpu.rates import H100, Rates
 from cuquant.gpu.tensor_map import COLUMNS, MAP_BYTES
 from cuquant.gpu.view import View, c_strides
+from cuquant.ops import llm_int8
 from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.dequantize.rows import Matrix, row_decoder
 from cuquant.ops.geometry import axis_last
@@ -458,7 +459,10 @@ def row_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) 
 
 def plain_programs(fmt: Format, dtypes: Sequence[str] = DTYPES, arch: int = ARCH) -> list[Program]:
     """The programs of products and convolutions of plain arrays, by the format they are like."""
-    return [END] if fmt.name in ("fp16", "bf16") else integer_programs(fmt, dtypes, arch)
+    if fmt.name in ("fp16", "bf16"):
+        return [END]
+    of_rows = llm_int8.programs(dtypes) if fmt.name == "int8" else []
+    return [*integer_programs(fmt, dtypes, arch), *of_rows]
 
 
 # By operation: (format, dtypes=names of the float arrays, arch=90 for 9.0) -> its programs.

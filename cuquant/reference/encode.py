@@ -204,7 +204,12 @@ def _exact(found: Components, fmt: Format, tiles: Tiles, world: np.float32 | Non
     """The scale of each block before rounding: statistic / peak, float32."""
     rule, peak = fmt.rule.rule, F32(fmt.rule.peak)
     if rule == "range":
-        return (found["high"] - found["low"]) / peak
+        low, high = found["low"], found["high"]
+        exact = (high - low) / peak
+        if fmt.offset == "zero_point":  # a difference beyond float32 is that of halves, twice
+            halves = (high * F32(0.5) - low * F32(0.5)) / peak
+            exact = np.where(np.isinf(exact), halves * F32(2), exact)
+        return exact
     if rule == "mean_abs":  # float64: rounded once, to the stored dtype
         return found["sum"] / np.maximum(_elements(tiles), 1)
     if rule == "e8m0":

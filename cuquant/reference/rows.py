@@ -17,12 +17,12 @@ PIECE = 1 << 17  # elements that are worked on at a time
 # Means of squares that float32 sums hold well; rows with others are taken in other units.
 LEAST, MOST = F32(2.0**-80), F32(2.0**126)
 SMALL, LARGE = F32(2.0**-100), F32(2.0**100)
+LEAST_EPS = F32(2.0**-126)
 
 
-def eps_in_units(eps: np.float32) -> tuple[np.float32, np.float32]:
-    """eps of rows that are multiplied by SMALL, and of those by LARGE."""
-    with np.errstate(over="ignore", under="ignore"):
-        return F32(F64(eps) * F64(SMALL) ** 2), F32(F64(eps) * F64(LARGE) ** 2)
+def least_eps(eps: np.float32) -> np.float32:
+    """What eps is at the least in other units: only a constant row can tell it from 0."""
+    return LEAST_EPS if eps else F32(0)
 
 
 def row_sums(values: np.ndarray) -> np.ndarray:
@@ -58,7 +58,7 @@ def rmsnorm(
     """x / sqrt(mean(x^2) + eps) * weight, and x, which is the rounded sum with `residual`."""
     if residual is not None:
         x = added(x, residual)
-    normed = _by_rows(lambda rows: _normed(rows, eps, centered=False) * weight, x)
+    normed = _by_rows(lambda rows: _normed(rows, eps) * weight, x)
     return normed, x
 
 
@@ -71,34 +71,51 @@ def added(x: np.ndarray, residual: np.ndarray) -> np.ndarray:
 def layernorm(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: np.float32
 ) -> np.ndarray:
-    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias."""
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias.
+
+    Of float32 the mean is taken off twice: of what its rounding left, too, which is all that a
+    constant row leaves. 16-bit numbers are much further apart, and sums of equal ones are exact.
+    """
+    means = 2 if x.dtype == F32 else 1
 
     def values(rows: np.ndarray) -> np.ndarray:
-        scaled = _normed(rows, eps, centered=True) * weight
+        scaled = _normed(rows, eps, means) * weight
         return scaled if bias is None else scaled + bias
 
     return _by_rows(values, x)
 
 
-def _normed(x: np.ndarray, eps: np.float32, *, centered: bool) -> np.ndarray:
-    """float32 [rows, K] over the root of its mean square + eps; `centered`: less its mean."""
-    rest, square = _statistics(x, eps, centered)
+def _normed(x: np.ndarray, eps: np.float32, means: int = 0) -> np.ndarray:
+    """float32 [rows, K] over the root of its mean square + eps, after `means` means are taken off.
+
+    Rows whose squares float32 does not hold well are taken in other units, and so are those whose
+    sums overflow in both directions, to NaN. But a row that varies so little around a mean of 1 or
+    more is constant, and in larger units its mean might overflow.
+    """
+    rest, mean, square = _statistics(x, eps, means)
     values = rest * (F32(1) / np.sqrt(square))
-    others = np.flatnonzero(~((square >= LEAST) & (square <= MOST)))
-    for unit, own in zip((SMALL, LARGE), eps_in_units(eps), strict=True):
-        chosen = others[(square[others, 0] > 1) == (unit == SMALL)]
+    within = (square <= MOST) & ((square >= LEAST) | (np.abs(mean) >= 1))
+    others = np.flatnonzero(~within)
+    for unit in (SMALL, LARGE):
+        chosen = others[(square[others, 0] <= 1) == (unit == LARGE)]
         if len(chosen):
-            rest, other = _statistics(x[chosen] * unit, own, centered)
+            own = np.maximum(eps * unit * unit, least_eps(eps))
+            rest, _, other = _statistics(x[chosen] * unit, own, means)
             values[chosen] = rest * (F32(1) / np.sqrt(other))
     return values
 
 
-def _statistics(x: np.ndarray, eps: np.float32, centered: bool) -> tuple[np.ndarray, np.ndarray]:
-    """x, less its mean where `centered`, and its mean square + eps, both float32."""
+def _statistics(
+    x: np.ndarray, eps: np.float32, means: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x without `means` means, the first of these or 0, and the mean square + eps, all float32."""
     share = F64(1) / max(x.shape[1], 1)
-    if centered:
-        x = x - (row_sums(x) * share).astype(F32)
-    return x, (row_sums(x * x) * share).astype(F32) + eps
+    mean = np.zeros((len(x), 1), F32)
+    for turn in range(means):
+        taken = (row_sums(x) * share).astype(F32)
+        x = x - taken
+        mean = mean if turn else taken
+    return x, mean, (row_sums(x * x) * share).astype(F32) + eps
 
 
 def silu_mul(gate: np.ndarray, up: np.ndarray) -> np.ndarray:

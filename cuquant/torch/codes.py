@@ -30,7 +30,8 @@ def _quantize(x: torch.Tensor, format: str, axis: int, nonfinite: str) -> list[t
     return list(made.components.values())
 
 
-def _fake_quantize(x: torch.Tensor, format: str, axis: int, nonfinite: str) -> list[torch.Tensor]:
+def fake_components(x: torch.Tensor, format: str, axis: int, nonfinite: str) -> list[torch.Tensor]:
+    """Memory for the components of x in a format."""
     fmt, order = parse_format(format), geometry.axis_last(x.ndim, door.checked_axis(x, axis))
     stored = tuple(int(x.shape[i]) for i in order)
     fmt.check_shape(stored)
@@ -40,7 +41,7 @@ def _fake_quantize(x: torch.Tensor, format: str, axis: int, nonfinite: str) -> l
 quantize = Operator(
     "quantize(Tensor x, str format, int axis, str nonfinite) -> Tensor[]",
     _quantize,
-    _fake_quantize,
+    fake_components,
     is_codes=True,
 )
 

@@ -16,7 +16,7 @@ from cuquant.formats import Format, get_format
 from cuquant.io.state import format_text, parse_format
 from cuquant.ops.matmul.check import stored
 from cuquant.ops.quantize.door import format_options
-from cuquant.torch import codes, op, products
+from cuquant.torch import codes, llm_int8, op, products, rows
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import DTYPES, tensor_of
 
@@ -94,11 +94,96 @@ def quantize(
 ) -> QuantArray:
     """`cuquant.quantize`, of its arguments that are no arrays."""
     fmt = getattr(_formats, _named(format, block_size, levels, double_quant))
-    text = _text(fmt)
-    parts = dict(zip(_component_names(text), codes.quantize(x, text, axis, nonfinite), strict=True))
+    return _array(x, fmt, axis, codes.quantize(x, _text(fmt), axis, nonfinite))
+
+
+def _array(x: torch.Tensor, fmt: Format, axis: int, made: list[torch.Tensor]) -> QuantArray:
+    """What of x was quantized along an axis, of its components."""
+    parts = dict(zip(_component_names(_text(fmt)), made, strict=True))
     order = [i for i in range(x.ndim) if i != axis % x.ndim] + [axis % x.ndim]
     axes = tuple(order.index(i) for i in range(x.ndim))
     return QuantArray(fmt, tuple(x.shape), _numpy_dtype(x.dtype), parts, axes)
+
+
+def _quantized_rows(
+    operation: str,
+    x: torch.Tensor,
+    other: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 0.0,
+    group: int | None = None,
+    *,
+    total: torch.Tensor | None = None,
+    format: Any = "int8",
+    axis: int = -1,
+    nonfinite: str = "propagate",
+    block_size: Any = None,
+    levels: Any = None,
+    double_quant: bool = False,
+    **_: Any,
+) -> QuantArray:
+    """A row quantizer of `cuquant.functional`, of its arguments that say no more."""
+    fmt = getattr(_formats, _named(format, block_size, levels, double_quant))
+    args = x, operation, other, weight, bias, float(eps), group, _text(fmt), axis, nonfinite
+    if total is None:
+        return _array(x, fmt, axis, rows.quantize_rows(*args))
+    *made, added = rows.with_sum(*args)
+    total.copy_(added)
+    return _array(x, fmt, axis, made)
+
+
+def rmsnorm_quantize(x: Any, weight: Any, *, eps: float = 1e-6, **options: Any) -> QuantArray:
+    """`cuquant.functional.rmsnorm_quantize`."""
+    return _quantized_rows("rmsnorm", x, None, weight, None, eps, **options)
+
+
+def add_rmsnorm_quantize(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    residual_out: Any = None,
+    **options: Any,
+) -> QuantArray:
+    """`cuquant.functional.add_rmsnorm_quantize`."""
+    total = residual_out
+    return _quantized_rows("add_rmsnorm", x, residual, weight, None, eps, total=total, **options)
+
+
+def layernorm_quantize(
+    x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, **options: Any
+) -> QuantArray:
+    """`cuquant.functional.layernorm_quantize`."""
+    return _quantized_rows("layernorm", x, None, weight, bias, eps, **options)
+
+
+def silu_mul_quantize(gate: Any, up: Any, **options: Any) -> QuantArray:
+    """`cuquant.functional.silu_mul_quantize`."""
+    return _quantized_rows("silu_mul", gate, up, **options)
+
+
+def gelu_mul_quantize(gate: Any, up: Any, **options: Any) -> QuantArray:
+    """`cuquant.functional.gelu_mul_quantize`."""
+    return _quantized_rows("gelu_mul", gate, up, **options)
+
+
+def hadamard_quantize(
+    x: Any, *, group: int | None = None, signs: Any = None, **options: Any
+) -> QuantArray:
+    """`cuquant.functional.hadamard_quantize`."""
+    return _quantized_rows("hadamard", x, weight=signs, group=group, **options)
+
+
+def llm_int8_linear(
+    x: torch.Tensor, weight: Any, absmax: Any, bias: Any = None, *, threshold: float = 6.0
+) -> torch.Tensor:
+    """`cuquant.functional.llm_int8_linear`."""
+    x, bias = _checked({}, x=x, bias=bias)
+    weight, absmax = (tensor_of(a) if interop.kind(a) == "numpy" else a for a in (weight, absmax))
+    interop.refuse_gradient(absmax, "absmax")
+    return llm_int8.llm_int8(x, weight, absmax, float(threshold), bias)
 
 
 def dequantize(q: QuantArray, dtype: Any = None, **_: Any) -> torch.Tensor:
@@ -120,8 +205,7 @@ def traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     None where no operator takes the arguments. The code here is what Dynamo follows.
     """
-    others = {"quantize": _takes_values, "dequantize": _takes_codes, "embedding": _takes_ids}
-    takes = others.get(name, _takes_factors)
+    takes = _TAKES.get(name, _takes_factors)
     return _FUNCTIONS[name](*args, **kwargs) if takes(name, args, kwargs) else None
 
 
@@ -144,6 +228,22 @@ def _takes_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         and x.dtype in DTYPES.values()
         and all(isinstance(word, (str, int, tuple, Format)) or word is None for word in words)
         and not any(kwargs.get(key) for key in ("stochastic", "seed", "stream"))
+    )
+
+
+def _takes_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    arrays = [*args, *(kwargs[key] for key in _OF_ROWS & kwargs.keys())]
+    return (
+        bool(arrays)
+        and all(isinstance(a, torch.Tensor) or a is None for a in arrays)
+        and all(a is None or a.dtype in DTYPES.values() for a in arrays)
+        and not any(value for key, value in kwargs.items() if key not in _OF_ROWS | _WORDS)
+    )
+
+
+def _takes_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(
+        isinstance(a, (torch.Tensor, float, int)) or a is None for a in (*args, *kwargs.values())
     )
 
 
@@ -247,5 +347,24 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 _ANY_SHAPE = (128, 4096)  # that blocks of every format divide
 _PRODUCTS = linear, matmul, swiglu, grouped_linear
-_FUNCTIONS = {f.__name__: f for f in (*_PRODUCTS, quantize, dequantize, embedding)}
+_ROWS = (
+    rmsnorm_quantize,
+    add_rmsnorm_quantize,
+    layernorm_quantize,
+    silu_mul_quantize,
+    gelu_mul_quantize,
+    hadamard_quantize,
+)
+_OF_ROWS = {"x", "gate", "up", "residual", "weight", "bias", "signs", "residual_out"}
+_WORDS = {"eps", "group", "format", "axis", "nonfinite", "block_size", "levels", "double_quant"}
+_FUNCTIONS = {
+    f.__name__: f for f in (*_PRODUCTS, *_ROWS, quantize, dequantize, embedding, llm_int8_linear)
+}
+_TAKES = {  # whether an operator takes what a function is called with
+    "quantize": _takes_values,
+    "dequantize": _takes_codes,
+    "embedding": _takes_ids,
+    "llm_int8_linear": _takes_tensors,
+    **{f.__name__: _takes_rows for f in _ROWS},
+}
 _text = torch.compiler.assume_constant_result(format_text)

@@ -34,7 +34,7 @@ DECODED_FROM_ROWS = 16
 
 # torch.compile does not look into the operators anyway.
 _product, _matmul = inspect.unwrap(door.linear), inspect.unwrap(door.matmul)
-_decode, _unpack = inspect.unwrap(dequantize), inspect.unwrap(unpack)
+decode, _unpack = inspect.unwrap(dequantize), inspect.unwrap(unpack)
 WEIGHT = "Tensor[] components, str format, str layout, int[] shape, ScalarType dtype"
 
 
@@ -91,8 +91,8 @@ def weight_of(
         _kept.pop(key, None)
         return weight
 
-    def forget(_: object) -> None:
-        _kept.pop(key, None)
+    def forget(_: object, kept: dict[int, _Kept] = _kept) -> None:
+        kept.pop(key, None)  # a module's names are gone when Python ends
 
     parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
     _kept[key] = _Kept(said, parts, weight)
@@ -245,7 +245,7 @@ def _linear_grad_x(
     if not g.is_cuda or math.prod(g.shape[:-1]) <= DECODED_FROM_ROWS:
         return _matmul(g, weight, out_dtype=out_dtype)
     with torch.autocast("cuda", enabled=False):  # which would choose another dtype
-        return torch.matmul(g.detach(), _decode(weight, g.dtype)).to(out_dtype)
+        return torch.matmul(g.detach(), decode(weight, g.dtype)).to(out_dtype)
 
 
 def _fake_linear_grad_x(
@@ -271,7 +271,7 @@ def _gradients_of_linear_grad_x(
 def _dequantize(
     components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    return _decode(rows(weight_of(components, format, layout, shape, dtype, None)))
+    return decode(rows(weight_of(components, format, layout, shape, dtype, None)))
 
 
 def _fake_dequantize(

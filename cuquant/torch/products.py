@@ -13,11 +13,14 @@ its axes, and `on_left` whether it is q of q @ x. `by` says what the integers of
 """
 
 import inspect
+import math
 from typing import Any
 
 import torch
 
 from cuquant.array.packed_weight import ROWS_LAYOUT
+from cuquant.array.quant_array import QuantArray
+from cuquant.formats import get_format
 from cuquant.ops.matmul import door
 from cuquant.ops.matmul.grouped import grouped_linear as _grouped_door
 from cuquant.torch import op
@@ -193,7 +196,19 @@ def _grouped_grad_x(
     integers: torch.Tensor,
 ) -> torch.Tensor:
     weight = op.rows(op.weight_of(components, format, layout, shape, dtype, 3))
-    return _of_experts(g, weight.transpose(0, 2, 1), **{by: integers})
+    many = math.prod(g.shape[:-1]) > op.DECODED_FROM_ROWS * shape[0]
+    if g.is_cuda and many and g.dtype in _DECODED:
+        turned = decoded_and_turned(weight, g.dtype)
+    else:
+        turned = weight.transpose(0, 2, 1)
+    return _of_experts(g, turned, **{by: integers})
+
+
+def decoded_and_turned(weight: QuantArray, dtype: torch.dtype) -> QuantArray:
+    """The values of [E, N, K] as rows [E, K, N], as tensor cores read them for many rows."""
+    values = op.decode(weight, dtype).transpose(1, 2).contiguous()
+    fmt = get_format(_DECODED[dtype])
+    return QuantArray(fmt, tuple(values.shape), weight.dtype, {"packed": values}, (0, 1, 2))
 
 
 def _fake_grouped(x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -205,6 +220,7 @@ def _fake_grouped_grad_x(g: torch.Tensor, *args: Any) -> torch.Tensor:
     return op.rows_of(g, args[3][:0:-1], g.dtype)
 
 
+_DECODED = {torch.float16: "fp16", torch.bfloat16: "bf16"}  # formats of values as they are
 _INTEGERS = "str by, Tensor integers"
 grouped_linear = Operator(
     f"grouped_linear(Tensor x, {op.WEIGHT}, {_INTEGERS}) -> Tensor",

@@ -95,6 +95,10 @@ struct Range {  // the smallest and the largest, as integers in the order of the
     __device__ static float low(State s, bool zero) { return zero ? fminf(value(s.low), 0.0f) : value(s.low); }
     __device__ static float high(State s, bool zero) { return zero ? fmaxf(value(s.high), 0.0f) : value(s.high); }
     __device__ static float statistic(State s, bool zero) { return __fadd_rn(high(s, zero), -low(s, zero)); }
+    // Half of it, exact where the whole is beyond float32.
+    __device__ static float half(State s, bool zero) {
+        return __fadd_rn(__fmul_rn(high(s, zero), 0.5f), -__fmul_rn(low(s, zero), 0.5f));
+    }
 };
 
 // A float64 sum that is asked to be the one in index order. While every term is a multiple of

@@ -102,6 +102,10 @@ __device__ Numbers numbers_of(typename Format::Rule::State found, i64 elements, 
             exact = power_below(bits_of(statistic), (Format::peak_bits >> 23) - 127);
         else
             exact = divided<Format::peak_bits>(statistic);
+        if constexpr (zero) {
+            if (exact == float_of(0x7F800000u))  // seldom
+                exact = __fmul_rn(divided<Format::peak_bits>(Rule::half(found, zero)), 2.0f);
+        }
         if (Format::stored == Stored::E4M3 && given.global_from_data) exact = fminf(exact, 448.0f);
     }
     if (lost) exact = float_of(0x7FC00000u);

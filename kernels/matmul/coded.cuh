@@ -15,7 +15,7 @@ __device__ inline bool is_whole(float x) { return fabsf(x) >= float_of(0x0080000
 // sum * first * second, which float32 may have where it does not have sum * first.
 __device__ inline float scaled(float sum, float first, float second) {
     const float one = __fmul_rn(sum, first);
-    return is_whole(one) ? __fmul_rn(one, second) : __fmul_rn(sum, __fmul_rn(first, second));
+    return is_whole(one) || sum == 0.0f ? __fmul_rn(one, second) : __fmul_rn(sum, __fmul_rn(first, second));
 }
 
 // total + sum * first * second, where it may not have first * second.

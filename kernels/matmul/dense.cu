@@ -10,12 +10,11 @@ namespace cuquant {
 template <class Mma>
 using Product = typename Mma::Sum;
 
-// Products of one warpgroup: its rows of a, 64 or twice as many, and all of b.
+// Products of one warpgroup: its 64 rows of a, and all of b.
 template <class Mma, class Tile>
 struct Multiplier {
     using D = DenseTile<Mma, Tile>;
     static constexpr int kColumns = D::kColumns, kPart = D::kPart, kSubs = D::kSubs;
-    static constexpr int kRows16 = 64 * kLine / 16;  // a warpgroup's rows of a, as `swizzled` counts
     using Part = Product<Mma>[kPart / 2];
     const Stages<Mma, Tile>& stages;
     u32 a, b;  // of stage 0, as `swizzled` says
@@ -28,9 +27,8 @@ struct Multiplier {
         barrier_arrive(stages.empty + stage);
         if constexpr (D::kShare > 1) others_empty.arrive(stage);
     }
-    // All of K in the tensor cores' own sums. `next`: who waits until these lines have come.
-    __device__ void run(Product<Mma> (&sums)[D::kWaves][kColumns / 2], Ring<D::kStages>& ring, int lines,
-                        u64* next) const {
+    // All of K in the tensor cores' own sums.
+    __device__ void run(Product<Mma> (&sums)[kColumns / 2], Ring<D::kStages>& ring, int lines) const {
         int last = 0;
 #pragma unroll 1
         for (int line = 0; line < lines; ++line) {
@@ -39,41 +37,61 @@ struct Multiplier {
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kLaneSteps; ++k)
-#pragma unroll
-                for (int w = 0; w < D::kWaves; ++w)
-                    Multiply<kColumns>::of(Mma{}, sums[w], own_a + w * kRows16 + 2 * k, own_b + 2 * k, line + k > 0);
+                Multiply<kColumns>::of(Mma{}, sums, own_a + 2 * k, own_b + 2 * k, line + k > 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (line > 0) release(last);
             last = ring.stage;
             ring.step();
         }
-        if (D::kTurns > 1 && threadIdx.x % 128 == 0) barrier_arrive(next);
         wgmma_wait<0>();
         if (lines > 0) release(last);
     }
-    // Add a part's sums to those in float32.
-    __device__ void promote(const Part& part, float* sums, const float (&sa)[2], const float* sb) const {
-        const auto add = [&](int j, const float (&s)[4]) {
+    // What a part's sums are multiplied by.
+    struct SumScales {
+        const float* at;   // all of them: those of rows of a, then of b
+        float both[2][2];  // where b has blocks: products, of two blocks or of the one of each half, by the lane's rows
+    };
+    // Those of sum number `sum` of a tile.
+    __device__ SumScales scales_of(const Batches& batches, int sum, bool first) const {
+        SumScales s = {};
+        if constexpr (D::kScaled) {
+            if (first && sum % kBatch == 0) batches.wait();
+            s.at = stages.scales + batches.place() * D::kScales + sum % kBatch * D::kScalesOfSum;
+            // Towards 0: a product that is too large stays finite, and a sum of 0 stays 0.
 #pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; ++i) sums[i] = __fmaf_rn(static_cast<float>(part[i]), s[i % 4], sums[i]);
-        };
+            for (int i = 0; i < 4 && D::kBlocks; ++i)
+                s.both[i / 2][i % 2] = __fmul_rz(s.at[row + i % 2 * 8], s.at[D::kScalesA + i / 2]);
+        }
+        return s;
+    }
+    // They are not read any more.
+    __device__ void leave(Batches& batches, int sum, bool last) const {
+        if (D::kScaled && (sum % kBatch == kBatch - 1 || last)) batches.leave();
+    }
+    // Add a part's sums to those in float32.
+    __device__ void promote(const Part& part, float (&all)[kColumns / 2], const SumScales& s, int half) const {
+        float* const sums = all + half * kPart / 2;
         if constexpr (!D::kScaled) {
 #pragma unroll
             for (int i = 0; i < kPart / 2; ++i) sums[i] += static_cast<float>(part[i]);
         } else if constexpr (D::kBlocks) {
-            const float s[2] = {sa[0] * sb[0], sa[1] * sb[0]}, r[2] = {sa[0] * sb[1], sa[1] * sb[1]};
 #pragma unroll
-            for (int j = 0; j < kPart / 8; ++j) {
-                const bool first = D::kBlocks == 1 || j < edge;
-                add(j, {first ? s[0] : r[0], first ? s[0] : r[0], first ? s[1] : r[1], first ? s[1] : r[1]});
+            for (int i = 0; i < kPart / 2; ++i) {
+                const int r = i / 2 % 2;
+                const float scale = D::kBlocks == 1 || i / 4 < edge ? s.both[half][r] : s.both[1][r];
+                sums[i] = __fmaf_rn(static_cast<float>(part[i]), scale, sums[i]);
             }
         } else {
+            const float of_rows[2] = {s.at[row], s.at[row + 8]};
 #pragma unroll
             for (int j = 0; j < kPart / 8; ++j) {
-                const float2 own = *reinterpret_cast<const float2*>(sb + 8 * j + lane % 4 * 2);
-                const float s[4] = {sa[0] * own.x, sa[0] * own.y, sa[1] * own.x, sa[1] * own.y};
-                add(j, s);
+                const float2 b = *reinterpret_cast<const float2*>(s.at + D::kScalesA + 8 * j + lane % 4 * 2);
+#pragma unroll
+                for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                    const float sum = static_cast<float>(part[i]) * of_rows[i / 2 % 2];  // which both scales may not have
+                    sums[i] = __fmaf_rn(sum, i % 2 ? b.y : b.x, sums[i]);
+                }
             }
         }
     }
@@ -89,27 +107,6 @@ struct Multiplier {
                 Multiply<kPart>::of(Mma{}, part, own_a + 2 * k, own_b + 2 * k, adds || k > 0);
         }
         wgmma_commit();
-    }
-    struct SumScales { float a[2], b[2]; const float* columns; };
-    // Those of sum number `sum` of a tile.
-    __device__ SumScales scales_of(const Batches& batches, int sum, bool first) const {
-        SumScales s = {};
-        if constexpr (D::kScaled) {
-            if (first && sum % kBatch == 0) batches.wait();
-            const float* const own = stages.scales + batches.place() * D::kScales + sum % kBatch * D::kScalesOfSum;
-            s.columns = own + D::kScalesA;
-            s.a[0] = own[row];
-            s.a[1] = own[row + 8];
-            if constexpr (D::kBlocks) { s.b[0] = s.columns[0]; s.b[1] = s.columns[1]; }
-        }
-        return s;
-    }
-    // They are not read any more.
-    __device__ void leave(Batches& batches, int sum, bool last) const {
-        if (D::kScaled && (sum % kBatch == kBatch - 1 || last)) batches.leave();
-    }
-    __device__ void promote(const Part& part, float* sums, const SumScales& s, int half) const {
-        promote(part, sums + half * kPart / 2, s.a, D::kBlocks ? s.b + half : s.columns);
     }
     __device__ void run_promoted(float (&sums)[kColumns / 2], Ring<D::kStages>& ring, Batches& batches,
                                  int lines) const {
@@ -297,53 +294,46 @@ matmul_dense(const __grid_constant__ TensorMap a_map, const __grid_constant__ Te
                         batches.give();
                     }
                 }
-                const int turn = number % D::kTurns;
                 const SideRows a_rows(a, D::a_of(place)), b_rows(b, D::b_of(place));
                 const EndShare<Mma, Tile> end(a_rows, b_rows, place, static_cast<int>(K), results.epilogue, thread);
-                barrier_wait(stages.end_empty + turn, number / D::kTurns & 1 ^ 1);
-                end.store(Ends<Mma, Tile>(stages.ends + turn * D::kEnds));
-                barrier_arrive(stages.end_full + turn);
+                barrier_wait(stages.end_empty, number & 1 ^ 1);
+                end.store(Ends<Mma, Tile>(stages.ends));
+                barrier_arrive(stages.end_full);
             });
         }
     } else {
         registers_up<D::kMany>();
-        // In turns, a warpgroup waits until all lines of the other one's tile have come: barriers of stages tell their
-        // last phase alone.
-        const int group = warp / 4, turn = D::kTurns > 1 ? group : 0, row = D::kTurns > 1 ? warp % 4 * 16 : warp * 16;
-        const Ends<Mma, Tile> ends(stages.ends + turn * D::kEnds);
+        const int row = warp * 16;
+        const Ends<Mma, Tile> ends(stages.ends);
         const RemoteBarriers others_empty(stages.empty, D::kShare > 1 ? rank ^ 1 : rank);
-        const u32 own_a = swizzled(stages.a) + (D::kTurns > 1 ? 0 : group * Multiplier<Mma, Tile>::kRows16);
+        const u32 own_a = swizzled(stages.a) + warp / 4 * (64 * kLine / 16);
         Multiplier<Mma, Tile> multiplier{stages, own_a, swizzled(stages.b), others_empty, row + lane / 4, lane, 0};
         using Results = DenseResults<Mma, Tile>;
         const bool corrected = a.sums || b.sums;
         u8* const area = shared + D::kAtAreas + warp * D::kArea;
         Batches batches;
         walk.each([&](const Place& place, int number) {
-            if (D::kTurns > 1 && number % 2 != turn) return ring.skip(own_lines);
-            const u32 parity = number / D::kTurns & 1;
-            typename D::Sum sums[D::kWaves][D::kColumns / 2];
+            const u32 parity = number & 1;
+            typename D::Sum sums[D::kColumns / 2];
             if constexpr (D::kPromote) {
                 const SideRows b_rows(b, D::b_of(place));
                 if constexpr (D::kBlocks == 2) multiplier.edge = StageScales<Mma, Tile>::second_block(b_rows) / 8;
-                multiplier.run_promoted(sums[0], ring, batches, own_lines);
+                multiplier.run_promoted(sums, ring, batches, own_lines);
             } else {
-                if (D::kTurns > 1) barrier_wait(stages.turn + turn, parity ^ (turn == 0));
-                multiplier.run(sums, ring, own_lines, stages.turn + (turn ^ 1));
+                multiplier.run(sums, ring, own_lines);
             }
             if constexpr (D::kSplit > 1) {
                 typename D::Sum own[D::kOwn / 2];
-                add_up<Mma, Tile>(sums[0], own, shared, rank);
+                add_up<Mma, Tile>(sums, own, shared, rank);
                 barrier_wait(stages.end_full, parity);
                 Results(own, ends, results, place, area, row, rank * D::kOwn, anew(lane)).store(N, corrected);
                 cluster_sync();  // others may still read this block's sums
             } else {
-                barrier_wait(stages.end_full + turn, parity);
+                barrier_wait(stages.end_full, parity);
                 const int here = anew(lane);  // else what follows from it takes registers while sums need them
-#pragma unroll
-                for (int w = 0; w < D::kWaves; ++w)
-                    Results(sums[w], ends, results, place, area, row + 64 * w, 0, here).store(N, corrected);
+                Results(sums, ends, results, place, area, row, 0, here).store(N, corrected);
             }
-            barrier_arrive(stages.end_empty + turn);
+            barrier_arrive(stages.end_empty);
         });
     }
     if constexpr (D::kShare > 1) {  // the other block still gives rows, and barriers their arrivals

@@ -105,7 +105,7 @@ struct DenseResults {
     __device__ float scaled(Sum sum, int h, float other) const {
         const float x = static_cast<float>(sum);
         if constexpr (D::kScaled) return x * factor;
-        else return (kSwapped ? x * other * scale[h] : x * scale[h] * other) * factor;
+        else return cuquant::scaled(x, kSwapped ? other : scale[h], kSwapped ? scale[h] : other) * factor;
     }
 
     // Results of 16 bits without a residual, whole vectors of them.

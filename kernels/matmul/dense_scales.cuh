@@ -131,8 +131,9 @@ struct StageScales {
     }
 };
 
-// The end of a tile, of which each of kStagers threads has a share in registers until there is room for it. Sums of integers T become T + a0 b0 + a1 b1: with zero points z, sums S of codes and K columns,
-// T - za Sb - zb Sa + K za zb; or, of bits with p ones, 4 T + a0 + b0 = K - 2 (pa + pb - 2 T).
+// The end of a tile, of which each of kStagers threads has a share in registers until there is room for it. Sums of
+// integers T become T + a0 b0 + a1 b1: with zero points z, sums S of codes and K columns, T - za Sb - zb Sa + K za zb;
+// or, of bits with p ones, 4 T + a0 + b0 = K - 2 (pa + pb - 2 T).
 template <class Mma, class Tile>
 struct EndShare {
     using D = DenseTile<Mma, Tile>;

@@ -22,8 +22,6 @@ struct Place {
 
 // Tile, which dense.py prints:
 //   columns   rows of side b; side a has kTileRows
-//   turns     2: the two warpgroups take tiles in turn, so that one stores results while the other multiplies; 1: each
-//             has 64 rows of every tile
 //   stages    lines of both sides in shared memory
 //   promote   bytes of K whose products the tensor cores add up, 32, 128 or 256, before they meet others in float32;
 //             0: all
@@ -34,20 +32,17 @@ struct Place {
 //   split     blocks of a cluster that share K of a tile
 template <class Mma, class Tile>
 struct DenseTile {
-    static constexpr int kColumns = Tile::columns, kTurns = Tile::turns, kStages = Tile::stages;
+    static constexpr int kColumns = Tile::columns, kStages = Tile::stages;
     static constexpr int kPromote = Tile::promote;
     static constexpr int kBlocks = Tile::blocks, kShare = Tile::share, kSplit = Tile::split, kCluster = kShare * kSplit;
     static constexpr bool kScaled = Tile::scaled, kFloatScales = Tile::scaled == 1, kSwapped = Tile::swapped;
-    static_assert(kSplit == 1 || kShare * kTurns == 1, "blocks that share K share nothing else");
-    static_assert(kTurns == 1 || !kPromote, "who promotes leaves the tensor cores to the other warpgroup of its tile");
-    // Warps of a tile, and how many times 64 rows a warpgroup has.
-    static constexpr int kTileWarps = kMathWarps / kTurns, kWaves = kTurns;
-    static_assert(kColumns * kWaves <= 256, "sums have registers");
+    static_assert(kSplit == 1 || kShare == 1, "blocks that share K share nothing else");
+    static_assert(kColumns <= 256, "sums have registers");
     // Sums that are promoted leave room for those of half the columns.
     static constexpr int kHalves = kPromote && kColumns > 192 ? 2 : 1, kPart = kColumns / kHalves;
     // Registers: a block has those it was launched with. Warps that bring a scale of every column want more, and have
     // them where sums are few too.
-    static constexpr bool kFewSums = kColumns * kTurns * (kPromote ? 2 : 1) <= 128;
+    static constexpr bool kFewSums = kColumns * (kPromote ? 2 : 1) <= 128;
     static constexpr int kFew = (kScaled && !(kBlocks && kFloatScales)) || kFewSums ? 72 : 56;
     static constexpr int kMany = (3 * 168 - kFew) / 2;
     static_assert(kHalves == 1 || !kScaled || kBlocks == 1, "registers for no more scales");
@@ -64,13 +59,13 @@ struct DenseTile {
     // What a warp stores at a time, rows of the output, lies in this many bytes.
     static constexpr int kArea = 2560;
 
-    // In shared memory: stages, scales, the ends of as many tiles as there are turns, places of warps, barriers.
+    // In shared memory: stages, scales, the end of a tile, places of warps, barriers.
     static constexpr int kBytesA = kTileRows * kLine, kBytesB = kColumns * kLine, kRing = kStages * (kBytesA + kBytesB);
     static constexpr int kTerms = Mma::floats || kScaled ? 0 : 2;
     static constexpr int kNamed = kSwapped ? kTileRows : kColumns;  // of bias
     // Scales of both sides, bias, and what is added to sums of integers.
     static constexpr int kEnds = (kScaled ? 0 : kTileRows + kColumns) + kNamed + kTerms * (kTileRows + kColumns);
-    static constexpr int kAtEnds = kRing + kBatches * kScales * 4, kAtAreas = kAtEnds + kTurns * kEnds * 4;
+    static constexpr int kAtEnds = kRing + kBatches * kScales * 4, kAtAreas = kAtEnds + kEnds * 4;
     static constexpr int kAtBarriers = kAtAreas + kMathWarps * kArea;
 
     __device__ static Place place(const Groups& groups, i64 N, int step, int a_tile, int b_tile) {
@@ -138,7 +133,7 @@ struct Stages {
     using D = DenseTile<Mma, Tile>;
     u8 *a, *b;
     float *scales, *ends;
-    u64 *full, *empty, *end_full, *end_empty, *turn;
+    u64 *full, *empty, *end_full, *end_empty;
 
     __device__ explicit Stages(u8* shared) {
         a = shared;
@@ -148,19 +143,15 @@ struct Stages {
         full = reinterpret_cast<u64*>(shared + D::kAtBarriers);
         empty = full + D::kStages;
         end_full = empty + D::kStages;
-        end_empty = end_full + 2;
-        turn = end_empty + 2;
+        end_empty = end_full + 1;
     }
     __device__ void init() const {
         for (int s = 0; s < D::kStages; ++s) {
             barrier_init(full + s, 1);
-            barrier_init(empty + s, D::kTileWarps * D::kShare);
+            barrier_init(empty + s, kMathWarps * D::kShare);
         }
-        for (int t = 0; t < D::kTurns; ++t) {
-            barrier_init(end_full + t, kStagers);
-            barrier_init(end_empty + t, 32 * D::kTileWarps);
-            barrier_init(turn + t, 1);
-        }
+        barrier_init(end_full, kStagers);
+        barrier_init(end_empty, 32 * kMathWarps);
     }
 };
 
@@ -172,11 +163,6 @@ struct Ring {
 
     __device__ void step() {
         if (++stage == kStages) { stage = 0; parity ^= 1; }
-    }
-    __device__ void skip(int lines) {
-        const int rounds = (stage + lines) / kStages;
-        stage += lines - rounds * kStages;
-        parity ^= rounds & 1;
     }
 };
 

@@ -203,7 +203,7 @@ __device__ void scale_rows(Held<T, Work>& x, const Norm& norm, const Operands& o
         if constexpr (Source::bias) along_row<Source, T>(operands.bias, place.unit(u), bias);
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            v[i] = __fmul_rn(__fmul_rn(centered<Source, kScaled>(v[i], norm), inverse), weight[i]);
+            v[i] = __fmul_rn(__fmul_rn(centered<kMeans<Source, T>, kScaled>(v[i], norm), inverse), weight[i]);
             if constexpr (Source::bias) v[i] = __fadd_rn(v[i], bias[i]);
         }
         x.unit[u].round(v);
@@ -231,10 +231,11 @@ __device__ void apply(Held<T, Work>& x, const Operands& operands, const Place<Wo
     if constexpr (Source::adds || Source::gate) combine<Source>(x, operands, place);
     if constexpr (Source::norm) {
         const RowSum<T, Work> sum{x, place};
-        const Norm norm = norm_of<Source>(operands, sum);
+        constexpr int means = kMeans<Source, T>;
+        const Norm norm = norm_of<means>(operands, sum);
         if (uniform<Work::lanes>(!norm.within())) {  // seldom, if of any row whose threads must stay together
             if constexpr (!Source::adds) load(x, operands.x, place);  // anew: keeping it took registers
-            scale_rows<Source, T, Work, true>(x, norm_again<Source>(norm, operands, sum), operands, place);
+            scale_rows<Source, T, Work, true>(x, norm_again<means>(norm, operands, sum), operands, place);
         } else {
             scale_rows<Source, T, Work, false>(x, norm, operands, place);
         }

@@ -47,11 +47,12 @@ template <typename T, class Source, int kThreads>
 __global__ void __launch_bounds__(kThreads) rows_values(Operands operands, T* __restrict__ values, i64 columns) {
     static_assert(kThreads == 256, "a thread a partial sum");
     const i64 offset = static_cast<i64>(blockIdx.x) * columns;
-    Norm norm{1.0f, 0.0f, 0.0f};
+    constexpr int means = kMeans<Source, T>;
+    Norm norm{1.0f, 0.0f, 0.0f, 0.0f};
     if constexpr (Source::norm) {
         const PlainSum<T, Source, kThreads> sum{operands, offset, columns};
-        norm = norm_of<Source>(operands, sum);
-        if (!norm.within()) norm = norm_again<Source>(norm, operands, sum);  // seldom
+        norm = norm_of<means>(operands, sum);
+        if (!norm.within()) norm = norm_again<means>(norm, operands, sum);  // seldom
     }
     const float inverse = norm.inverse();
     for (i64 column = threadIdx.x; column < columns; column += kThreads) {
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) rows_values(Operands operands, T* __
         if constexpr (Source::gate) {
             x = gated<Source>(x, Element<T>::load(static_cast<const T*>(operands.other) + offset + column));
         } else if constexpr (Source::norm) {
-            x = __fmul_rn(__fmul_rn(centered<Source, true>(x, norm), inverse), along_row<Source, T>(operands.weight, column));
+            x = __fmul_rn(__fmul_rn(centered<means, true>(x, norm), inverse), along_row<Source, T>(operands.weight, column));
             if constexpr (Source::bias) x = __fadd_rn(x, along_row<Source, T>(operands.bias, column));
         }
         Element<T>::store(values + offset + column, x);

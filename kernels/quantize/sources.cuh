@@ -18,7 +18,7 @@ struct Operands {
     const void* weight;  // [K]
     const void* bias;    // [K]
     void* sum;           // where x + residual goes, or null
-    float eps, eps_small, eps_large;  // the others are those of rows in other units
+    float eps, least_eps;  // the least one of rows in other units
     float scale;         // of a transform: 1 / sqrt(group)
     double share;        // 1 / K
 };
@@ -151,35 +151,45 @@ __device__ double row_total(double sum) {
 // Mean squares that float32 sums hold well; rows with others are multiplied by a power of two.
 constexpr float kLeast = 0x1p-80f, kMost = 0x1p126f, kSmall = 0x1p-100f, kLarge = 0x1p100f;
 
+// How often a layer norm takes the mean off. The rounding of a float32's mean is as large as what a row of nearly
+// equal numbers leaves, so it is taken off what is left, too; 16-bit numbers are much further apart, and sums of equal
+// ones are exact.
+template <class Source, typename T> constexpr int kMeans = Source::norm == 2 ? (sizeof(T) == 4 ? 2 : 1) : 0;
+
 struct Norm {
-    float unit, mean, square;  // square: the mean square + eps
+    float unit, mean, rest, square;  // rest: the mean of what the mean leaves; square: the mean square + eps
     __device__ bool within() const { return square >= kLeast && square <= kMost; }
     __device__ float inverse() const { return __frcp_rn(__fsqrt_rn(square)); }
 };
 
-// x of a row in its unit, less the mean of a layer norm.
-template <class Source, bool kScaled>
+// x of a row in its unit, less the means of a layer norm: the first kCount of them.
+template <int kCount, bool kScaled>
 __device__ float centered(float x, const Norm& norm) {
     if constexpr (kScaled) x = __fmul_rn(x, norm.unit);
-    if constexpr (Source::norm == 2) x = __fadd_rn(x, -norm.mean);
+    if constexpr (kCount > 0) x = __fadd_rn(x, -norm.mean);
+    if constexpr (kCount > 1) x = __fadd_rn(x, -norm.rest);
     return x;
 }
 
+// The mean of a row without the first kCount means.
+template <int kCount, bool kScaled, class Sum>
+__device__ float mean_of(const Norm& norm, double share, Sum sum) {
+    const double total = sum([&](float* v) {
+        for (int i = 0; i < kUnit; ++i) v[i] = centered<kCount, kScaled>(v[i], norm);
+    });
+    return static_cast<float>(total * share);
+}
+
 // The Norm of a row. `sum(f)` adds up f over the row: f turns the values of a unit into what is added.
-template <class Source, bool kScaled, class Sum>
+template <int kCount, bool kScaled, class Sum>
 __device__ Norm norm_in(float unit, float eps, double share, Sum sum) {
-    Norm norm{unit, 0.0f, 0.0f};
-    if constexpr (Source::norm == 2) {
-        const double total = sum([&](float* v) {
-            if constexpr (kScaled)
-                for (int i = 0; i < kUnit; ++i) v[i] = __fmul_rn(v[i], unit);
-        });
-        norm.mean = static_cast<float>(total * share);
-    }
+    Norm norm{unit, 0.0f, 0.0f, 0.0f};
+    if constexpr (kCount > 0) norm.mean = mean_of<0, kScaled>(norm, share, sum);
+    if constexpr (kCount > 1) norm.rest = mean_of<1, kScaled>(norm, share, sum);
     const double total = sum([&](float* v) {
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            const float x = centered<Source, kScaled>(v[i], norm);
+            const float x = centered<kCount, kScaled>(v[i], norm);
             v[i] = __fmul_rn(x, x);
         }
     });
@@ -188,17 +198,19 @@ __device__ Norm norm_in(float unit, float eps, double share, Sum sum) {
 }
 
 // Of a row in the units that its numbers come in.
-template <class Source, class Sum>
+template <int kCount, class Sum>
 __device__ Norm norm_of(const Operands& operands, Sum sum) {
-    return norm_in<Source, false>(1.0f, operands.eps, operands.share, sum);
+    return norm_in<kCount, false>(1.0f, operands.eps, operands.share, sum);
 }
 
-// Seldom: in other units, where `norm` is not within.
-template <class Source, class Sum>
+// Seldom: in other units, where `norm` is not within. Sums that overflow in both directions are NaN. A row that varies
+// so little around a mean of 1 or more is constant: in larger units its mean might overflow.
+template <int kCount, class Sum>
 __device__ Norm norm_again(const Norm& norm, const Operands& operands, Sum sum) {
-    const bool down = norm.square > 1.0f;
-    const Norm other = norm_in<Source, true>(
-        down ? kSmall : kLarge, down ? operands.eps_small : operands.eps_large, operands.share, sum);
+    const float large = fabsf(norm.mean) >= 1.0f ? 1.0f : kLarge;
+    const float unit = norm.square <= 1.0f ? large : kSmall;
+    const float eps = fmaxf(__fmul_rn(__fmul_rn(operands.eps, unit), unit), operands.least_eps);
+    const Norm other = norm_in<kCount, true>(unit, eps, operands.share, sum);
     return norm.within() ? norm : other;
 }
 

@@ -10,6 +10,7 @@ from fake_bench import MACHINE, FakeDenseGemm, FakeGemmPeer, FakeGpu, QuickEngin
 from typer.testing import CliRunner
 
 import cuquant as cq
+from cuquant.array.packed_weight import PackedWeight
 from cuquant.bench import gemm, gemm_peers, gemm_report, product_report, report, roofline, timing
 from cuquant.bench import gpu as gpu_module
 from cuquant.bench.gemm_report import GemmResults
@@ -101,8 +102,9 @@ def test_operands_are_rotated_past_the_cache(gpu, monkeypatch):
     (found,) = gemm.run(gpu, settings(["int8@int4"]))
     count = timing.copies(MACHINE.l2_bytes, found.nbytes)
     assert count > 4 and found.timing.calls >= count
-    memory = [{id(x.packed), id(w.packed), id(out)} for x, w, out in seen]
+    memory = [{id(x.packed), id(w.components["codes"]), id(out)} for x, w, out in seen]
     assert len(set.union(*memory)) == 3 * count
+    assert all(isinstance(w, PackedWeight) for _, w, _ in seen)  # as nibbles are multiplied
 
 
 def test_both_sides_hold_different_numbers(gpu, monkeypatch):
@@ -257,7 +259,7 @@ def test_a_wrong_result_is_said_and_exit_code_1(gpu, monkeypatch):
         (["--shape", "64x64"], 2, "M, N and K"), (["--shape", "0x1x1"], 2, "M, N and K"),
         (["--json", "none/x.json"], 2, "no folder"), (["--repeats", 2], 2, "10"),
         (["-f", "int9"], 1, "did you mean 'int"), (["-f", "int8@int8@int8"], 1, "no pair"),
-        (["--peers", "marlin"], 1, "known are cublas, int_mm, scaled_mm, humming, deep_gemm"),
+        (["--peers", "marlin"], 1, "known are cublas, int_mm, scaled_mm, scaled_mm_fast, "),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_refused_before_the_work(arguments, code, said, monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """Markdown tables of what the benchmarks wrote."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from bench_results import product_results, quantize_results
@@ -8,8 +8,10 @@ from fake_bench import MACHINE
 from typer.testing import CliRunner
 
 from cuquant.bench import speedup
+from cuquant.bench.formats import FormatResults, FormatRow, Speed
 from cuquant.bench.markdown import markdown, product_table
 from cuquant.bench.report import PeerTiming
+from cuquant.bench.rows import RowResults
 from cuquant.cli import app
 
 
@@ -48,6 +50,28 @@ def test_products_of_two_dtypes_have_columns_of_their_own():
         "| N x K | M | int4 float16 | humming 0.1.19, int4 float16 | int4 bfloat16 "
         "| humming 0.1.19, int4 bfloat16 | cuBLAS, float16 | cuBLAS, bfloat16 |"
     )
+
+
+def test_norms_and_gates_have_a_column_each():
+    found = quantize_results()
+    kept = {field.name: getattr(found, field.name) for field in fields(found)}
+    first = replace(found.measurements[0], operation="rmsnorm", exact=True)
+    second = replace(first, operation="silu_mul")
+    lines = markdown(RowResults(**kept | {"measurements": (first, second)}).to_json()).splitlines()
+    assert lines[-3] == "| format | dtype | shape | rmsnorm, TB/s | silu_mul, TB/s |"
+    assert lines[-1].endswith(f" | {first.tbps:.2f} | {first.tbps:.2f} |")
+
+
+def test_formats_are_compared_as_the_command_does():
+    rows = [
+        FormatRow(name, bits, mb, None, 1.0, 0.5, (Speed(1, us),))
+        for name, bits, mb, us in (("fp32", 32.0, 4.0, 8.0), ("fp16", 16.0, 2.0, 4.0))
+    ]
+    found = FormatResults("cuquant bench formats", "a GPU", ("a note",), tuple(rows))
+    assert FormatResults.from_json(found.to_json()) == found
+    lines = markdown(found.to_json()).splitlines()
+    assert lines[:4] == ["a GPU:", "`cuquant bench formats`.", "a note", ""]
+    assert lines[-1] == "| fp16 | 16 | 2.0 | 50.0% | 4 | 2.00x | 1.00x |  | 1.00000 | 50.0% |"
 
 
 def test_quantize_and_dequantize_share_a_row():

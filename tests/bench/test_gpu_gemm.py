@@ -18,7 +18,7 @@ def test_every_pair_is_right_and_timed_as_a_graph(shape, name, gpu):
     assert found.right and found.timing.graph
 
 
-@pytest.mark.parametrize("peer", ["cublas", "int_mm", "scaled_mm"])
+@pytest.mark.parametrize("peer", ["cublas", "int_mm", "scaled_mm", "scaled_mm_fast"])
 def test_torchs_products_are_right(peer, torch):
     peers, notes = matmul_peers.find_product_peers([peer], gemm_peers.PEERS)
     assert len(peers) == 1, notes

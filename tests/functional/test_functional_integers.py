@@ -53,6 +53,19 @@ def test_dynamic_quantize_by_its_formula(shift, dtype):
     assert (q == wanted).all()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("low", "high"), [(-3e38, 3e38), (-1e38, 3.3e38), (-2e38, 1.5e38)])
+def test_dynamic_quantize_of_a_range_beyond_float32(low, high, dtype):
+    x = np.append(np.linspace(low, high, 300, dtype=F32), F32([0, 1, -0.0])).astype(dtype)
+    q, scale, zero_point = F.dynamic_quantize(x)
+    wide = x.astype(np.float64)
+    width = float(F32(wide.max() / 2 - wide.min() / 2)) * 2  # of 24 bits
+    assert np.isfinite(scale) and bits_equal(scale, np.asarray(F32(width / 255)))
+    assert zero_point == np.rint(F32(-wide.min()) / scale)
+    assert q.min() == 0 and q.max() == 255
+    assert (q == np.clip(np.rint(x.astype(F32) / scale) + F32(zero_point), 0, 255)).all()
+
+
 def test_dynamic_quantize_of_zeros_nothing_and_nan():
     for shape in [(0,), (2, 0), (3, 3)]:
         q, scale, zero_point = F.dynamic_quantize(np.zeros(shape, np.float16))

@@ -86,6 +86,14 @@ def test_squares_beyond_float32_do_not_erase_a_row(exponent):
     assert (F.rmsnorm_quantize(largest, np.ones(4, F32), format="fp16").dequantize() == 1).all()
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "mxfp4", "uint4"])
+@pytest.mark.parametrize("columns", [1, 17, 4096])
+def test_codes_of_a_constant_row_are_those_of_zero(columns, format):
+    x = np.repeat(F32([[1 / 3], [123.456], [3e38]]), columns, axis=1)
+    found = F.layernorm_quantize(x, np.ones(columns, F32), format=format)
+    assert arrays_equal(found, cq.quantize(np.zeros_like(x), format))
+
+
 def test_rmsnorm_options_are_those_of_quantize():
     x, weight = normal(4, 64, dtype=np.float16), np.ones(64, np.float16)
     y = rows.rmsnorm(x, weight.astype(F32), F32(1e-6))[0]

@@ -23,6 +23,7 @@ from cuquant.gpu import device as devices
 
 NAN = np.where(np.arange(X.size).reshape(X.shape) % 200 == 77, np.float32(np.nan), X)
 SUBNORMAL = (normal(4, 1, seed=3) * F32(1e-40)).astype(F32)
+EVERYWHERE = np.linspace(-3.3e38, 3e38, 1000, dtype=F32)  # max - min is beyond float32
 LEVELS = np.sort(normal(256, seed=5))
 HALF = X.astype(np.float16)
 
@@ -82,6 +83,8 @@ CASES = {
     ),
     "dequantize_tensor per column": lambda to: F.dequantize_tensor(to(A8), X[0, :64]),
     "dynamic_quantize bf16": lambda to: F.dynamic_quantize(to(X.astype(BF16))),
+    "dynamic_quantize of all": lambda to: F.dynamic_quantize(to(EVERYWHERE)),
+    "dynamic_quantize of all bf16": lambda to: F.dynamic_quantize(to(EVERYWHERE.astype(BF16))),
     "pack_int4 odd": lambda to: F.pack_int4(to((A8 % 8).astype(np.int64)[:3]), axis=0),
     "unpack_int4 odd": lambda to: F.unpack_int4(to(A8.view(np.uint8)), 7, axis=0),
 }

@@ -114,6 +114,59 @@ def test_layernorm(dtype, offset):
     assert found.dtype == dtype and (np.abs(found - true) <= bound).all()
 
 
+CONSTANTS = F32([1 / 3, 123.456, -0.1, 1e9, 2e37, 3e38, -3e38, 1e-20, 1e-40, 3e-45, 0, -0.0])
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 100, 4096, 10001])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_constant_row_is_its_mean(dtype, columns):
+    """What the rounding of a mean leaves is no signal; a scale of the row would make it one."""
+    random = normal(50, seed=2) * 10.0 ** np.linspace(-38, 37, 50)
+    with np.errstate(over="ignore"):
+        levels = np.concatenate([CONSTANTS, random.astype(F32)]).astype(dtype)
+    x = np.repeat(levels[np.isfinite(levels.astype(F32))][:, None], columns, axis=1)
+    weight, bias = normal(columns, seed=1), normal(columns, seed=2)
+    for eps in (F32(1e-5), F32(1e-30)):
+        assert not rows.layernorm(x, weight, None, eps).any()
+        assert (rows.layernorm(x, weight, bias, eps) == bias.astype(dtype)).all()
+
+
+def exact_norm(x, eps=0.0):
+    wide = x.astype(F64)
+    rest = wide - wide.mean(axis=-1, keepdims=True)
+    return rest / np.sqrt((rest**2).mean(axis=-1, keepdims=True) + eps)
+
+
+@pytest.mark.parametrize("offset", [0, 0.3, 1e3, -1e6, 1e7])
+def test_layernorm_does_not_depend_on_what_all_elements_share(offset):
+    """Far from 0 float32's numbers are the only thing that is lost."""
+    x = normal(6, 1000) + F32(offset)
+    true = exact_norm(x, 1e-5)
+    # 9 roundings of sums of what the first mean leaves; two subtractions, root, inverse, product.
+    bound = 10 * STEP * np.abs(true).max(axis=-1, keepdims=True) + 12 * STEP * np.abs(true)
+    assert (np.abs(rows.layernorm(x, np.ones(1000, F32), None, F32(1e-5)) - true) <= bound).all()
+
+
+@pytest.mark.parametrize("place", [0, 17, 999])
+def test_an_outlier_leaves_layernorm_what_it_leaves_float32(place):
+    x = normal(6, 1000)
+    x[:, place] = 1e6
+    true = exact_norm(x)
+    found = rows.layernorm(x, np.ones(1000, F32), None, F32(0))
+    assert (np.abs(found - true) <= 12 * STEP * np.abs(true) + 2.0**-149).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_layernorm_of_sums_that_overflow_in_both_directions(dtype):
+    x = np.full((4, 64), 3e38, F32)
+    x[0, ::2], x[1, 16:32], x[2, 0] = -3e38, -3e38, -3e38
+    x[3] = np.where(np.arange(64) % 32 < 16, 3e38, -3e38)
+    x = x.astype(dtype)
+    found = rows.layernorm(x, np.ones(64, F32), None, F32(1e-5))
+    true = exact_norm(x)
+    assert (np.abs(found - true) <= 12 * STEP * np.abs(true) + half_steps(true, dtype)).all()
+
+
 def test_rows_of_all_sizes_are_normed_alike():
     x = normal(1, 64)
     weight, eps = np.ones(64, F32), F32(0)
@@ -131,8 +184,10 @@ def test_norms_of_what_is_not_finite():
     weight = np.ones(32, F32)
     found = rows.rmsnorm(x, weight, F32(1e-6))[0].astype(F32)
     assert np.isnan(found[0]).all() and np.isnan(found[1, 5]) and np.isfinite(found[2]).all()
-    found = rows.layernorm(x, weight, None, F32(1e-6)).astype(F32)
-    assert np.isnan(found[:2]).all() and np.isfinite(found[2]).all()
+    x[2, 0] = -np.inf
+    for given in (x, x.astype(F32)):
+        found = rows.layernorm(np.vstack([given, normal(1, 32)]), weight, None, F32(1e-6))
+        assert np.isnan(found[:3]).all() and np.isfinite(found[3]).all()
 
 
 @pytest.mark.parametrize("group", [1, 2, 16, 128, 1024])

@@ -39,12 +39,16 @@ class Side:
     ----------
     block
         Rows and columns of a block; 0 for all there are; None: no scales.
+    size, code_size
+        About how large scales are, and codes that are floats.
     """
 
     kind: str
     block: tuple[int, int] | None = (1, 0)
     dtype: str = "float32"
     zeros: bool = False
+    size: float = 1.0
+    code_size: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Case:
     tile: Tile | None = None
 
 
-def _codes(rng, kind: str, rows: int, depth: int) -> np.ndarray:
+def _codes(rng, kind: str, rows: int, depth: int, size: float) -> np.ndarray:
     """As bytes [rows, stride], with rubbish behind a row's end."""
     stride = -(-bytes_of(kind, depth) // 16) * 16
     codes = rng.integers(0, 256, (rows, stride), dtype=np.uint8)
@@ -82,7 +86,7 @@ def _codes(rng, kind: str, rows: int, depth: int) -> np.ndarray:
         bits[:, depth:] = 0
         return np.packbits(bits, axis=1, bitorder="little")
     if kind.startswith("fp8"):
-        small = rng.standard_normal((rows, stride)).astype(F32)
+        small = (rng.standard_normal((rows, stride)) * size).astype(F32)
         return small.astype(CODES[kind]).view(np.uint8)
     return codes
 
@@ -98,7 +102,7 @@ class Operand:
 
     def __init__(self, rng, side: Side, matrices: int, rows: int, depth: int) -> None:
         self.side, self.matrices, self.rows, self.depth = side, matrices, rows, depth
-        self.codes = _codes(rng, side.kind, matrices * rows, depth)
+        self.codes = _codes(rng, side.kind, matrices * rows, depth, side.code_size)
         self.plain = _numbers(self.codes, side.kind, depth)
         self.scale = self.zero = None
         self.tall = self.wide = 1
@@ -110,7 +114,7 @@ class Operand:
                 self.scale = rng.integers(120, 132, (matrices, *grid)).astype(np.uint8)
                 values = np.exp2(self.scale.astype(F64) - 127)
             else:
-                made = rng.uniform(0.5, 1.5, (matrices, *grid))
+                made = rng.uniform(0.5, 1.5, (matrices, *grid)) * side.size
                 self.scale = made.astype(OUTS[side.dtype])
                 values = self.scale.astype(F64)
             if side.zeros:
@@ -246,7 +250,10 @@ def multiply(case: Case, cupy, backend, seed: int = 0) -> Outcome:
         wanted = np.clip(wanted / float(out_scale[0]), -127, 127)
         allowed = allowed / float(out_scale[0]) + 0.501
     else:
-        allowed = allowed + np.abs(wanted) * ROUNDED[case.out] + 1e-6
+        # What is added, or worked out of sums, is rounded at its own size.
+        more = case.bias or case.activation or case.residual or case.factor
+        least = 1e-6 if more else (2 + k // 32) * 2.0**-149
+        allowed = allowed + np.abs(wanted) * ROUNDED[case.out] + least
     return Outcome(got[written][:, :n], wanted[written], allowed[written], untouched)
 
 

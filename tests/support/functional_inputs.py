@@ -79,6 +79,7 @@ CALLS = {
     "gemm": lambda to: F.gemm_q4_0_q8_1(to(BLOCKS), to(F.quantize_q8_1(X[:2])), 4, 2, 256),
     "quantize_tensor": lambda to: F.quantize_tensor(to(X)),
     "dequantize_tensor": lambda to: F.dequantize_tensor(to(A8), to(np.array(0.5, F32))),
+    "quantize_llm_int8": lambda to: F.quantize_llm_int8(to(X.astype(BF16)), 2.5),
     "dynamic_quantize": lambda to: F.dynamic_quantize(to(X)),
     "pack_int4": lambda to: F.pack_int4(to(A8 % 8), axis=0),
     "unpack_int4": lambda to: F.unpack_int4(to(A4)),

@@ -62,6 +62,10 @@ DATA: dict[str, Callable[[tuple[int, ...], np.dtype], np.ndarray]] = {
     "finite": lambda shape, dtype: nasty(shape, dtype, finite=True),
     "normal": normal,
     "small": small,
+    # Of both ends of the dtype: ranges of float32 and bfloat16 are beyond float32.
+    "ends": lambda shape, dtype: (
+        (normal(shape, F32) / 5).clip(-1, 1) * F32(0.93 * float(ml_dtypes.finfo(dtype).max))
+    ).astype(dtype),
     # The first element is negative, and larger by a power of two than all others.
     "outliers": lambda shape, dtype: np.where(
         np.arange(shape[-1]) % 64 == 3, -64, normal(shape, dtype)

@@ -309,6 +309,15 @@ PACKINGS = [
     for columns in (131, 512)
 ]
 
+# Differences of numbers with a zero point.
+RANGES = [
+    Case(name, dtype, shape, axis, data="ends", options=_options(block_size=64, scale_dtype=scale))
+    for name in ("uint2", "uint4", "uint8")
+    for dtype in ("float32", "bfloat16")
+    for scale in ("float32", "bfloat16", "float16")
+    for shape, axis in (((8, 1024), -1), ((37, 131), -1), ((256, 24), 0))
+]
+
 # Formats whose small scales are chosen by the error that they leave.
 CONTESTED = [
     name

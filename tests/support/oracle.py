@@ -56,7 +56,10 @@ def block_scale(block: np.ndarray, fmt: Format, world: np.float32 = ONE):
         low = held(low, fmt)
     elif rule == "range":
         low, high = min(F(0), block.min()), max(F(0), block.max())
-        exact = (high - low) / F(codec.high)
+        with np.errstate(over="ignore"):
+            exact = (high - low) / F(codec.high)
+        if np.isinf(exact):  # the difference is beyond float32, its half is not
+            exact = (high / F(2) - low / F(2)) / F(codec.high) * F(2)
     elif rule == "signed_max":
         top = next(v for v in block if abs(v) == size.max())
         exact = top / F(fmt.scale.peak)

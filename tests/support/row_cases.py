@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from kernel_arrays import LAYOUTS, nasty, normal, placed
 from oracle import DTYPES
@@ -50,7 +51,30 @@ def sizes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return x.astype(dtype).reshape(shape)
 
 
-DATA: dict[str, Callable[..., np.ndarray]] = {"normal": normal, "nasty": nasty, "sizes": sizes}
+def level(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Rows of one number each, of all sizes, and rows of like numbers far from 0."""
+    levels = F32([1 / 3, 123.456, -1e-40, 3e38, -3e38, 1e9, 2e37, 0, 1e-20])
+    x = normal(shape, np.dtype(F32)).reshape(-1, shape[-1])
+    x[::2] = np.resize(levels, len(x[::2]))[:, None]
+    x[1::2] += np.resize(F32([1e3, -1e6, 1e7]), len(x[1::2]))[:, None]
+    with np.errstate(over="ignore"):
+        return x.astype(dtype).reshape(shape)
+
+
+def ends(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Rows of the largest numbers of both signs, and what is not finite as the first element."""
+    most = F32(min(3e38, float(ml_dtypes.finfo(dtype).max)))
+    x = np.where(normal(shape, np.dtype(F32)) < 0, -most, most).reshape(-1, shape[-1])
+    x[1::4, :16], x[1::4, 16:] = most, -most
+    x[2::4, 0], x[2::4, 1:] = -most, most
+    x[3::4] = normal((len(x[3::4]), shape[-1]), np.dtype(F32))
+    x[3::8, 0], x[7::8, 0] = np.nan, -np.inf
+    return x.astype(dtype).reshape(shape)
+
+
+DATA: dict[str, Callable[..., np.ndarray]] = {
+    "normal": normal, "nasty": nasty, "sizes": sizes, "level": level, "ends": ends
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +169,17 @@ SIZES = [
     )
     if columns % 128 == 0 or not operation.startswith(("hadamard", "signed"))
 ]
+LEVEL = [
+    Case("layernorm", "int8", dtype, (20, columns), data)
+    for columns in (1, 17, 256, 1000, 4096)
+    for data in ("level", "ends")
+    for dtype in ("float32", "bfloat16")
+] + [
+    Case(operation, "int8 128", dtype, (9, 256), data)
+    for operation in ("layernorm", "rmsnorm")
+    for data in ("level", "ends")
+    for dtype in ("float32", "float16")
+]
 PLACED = [
     Case(operation, format, "bfloat16", (6, 256), layout=layout)
     for operation, format in (("add_rmsnorm", "int8"), ("silu_mul", "mxfp8"), ("signed", "nf4"))
@@ -154,5 +189,7 @@ PLACED = [
 BATCHED = [Case(operation, "int8", "float16", (2, 3, 4, 256)) for operation in OPERATIONS]
 EMPTY = [Case(op, "int8", shape=shape) for op in OPERATIONS[:5] for shape in ((0, 64), (3, 0))]
 ALL = list(
-    dict.fromkeys([*MATRIX, *BY_DTYPE, *COLUMNS, *GROUPS, *SIZES, *PLACED, *BATCHED, *EMPTY])
+    dict.fromkeys(
+        [*MATRIX, *BY_DTYPE, *COLUMNS, *GROUPS, *SIZES, *LEVEL, *PLACED, *BATCHED, *EMPTY]
+    )
 )

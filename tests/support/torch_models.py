@@ -85,8 +85,8 @@ CLOSE = 4e-6
 EXPERTS = torch.tensor([0, 3, 1, 0, 0])  # of five rows
 
 
-def wanting(*shape, dtype=torch.float32, seed=0):
-    return random(*shape, dtype=dtype, seed=seed).requires_grad_()
+def wanting(*shape, dtype=torch.float32, seed=0, times=1):
+    return (random(*shape, seed=seed) * times).to(dtype).requires_grad_()
 
 
 def quantized(*shape, fmt="int4", seed=0):

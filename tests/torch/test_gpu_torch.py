@@ -332,3 +332,63 @@ def test_memory_comes_back_with_the_model(torch, layers, random):
         before = used()
         run(prepack, before)
         assert used() == before
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_llm_int8_waits_for_nothing(torch, layers, random, threshold):
+    """Nor do its gradients; a graph of it takes rows with other columns of outliers."""
+    codes, absmax, _ = cq.functional.quantize_llm_int8(random(N, K, dtype=torch.float16), 0)
+    x, g = random(33, K, dtype=torch.float16), random(33, N, dtype=torch.float16)
+    x.requires_grad_()
+
+    def run():
+        y = torch.ops.cuquant.llm_int8(x, codes, absmax, threshold, None)
+        return y.detach(), *torch.autograd.grad(y, x, g)
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = run()
+    with torch.no_grad():
+        x[:, 5] = 40
+    graph.replay()
+    wanted = run()
+    assert torch.equal(y, wanted[0]) and torch.equal(dx, wanted[1])
+    here = cq.functional.llm_int8_linear(
+        x.detach().cpu(), codes.cpu(), absmax.cpu(), threshold=threshold
+    )
+    gap = (y.cpu().double() - here.double()).abs().max()
+    assert gap <= (2**-10 + 4e-5) * here.double().abs().max()
+    exact = g.double() @ (codes.double() * (absmax.double() / 127)[:, None])
+    assert (dx.double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("operation", ["rmsnorm", "layernorm", "silu_mul", "gelu_mul", "hadamard"])
+def test_rows_are_quantized_by_an_operator(torch, layers, random, operation):
+    """To the CPU's bytes, with a graph of torch.compile's around it."""
+    call = getattr(cq.functional, f"{operation}_quantize")
+    x, w, up = random(5, K), random(K, seed=1), random(5, K, seed=2)
+    args = {"hadamard": (x,), "silu_mul": (x, up), "gelu_mul": (x, up)}.get(operation, (x, w))
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(*args)
+    wanted = call(*(a.cpu() for a in args))
+    for part, want in zip(found.arrays().values(), wanted.arrays().values(), strict=True):
+        assert torch.equal(part.cpu(), want)
+
+
+@pytest.mark.parametrize("rows", [5, 400])  # few are multiplied, for many the weight is decoded
+@pytest.mark.parametrize("prepack", [False, True])
+def test_gradients_of_experts(torch, layers, random, rows, prepack):
+    q = cq.quantize(random(4, N, K), "int8")
+    held = cq.prepack(q) if prepack else q
+    experts = torch.arange(rows, device="cuda") % 4
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        x, g = random(rows, K, dtype=dtype).requires_grad_(), random(rows, N, dtype=dtype, seed=3)
+        (dx,) = torch.autograd.grad(cq.grouped_linear(x, held, experts), x, g)
+        w = q.dequantize(torch.float32).double()[experts]
+        wanted = torch.einsum("tn,tnk->tk", g.double(), w)
+        assert dx.dtype == dtype and (dx.double() - wanted).norm() <= close * wanted.norm()

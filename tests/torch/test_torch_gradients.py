@@ -24,7 +24,7 @@ from torch_models import (  # noqa: E402
     wanting,
 )
 
-from cuquant.torch import QuantLinear  # noqa: E402
+from cuquant.torch import QuantLinear, products  # noqa: E402
 
 F = torch.nn.functional
 ACTIVATIONS = {None: lambda z: z, "relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
@@ -185,6 +185,18 @@ def test_grouped_linear(by, prepack):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decoded_experts_are_turned(dtype):
+    """What a GPU multiplies many rows of a gradient by."""
+    q, w = quantized(4, 24, 64, fmt="int8")
+    turned = products.decoded_and_turned(q, dtype)
+    assert torch.equal(turned.dequantize(dtype), w.to(dtype).mT)
+    g = random(5, 24, dtype=dtype)
+    found = cq.grouped_linear(g, turned, EXPERTS)
+    wanted = torch.einsum("tn,tnk->tk", g.float(), w.to(dtype).float()[EXPERTS])
+    assert_close(found.float(), wanted, torch.finfo(dtype).eps)
+
+
 def test_grouped_linear_of_counts():
     q, w = quantized(4, 24, 64, fmt="int8")
     counts = torch.tensor([2, 0, 6, 3])
@@ -194,6 +206,49 @@ def test_grouped_linear_of_counts():
         lambda x: torch.einsum("emk,enk->emn", x, w) * counted,
         wanting(4, 6, 64),
     )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_llm_int8_linear(threshold):
+    """Those of the decoded weight's product, from which the result itself differs by x's codes."""
+    codes, absmax, _ = cq.functional.quantize_llm_int8(random(24, 256), 0)
+    w = codes.float() * (absmax / 127)[:, None]
+    x, bias = wanting(2, 3, 256, times=3), wanting(24, seed=1)
+    mine = partial(cq.functional.llm_int8_linear, threshold=threshold)
+    y = mine(x, codes, absmax, bias)
+    assert_close(y, F.linear(x, w, bias), 0.02)
+    assert not y._is_view()
+    g = random(2, 3, 24, seed=3).requires_grad_()
+    found = torch.autograd.grad(y, (x, bias), g, create_graph=True)
+    wanted = torch.autograd.grad(F.linear(x, w, bias), (x, bias), g, create_graph=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b)
+    again, theirs = (
+        torch.autograd.grad(d[0].square().sum() + d[1].square().sum(), g) for d in (found, wanted)
+    )
+    assert_close(again[0], theirs[0], 4 * CLOSE)
+    for dtype in DTYPES:
+        x = wanting(5, 256, dtype=dtype, times=3)
+        y = mine(x, codes, absmax, bias)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert y.dtype == dx.dtype == dtype
+
+
+@in_turn("dtype", DTYPES)
+def test_gradients_of_llm_int8_are_those_of_its_owner(dtype):
+    """bitsandbytes decodes to x's dtype; ours are rounded once."""
+    bnb = pytest.importorskip("bitsandbytes")
+    codes, absmax, _ = cq.functional.quantize_llm_int8(random(24, 256), 0)
+    x, bias = wanting(5, 256, dtype=dtype, times=3), wanting(24, dtype=dtype, seed=1)
+    state = bnb.MatmulLtState()
+    state.threshold, state.has_fp16_weights, state.CB, state.SCB = 6.0, False, codes, absmax
+    theirs = bnb.autograd._functions.MatMul8bitLt.apply(x, codes, None, bias, state)
+    mine = cq.functional.llm_int8_linear(x, codes, absmax, bias)
+    g = random(5, 24, seed=3).to(dtype)
+    pair = (torch.autograd.grad(y, (x, bias), g) for y in (mine, theirs))
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(*pair, strict=True):
+        assert_close(a, b, 4e-6 + 2 * eps)
 
 
 # ---- what torch expects -------------------------------------------------------------------------

@@ -59,6 +59,13 @@ def test_schema():
     assert torch.Tag.pt2_compliant_tag in torch.ops.cuquant.linear.default.tags
 
 
+def test_schema_of_llm_int8():
+    assert str(torch.ops.cuquant.llm_int8.default._schema) == (
+        "cuquant::llm_int8(Tensor x, Tensor weight_codes, Tensor absmax, float threshold, "
+        "Tensor? bias) -> Tensor"
+    )
+
+
 @pytest.mark.parametrize("name", ["nf4", "k3", "fp16", "q4_k"])
 @pytest.mark.parametrize("prepack", [False, True])
 def test_opcheck(name, prepack):

@@ -23,14 +23,13 @@ LINE = 128  # bytes of K of a stage
 ROWS = 128  # of side a
 THREADS = 384
 AREA = 8 * 2560  # bytes in which warps order results
-BARRIERS, OTHER_BARRIERS = 16, 48  # bytes of a stage's two, and of the others
+BARRIERS, OTHER_BARRIERS = 16, 16  # bytes of a stage's two, and of the others
 BATCH, BATCHES = 4, 2  # sums whose scales are brought together, and how many such there is room for
 KINDS = {"int8": 0, "uint8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3, "bits": 4}  # CodeKind
 COLUMNS = (16, 32, 64, 96, 112, 128, 144, 192, 224, 256)  # of a tile: a program each
-# Turns, share and split.
-WAYS = ((2, 2, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+WAYS = ((2, 1), (1, 1), (1, 2), (1, 4), (1, 8))  # share and split
 # Columns whose sums, and scales that change along K, find registers: by Tile.blocks.
-MOST_SCALED = {0: 160, 1: 256, 2: 160}
+MOST_SCALED, MOST_FINE = {0: 160, 1: 256, 2: 160}, 128
 ALIGNED = 8  # rows of weights of a tile are a multiple: results are stored by so many
 INVARIANT_ROWS = 64  # of x: rows that must not depend on their number suit tiles for so many
 COARSE, FINE = 128, 32  # bytes of K whose sums are promoted, where these have scales
@@ -38,15 +37,15 @@ RUN = 256  # and of small floats without: the tensor cores add up with about 14 
 LEAST_STAGES, MOST_STAGES = 3, 12
 
 # What takes how long, in cycles of a multiprocessor: so long that it does OPERATIONS in one where
-# large products reach what Rates say. Fitted to an H200, whose clock follows its power: what counts
-# is how ways compare.
-OPERATIONS = 6630
-DIRECT = {1: 4.9, 2: 4.4}  # products of a line of 128 rows with a row of b, by Tile.turns
+# large products reach what Rates say. Fitted to H100 and H200, whose clocks follow power: what
+# counts is how ways compare.
+OPERATIONS = 6200
+DIRECT = 4.1  # products of a line of 128 rows with a row of b
 PROMOTED = {0: 6.0, 1: 5.3, 2: 6.4}  # where their sums are promoted, by Tile.blocks
-UNSCALED = 4.8  # where these have no scales
+UNSCALED = 5.0  # where these have no scales
 DOUBLE, MOST_DOUBLE = 0.94, 128  # of that, up to so many columns: with the sums of two lines
 # Of a line, beside: warps wait for each other, or for those of another block.
-LINE_CYCLES, PROMOTED_LINE, SHARED_LINE = 50.0, 150.0, 5.0
+LINE_CYCLES, PROMOTED_LINE, SHARED_LINE = 250.0, 150.0, 5.0
 FINE_TIMES = 4.0  # where there are four sums of a line
 # Of a line, to bring the scale of a row of b that no other row has: more do not stay in L1.
 SCALE_CYCLES, MORE_CYCLES, FEW_COLUMNS = 3.0, 6.0, 64
@@ -69,8 +68,6 @@ class Tile:
     ----------
     columns
         Rows of side b of a block.
-    turns
-        2: the two warpgroups take tiles in turn; 1: each has 64 rows of every tile.
     stages
         Lines of both sides in shared memory.
     promote
@@ -90,7 +87,6 @@ class Tile:
     """
 
     columns: int
-    turns: int = 1
     stages: int = 0
     promote: int = 0
     scaled: int = 0
@@ -159,7 +155,7 @@ def shared_bytes(tile: Tile, *, is_float: bool) -> int:
     sides = ROWS + tile.columns
     ends = (0 if tile.scaled else sides) + (ROWS if tile.swapped else tile.columns)
     ends += 0 if is_float or tile.scaled else 2 * sides
-    floats = BATCHES * scales_of(tile) + tile.turns * ends
+    floats = BATCHES * scales_of(tile) + ends
     return tile.stages * (sides * LINE + BARRIERS) + floats * 4 + AREA + OTHER_BARRIERS
 
 
@@ -220,12 +216,7 @@ def time_us(tile: Tile, work: Work) -> float:
     end = END_CYCLES + tile.columns / tile.split * RESULT_CYCLES[tile.swapped]
     end += ADDED_CYCLES + tile.columns * ADDED_COLUMN if tile.split > 1 else 0
     rounds = -(-cut.blocks(tile) // (clusters_at_once(tile, work) * tile.cluster))
-    ends = rounds
-    if (
-        tile.turns > 1
-    ):  # one warpgroup stores all rows, but only those of the last tile are waited for
-        ends = 2
-    busy = START_US + (rounds * lines * line + ends * end + FILL_CYCLES) / work.cycles
+    busy = START_US + (rounds * (lines * line + end) + FILL_CYCLES) / work.cycles
     rows = work.rows * (1 if work.told == "offsets" else work.groups)
     moved = (work.columns * work.groups + rows) * work.lines * LINE
     reading = START_US + LAST_US + moved / (work.read * READ)
@@ -240,11 +231,11 @@ def _longer(*times: float, power: int) -> float:
 def _multiplied(tile: Tile, work: Work) -> float:
     """Cycles of the products of a line."""
     if not tile.promote:
-        return tile.columns * DIRECT[tile.turns]
+        return tile.columns * DIRECT
     each = PROMOTED[tile.blocks] if tile.scaled else UNSCALED
     if tile.promote == FINE:
         each *= FINE_TIMES
-    elif tile.columns <= MOST_DOUBLE:
+    elif tile.promote == COARSE and tile.columns <= MOST_DOUBLE:
         each *= DOUBLE
     if tile.scaled and (tile.swapped or work.tall < LEAST_BLOCK):
         each += SCALE_CYCLES + (MORE_CYCLES if tile.columns > FEW_COLUMNS else 0)
@@ -274,17 +265,14 @@ def ways(work: Work) -> Iterator[Tile]:
         for columns in COLUMNS:
             base = Tile(columns, promote=work.promote, scaled=work.scaled, swapped=swapped)
             base = replace(base, blocks=blocks_of(base, work))
-            if base.scaled and columns > MOST_SCALED[base.blocks]:
+            if columns > _most(base):
                 continue
-            for turns, share, split in WAYS:
+            for share, split in WAYS:
                 if share > 1 and not (swapped or (work.groups == 1 and not work.told)):
                     continue
                 if split > 1 and (columns // 8 % split or work.lines < split):
                     continue
-                tile = replace(base, turns=turns, share=share, split=split)
-                if columns * turns > _most(work) or (turns > 1 and work.promote):
-                    continue
-                tile = staged(tile, is_float=work.is_float)
+                tile = staged(replace(base, share=share, split=split), is_float=work.is_float)
                 room = tile.stages * (ROWS + columns) * LINE
                 if tile.stages < LEAST_STAGES or (split > 1 and room < ROWS * columns * 4):
                     continue
@@ -296,9 +284,10 @@ def ways(work: Work) -> Iterator[Tile]:
                 yield tile
 
 
-def _most(work: Work) -> int:
-    """Columns of a tile for which there are registers, in two of which two tiles are begun."""
-    return 128 if work.promote == FINE else 256
+def _most(tile: Tile) -> int:
+    """Columns whose sums find registers."""
+    most = MOST_SCALED[tile.blocks] if tile.scaled else max(COLUMNS)
+    return min(most, MOST_FINE) if tile.promote == FINE else most
 
 
 @lru_cache(maxsize=4096)

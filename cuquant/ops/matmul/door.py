@@ -85,7 +85,8 @@ def matmul(
     which wrap from K = 131072 on at the earliest. Hopper's tensor cores keep about 14 bits of a sum
     of products of fp8 or narrower floats, 256 of which are added up before they meet others in
     float32, or those that share scales: of normal numbers, results are off by 2.1e-4 of their norm
-    at any K.
+    at any K. Scales of blocks on both sides may meet each other first, so that results have fewer
+    bits where their products are below 2^-126.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from cuquant.ops.quantize.call import Task
 from cuquant.ops.quantize.nested import set_global_scale
 from cuquant.ops.rows import kernel
 from cuquant.ops.rows.source import Rows, Source
-from cuquant.reference.rows import UNIT, eps_in_units
+from cuquant.reference.rows import UNIT, least_eps
 
 NOTHING = bytes(40), bytes(32)  # of Scales and Given
 
@@ -105,5 +105,5 @@ def _operands(backend: Backend, rows: Rows, columns: int, total: Any) -> bytes:
     """The Operands struct."""
     arrays = (rows.x, rows.other, rows.weight, rows.bias, total)
     pointers = (0 if array is None else backend.pointer(array) for array in arrays)
-    numbers = (rows.eps, *eps_in_units(np.float32(rows.eps)), rows.source.scale)
-    return struct.pack("<5Q4fd", *pointers, *map(float, numbers), 1 / columns)
+    numbers = (rows.eps, least_eps(np.float32(rows.eps)), rows.source.scale)
+    return struct.pack("<5Q3f4xd", *pointers, *map(float, numbers), 1 / columns)

@@ -37,10 +37,8 @@ def test_tiles_are_what_the_kernel_takes():
     """The static_asserts of DenseTile."""
     for work in list(works())[::17]:
         for tile in ways(work):
-            assert tile.columns * tile.turns <= 256
-            assert tile.split == 1 or (tile.share == tile.turns == 1)
+            assert tile.columns <= 256 and 1 in (tile.split, tile.share)
             assert tile.split <= work.lines and tile.columns // 8 % tile.split == 0
-            assert tile.turns == 1 or not tile.promote
             assert tile.share == 1 or tile.columns // 2 % 8 == 0  # boxes begin on 1024 bytes
             if tile.scaled and rules.halves_of(tile) == 2:
                 assert tile.blocks == 1

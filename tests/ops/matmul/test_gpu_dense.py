@@ -62,6 +62,23 @@ for _dtype in ("float16", "bfloat16", "e8m0"):
     CASES[f"scales-{_dtype}"] = Case(
         *sides("fp8_e4m3", (1, 32), (1, 32), dtype=_dtype), (70, 90, 256)
     )
+# Products of scales that float32 does not have, of sums that it has: those of blocks of both sides
+# come first, so that only sums of 0 are right there.
+for _name, (_of_x, _of_w, _code) in {
+    "small": (1e-30, 1e-14, 16.0), "large": (1e25, 1e16, 2.0**-8), "apart": (1e33, 1e-25, 1.0),
+    "zero": (1e25, 1e16, 0.0),
+}.items():  # fmt: skip
+    for _blocks in ((LINE, BLOCK), (LINE, (48, 128)), (LINE, LINE), ((1, 32),) * 2, ((1, 0),) * 2):
+        if _name in ("small", "large") and _blocks[1][0] > 1:
+            continue
+        for _kind in ("fp8_e4m3", "fp8_e5m2", "int8"):
+            if _kind == "int8" and (_name in ("large", "zero") or _blocks[0][1] > 0):
+                continue
+            for _shape in ((37, 264, 640), (200, 520, 640)):
+                CASES[f"far-{_name}-{_kind}-{_blocks}-{_shape}"] = Case(
+                    Side(_kind, _blocks[0], size=_of_x, code_size=_code),
+                    Side(_kind, _blocks[1], size=_of_w, code_size=_code), _shape,
+                )  # fmt: skip
 for _shape in SHAPES:
     _zeros = Side("uint8", (1, 0), zeros=True)
     CASES[f"zeros-{_shape}"] = Case(_zeros, _zeros, _shape)
@@ -84,15 +101,13 @@ for _k in (255, 256, 257, 512, 513, 14336):  # small floats by runs of 256
 # Each way to divide, whatever the rule would choose.
 for _swapped in (False, True):
     for _columns in (16, 48, 112, 128, 192, 224, 256):
-        for _turns, _share, _split in WAYS:
-            if _columns // 8 % _split or _columns * _turns > 256 or (_columns > 192 and _split > 1):
+        for _share, _split in WAYS:
+            if _columns // 8 % _split or (_columns > 192 and _split > 1):
                 continue
-            _way = dict(swapped=_swapped, turns=_turns, share=_share, split=_split)
-            _id = f"{_columns}-{'swapped' if _swapped else 'straight'}-{_turns}-{_share}-{_split}"
+            _way = dict(swapped=_swapped, share=_share, split=_split)
+            _id = f"{_columns}-{'swapped' if _swapped else 'straight'}-{_share}-{_split}"
             _shape = (1300, 1000, 2000) if _split == 1 else (300, 1000, 2000)
             CASES[f"tile-{_id}"] = Case(INT, INT, _shape, "bfloat16", tile=tile(_columns, **_way))
-            if _turns > 1:
-                continue
             CASES[f"tile-runs-{_id}"] = Case(
                 E4M3, E4M3, _shape, "bfloat16",
                 tile=tile(_columns, is_float=True, promote=RUN, **_way),

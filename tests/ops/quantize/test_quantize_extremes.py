@@ -241,6 +241,17 @@ def test_an_outlier_does_not_erase_the_blocks_beside_it():
     assert sqnr(x[1:], q[1:]) > 17.9  # it was 2.6
 
 
+@pytest.mark.parametrize("name", ["uint2", "uint4", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_range_beyond_float32_has_a_scale(name, dtype):
+    """Its bytes are those of a quarter of the numbers, with four times the scale."""
+    fmt = cq.get_format(name, block_size="row", scale_dtype=dtype)
+    x = (np.random.default_rng(2).uniform(-1, 1, (5, 300)) * 3.3e38).astype(np.float32)
+    q, small = cq.quantize(x, fmt), cq.quantize(x / np.float32(4), fmt)
+    assert bits_equal(q.packed, small.packed) and bits_equal(q.zero_point, small.zero_point)
+    assert bits_equal(q.scale, small.scale * q.scale.dtype.type(4))
+
+
 STEPS = {"float16": (2.0**-24, 1024), "e4m3": (2.0**-9, 8)}
 ROUNDED = [
     name

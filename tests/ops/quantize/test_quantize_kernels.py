@@ -61,6 +61,7 @@ MATRIX = (
     "test_codebooks_of_any_levels",
     "test_words_and_planes",
     "test_scales_below_the_smallest_normal_number",
+    "test_ranges_beyond_float32",
     "test_the_order_of_threads_does_not_matter",
 )
 
@@ -137,6 +138,13 @@ def test_words_and_planes(case):
 
 @pytest.mark.parametrize("case", sampled(cases.SMALL, *cases.AXES_OF_CASES), ids=str)
 def test_scales_below_the_smallest_normal_number(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case", sampled(cases.RANGES, *cases.AXES_OF_CASES, "format", "shape"), ids=str
+)
+def test_ranges_beyond_float32(case):
     check(case)
 
 

@@ -32,6 +32,10 @@ SAMPLE = sampled(
     "group",
 )
 
+FAR = sampled(
+    row_cases.LEVEL, lambda case: (case.data, case.shape), lambda case: (case.data, case.dtype)
+)
+
 
 @functools.cache
 def build():
@@ -39,7 +43,7 @@ def build():
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         to = fake_gpu.install("cupy", patch, recorder)
-        for param in SAMPLE:
+        for param in (*SAMPLE, *FAR):
             param.values[0](to)
     Emulator().build(recorder.programs)
 
@@ -73,6 +77,22 @@ def check(case, to):
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_the_bytes_of_numpy(case, to):
     check(case, to)
+
+
+@pytest.mark.parametrize("case", FAR, ids=str)
+def test_rows_that_are_constant_or_far_from_zero(case, to):
+    check(case, to)
+
+
+@pytest.mark.parametrize("eps", [0, 1e-30, 1e-5])
+def test_small_eps_of_constant_rows(eps, to):
+    """In larger units the mean of a row of 1e9 would overflow; without eps it is 0 / 0."""
+    for dtype in (F32, BF16):
+        for shape in ((20, 256), (20, 17)):
+            x, weight = row_cases.level(shape, np.dtype(dtype)), np.ones(shape[1], dtype)
+            wanted = F.layernorm_quantize(x, weight, eps=eps)
+            assert (wanted.scale[::2] == 0).all() if eps else np.isnan(wanted.scale[::2]).all()
+            assert not differences(F.layernorm_quantize(to(x), to(weight), eps=eps).numpy(), wanted)
 
 
 @fake_gpu.needs_compiler
