@@ -8,9 +8,12 @@ from torch import nn
 from cuquant import interop
 from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, unpack
 from cuquant.formats import get_format
+from cuquant.functional import quantize_llm_int8
 from cuquant.io.state import format_text
 from cuquant.ops.matmul.door import Activation
 from cuquant.reference import ACTIVATIONS
+from cuquant.torch.holder import quantized_weight
+from cuquant.torch.llm_int8 import llm_int8
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import Weight, WeightSpec
 
@@ -90,7 +93,7 @@ class LLMInt8Linear(QuantLinear):
         codes, absmax = (self._parameters[name] for name in ("packed", "scale"))
         assert codes is not None and absmax is not None
         scales = absmax.view(torch.float32).view(-1)
-        y = torch.ops.cuquant.llm_int8(x, codes.view(torch.int8), scales, self.threshold, bias)
+        y = llm_int8(x, codes.view(torch.int8), scales, self.threshold, bias)
         return y if activation is None else _ACTIVATIONS[activation](y)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -112,11 +115,11 @@ def rows_of(weight: torch.Tensor) -> Weight:
     `cuquant.quantize` divides by absmax / 127, which may be one off at ties.
     """
     interop.float_dtype(weight.dtype, "weight")
-    half = weight.half().float()
-    absmax = half.abs().amax(1, keepdim=True) if half.shape[1] else half.new_zeros(len(half), 1)
-    codes = torch.nan_to_num(half * (127.0 / absmax), posinf=0.0, neginf=0.0).round()
+    if weight.is_meta:
+        return quantized_weight(weight, FORMAT, prepack=False)
+    codes, absmax, _ = quantize_llm_int8(weight.half(), threshold=0)
     spec = WeightSpec(format_text(FORMAT), ROWS_LAYOUT, tuple(weight.shape), weight.dtype)
-    return spec.weight([codes.to(torch.int8), absmax])
+    return spec.weight([codes, absmax[:, None]])
 
 
 _ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in ACTIVATIONS if name}

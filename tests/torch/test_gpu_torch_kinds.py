@@ -140,8 +140,6 @@ def test_fp8_inputs(torch, layers, random):
 
 
 def test_llm_int8(torch, layers, random):
-    if not hasattr(torch.ops.cuquant, "llm_int8"):
-        pytest.skip("the operator is not there")
     plain = torch.nn.Linear(512, 256).half().cuda()
     layer, host = (
         layers.LLMInt8Linear.from_float(plain),
