@@ -7,6 +7,7 @@ import pytest
 import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="torch without distributed")
 
 from torch_models import Block, components, random  # noqa: E402
 
@@ -89,10 +90,11 @@ def test_ddp_sends_codes_once_and_not_with_every_step(tmp_path):
 
 # ---- FSDP2 --------------------------------------------------------------------------------------
 
+FSDP2 = pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="torch before 2.6")
+
 
 def sharded(model, **options):
-    from torch.distributed.fsdp import fully_shard
-
+    fully_shard = fsdp.fully_shard
     for layer in [*model.mlp.values(), model.embed]:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -123,13 +125,13 @@ def _fsdp(rank):
             assert all(torch.equal(whole[key], state[key]) for key in state)
 
 
+@FSDP2
 def test_fsdp2_shards_and_gathers_bytes(tmp_path):
     in_two(_fsdp, tmp_path)
 
 
 def _mixed(rank):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
+    MixedPrecisionPolicy = fsdp.MixedPrecisionPolicy
     model = model_of()
     model.embed.bfloat16()  # what is looked up is of the table's dtype
     model = sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -140,6 +142,7 @@ def _mixed(rank):
     learn(model, rank)
 
 
+@FSDP2
 def test_fsdp2_in_mixed_precision_leaves_codes_alone(tmp_path):
     in_two(_mixed, tmp_path)
 
@@ -162,6 +165,7 @@ def _checkpoint(rank, path):
     torch.testing.assert_close(other(torch.arange(8)), model(torch.arange(8)))
 
 
+@FSDP2
 def test_checkpoints_come_back_sharded_and_whole(tmp_path):
     from torch.distributed import checkpoint
 
@@ -187,6 +191,7 @@ def _whole_to_shards(rank):
     torch.testing.assert_close(model(torch.arange(8)), model_of()(torch.arange(8)))
 
 
+@FSDP2
 def test_a_whole_state_is_sent_to_all(tmp_path):
     in_two(_whole_to_shards, tmp_path)
 

@@ -463,3 +463,19 @@ def test_layers_made_in_inference_mode_learn_and_load():
     x = wanting(2, 64)
     model.mlp["gate"](x).sum().backward()
     assert x.grad is not None
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_a_table_and_its_head_in_safetensors(tmp_path):
+    """What two modules share is stored once, as safetensors does it with float weights."""
+    from safetensors.torch import load_model, save_model
+
+    model = quantize_(Block(tied=True), {"embed": "int8", "*": "int8"})
+    save_model(model, str(tmp_path / "m.safetensors"))
+    other = quantize_(Block(tied=True), {"embed": "int8", "*": "int8"})
+    assert not buffers_equal(model, other)
+    missing, unexpected = load_model(other, str(tmp_path / "m.safetensors"))
+    assert not missing and not unexpected and buffers_equal(model, other)
+    assert other.embed._parts()[0] is other.lm_head._parts()[0]
