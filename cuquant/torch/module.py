@@ -1,5 +1,6 @@
 """QuantLinear: a linear layer whose weight is quantized."""
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from cuquant.torch.holder import autocast, quantized_weight
 from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.op import multiply
 from cuquant.torch.spec import Weight, WeightSpec
+
+_log = logging.getLogger("cuquant.torch")
+_TOLD: list[bool] = []  # that x is float32, once a process
 
 
 class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -192,9 +196,23 @@ class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompat
 
     def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
         given = autocast(x)
+        if given.dtype is torch.float32 and given.is_cuda:
+            self._tell_of_float32()
         cast = self._compute is not None and given is x and x.dtype != self._compute
         y = self._product(given.to(self._compute) if cast else given, bias, activation)
         return y.to(given.dtype) if cast else y
+
+    def _tell_of_float32(self) -> None:
+        """Say once that a 16-bit model computes in float32, which is slow on a GPU."""
+        if _TOLD or self._compute is not None or self._spec.dtype is torch.float32:
+            return
+        if not torch.compiler.is_compiling():
+            _TOLD.append(True)
+            _log.warning(
+                "a QuantLinear of %s weights computes in float32, as x is; compute_dtype= or "
+                "x.half() is faster on a GPU",
+                str(self._spec.dtype).removeprefix("torch."),
+            )
 
     def _product(self, x: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
         """The product of x as it is, in its dtype."""
