@@ -203,3 +203,37 @@ def test_memory_that_numpy_has_seen_can_be_resized():
     x.untyped_storage().resize_(0)
     x.untyped_storage().resize_(64 * 64 * 4)
     assert torch.zeros_like(x).sum() == 0
+
+
+class Experts(nn.Module):
+    """Fused experts, [E, N, K]; an odd number of them is sharded unevenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(random(3, 64, 64) / 8)
+        self.gate_up_proj_bias = nn.Parameter(random(3, 64, seed=2))
+        self.down_proj = nn.Parameter(random(3, 64, 32, seed=1) / 6)
+
+
+def _others(rank):
+    torch.manual_seed(0)  # the same in both
+    x, index, weights = random(5, 64), torch.arange(5)[:, None] % 3, torch.ones(5, 1)
+    made = [
+        quantize_(nn.ModuleDict({"experts": Experts(), "head": nn.Linear(64, 64)}), how)
+        for how in ({"experts": "int4", "head": "llm_int8"},) * 2
+    ]
+    for part, source in zip(made[1].parameters(), made[0].parameters(), strict=True):
+        part.data.copy_(source)
+    experts, head = (fsdp.fully_shard(made[1][name]) for name in ("experts", "head"))
+    assert all(type(p) is not nn.Parameter for _, p in components(made[1]))
+    for _ in range(2):
+        assert torch.equal(experts(x, index, weights), made[0]["experts"](x, index, weights))
+        assert torch.equal(head(x), made[0]["head"](x))
+        experts.reshard()
+        head.reshard()
+
+
+@FSDP2
+def test_fsdp2_shards_experts_and_llm_int8(tmp_path):
+    in_two(_others, tmp_path)
