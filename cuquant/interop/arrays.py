@@ -208,9 +208,31 @@ def _torch_to_numpy(x: Any) -> np.ndarray:
     x = x.resolve_conj().resolve_neg()  # lazy views that NumPy has no word for
     name = str(x.dtype).removeprefix("torch.")
     if name not in _TORCH_FLOATS:
-        return x.numpy()
+        return _seen(x)
     integer = {1: torch.uint8, 2: torch.int16}[x.element_size()]
-    return x.view(integer).numpy().view(_TORCH_FLOATS[name])
+    return _seen(x.view(integer)).view(_TORCH_FLOATS[name])
+
+
+def _seen(x: Any) -> np.ndarray:
+    """`x.numpy()`, which forbids that the memory is ever resized, as FSDP does with parameters."""
+    torch = sys.modules["torch"]
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        return x.numpy()
+    return np.asarray(_Memory(x))
+
+
+class _Memory:
+    """A tensor's memory in NumPy's protocol; the array keeps it, and it the tensor."""
+
+    def __init__(self, x: Any) -> None:
+        self.tensor, size = x, x.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(x.shape),
+            "strides": tuple(step * size for step in x.stride()),
+            "typestr": _of_torch(x.dtype).str,
+            "data": (x.data_ptr(), False),
+        }
 
 
 def from_numpy(x: np.ndarray, which: str) -> Any:

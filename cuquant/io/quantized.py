@@ -373,7 +373,8 @@ def _states(reader: SafetensorsReader) -> Iterator[tuple[str, Described, str]]:
         layout = None if said.layout == ROWS_LAYOUT else said.layout
         dtype = interop.float_dtype(said.dtype)
         fmt = parse_format(said.format)
-        yield prefix + "weight", Described(fmt, said.shape, dtype, (0, 1), layout, parts), extra
+        axes = tuple(range(len(said.shape)))
+        yield prefix + "weight", Described(fmt, said.shape, dtype, axes, layout, parts), extra
 
 
 def parse_entry(

@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20  # of a description; a learned codebook of 256 levels takes 
 
 @dataclass(frozen=True)
 class Description:
-    """What the component tensors of a weight [N, K] mean.
+    """What the component tensors of a weight [N, K] or [E, N, K] mean.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Description:
     layout
         Name and version, as PackedWeight has it; "rows/1" is a QuantArray's.
     shape
-        (N, K).
+        (N, K), or (E, N, K) of the experts of a layer.
     dtype
         Name of the dtype that was quantized.
     """
@@ -78,7 +78,7 @@ class Description:
         text, layout, shape, dtype = (said.get(k) for k in ("format", "layout", "shape", "dtype"))
         if (
             not isinstance(shape, list)
-            or len(shape) != 2
+            or len(shape) not in (2, 3)
             or not all(type(n) is int and 0 <= n < 2**63 for n in shape)
         ):
             raise FormatError(f"the weight's shape {clipped(shape)} is not [N, K]")
@@ -88,7 +88,7 @@ class Description:
             )
         if not isinstance(layout, str):
             raise FormatError(f"the weight's layout {clipped(layout)} is malformed")
-        found = cls(text, layout, (shape[0], shape[1]), dtype)
+        found = cls(text, layout, tuple(shape), dtype)
         try:
             found.components()
         except (ValueError, TypeError, OverflowError, RecursionError) as error:

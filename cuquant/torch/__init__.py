@@ -24,8 +24,29 @@ except ImportError as error:
     ) from error
 
 from cuquant.torch import functions as _functions  # noqa: F401 - all operators, for torch.ops
+from cuquant.torch.back import dequantize_, prepack_
+from cuquant.torch.conv import QuantConv2d
+from cuquant.torch.embedding import QuantEmbedding
+from cuquant.torch.experts import QuantExperts, QuantStack
+from cuquant.torch.llm_int8_linear import LLMInt8Linear
 from cuquant.torch.load import load_
 from cuquant.torch.module import QuantLinear
-from cuquant.torch.swap import quantize_
+from cuquant.torch.report import Plan, Report, report
+from cuquant.torch.swap import plan, quantize_
 
-__all__ = ["QuantLinear", "load_", "quantize_"]
+__all__ = [
+    "LLMInt8Linear",
+    "Plan",
+    "QuantConv2d",
+    "QuantEmbedding",
+    "QuantExperts",
+    "QuantLinear",
+    "QuantStack",
+    "Report",
+    "dequantize_",
+    "load_",
+    "plan",
+    "prepack_",
+    "quantize_",
+    "report",
+]

@@ -13,8 +13,11 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError, clipped_text
 from cuquant.io.architectures.names import of_gguf
 from cuquant.io.files import GGUF, OWN, PLAIN, load, open
+from cuquant.torch.holder import Holder
+from cuquant.torch.kinds import follow, obstacle
 from cuquant.torch.module import QuantLinear
-from cuquant.torch.swap import Layer, M, follow, layers_of, obstacle
+from cuquant.torch.rules import Layer, layers_of
+from cuquant.torch.swap import M
 
 
 def load_(model: M, path: str | os.PathLike[str]) -> M:
@@ -72,11 +75,12 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
             "model is itself an nn.Linear, which cannot be swapped inside a model; load_ takes "
             "torch.nn.Sequential(model), whose tensors are called 0.weight and 0.bias"
         )
-    linears = {f"{name}.weight": layer for layer in layers_of(model) for name in layer.names}
+    layers = [layer for layer in layers_of(model) if isinstance(layer.module, nn.Linear)]
+    linears = {f"{name}.weight": layer for layer in layers for name in layer.names}
     quantized = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, QuantLinear)
+        if isinstance(module, Holder)
     }
     swaps: dict[str, Layer] = {}
     weights: dict[str, QuantArray | PackedWeight] = {}
@@ -108,7 +112,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
         text = f"{path}: {len(left)} tensors have no place in the model and are left out: {left[0]}"
         warnings.warn(text, stacklevel=2)
     for name, layer in swaps.items():
-        new = follow(QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer)
+        new = follow(
+            QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer.module
+        )
         for parent, key in layer.places:
             parent._modules[key] = new
     for name, module in quantized.items():
@@ -147,7 +153,7 @@ def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any],
 def _takes(layer: Layer, weight: QuantArray | PackedWeight) -> bool:
     """Whether a QuantLinear of this weight can stand for the layer."""
     along = isinstance(weight, PackedWeight) or weight.axes == (0, 1)
-    return along and weight.ndim == 2 and obstacle(layer.module, weight.format) is None
+    return along and weight.ndim == 2 and obstacle(layer.module, layer.kind, weight.format) is None
 
 
 def _held(model: nn.Module, quantized: Any, swaps: Any) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def _ties(held: dict[str, Any], plain: dict[str, Any]) -> dict[str, str]:
 def _problems(held: Any, plain: Any, ties: Any, weights: Any, modules: Any) -> list[str]:
     """Why file and model do not fit, name by name."""
     found = []
-    wanted = {name for name, module in modules.items() if isinstance(module, QuantLinear)}
+    wanted = {name for name, module in modules.items() if isinstance(module, Holder)}
     missing = [name for name in (*held, *wanted) if name not in {*plain, *ties, *weights}]
     unknown = [name for name in plain if name not in held]
     for what, names in (("the file lacks", missing), ("the model has no", unknown)):
@@ -183,8 +189,8 @@ def _problems(held: Any, plain: Any, ties: Any, weights: Any, modules: Any) -> l
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             found.append(f"{what} {', '.join(names[:8])}{more}")
     for name, weight in weights.items():
-        module = modules[name] if isinstance(modules[name], QuantLinear) else modules[name].module
-        shape = (module.out_features, module.in_features)
+        module = modules[name]
+        shape = module._spec.shape if isinstance(module, Holder) else module.module.weight.shape
         if weight.shape != shape:
             found.append(f"{name} is {list(weight.shape)}, not {list(shape)}")
     for name, value in plain.items():

@@ -43,8 +43,8 @@ class WeightSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, weight: Weight) -> "WeightSpec":
-        """Of a QuantArray or PackedWeight [N, K].
+    def of(cls, weight: Weight, axes: int = 2) -> "WeightSpec":
+        """Of a QuantArray or PackedWeight [N, K], or [E, N, K] for three axes.
 
         Raises
         ------
@@ -55,9 +55,12 @@ class WeightSpec:
             raise TypeError(
                 f"weight must be a QuantArray or PackedWeight, got {type(weight).__name__}"
             )
-        rows_last = isinstance(weight, QuantArray) and weight.axes != (0, 1)
-        if len(weight.shape) != 2 or rows_last:
-            raise ValueError(f"weight must be [N, K], quantized along K; got shape {weight.shape}")
+        turned = isinstance(weight, QuantArray) and weight.axes != tuple(range(axes))
+        if len(weight.shape) != axes or turned:
+            wanted = "[N, K]" if axes == 2 else "[E, N, K]"
+            raise ValueError(
+                f"weight must be {wanted}, quantized along K; got shape {weight.shape}"
+            )
         layout = weight.layout if isinstance(weight, PackedWeight) else ROWS_LAYOUT
         text = format_text(weight.format)
         return cls(text, layout, tuple(weight.shape), DTYPES[weight.dtype.name])
@@ -127,10 +130,10 @@ def is_bytes(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.uint8
 
 
-def stated(weight: Weight) -> dict[str, torch.Tensor]:
-    """What a state_dict says of a weight [N, K]: its components as bytes, and what they mean."""
+def stated(weight: Weight, axes: int = 2) -> dict[str, torch.Tensor]:
+    """What a state_dict says of a weight: its components as bytes, and what they mean."""
     parts = {name: as_bytes(tensor_of(part)) for name, part in weight.components.items()}
-    return {**parts, EXTRA: WeightSpec.of(weight).to_tensor()}
+    return {**parts, EXTRA: WeightSpec.of(weight, axes).to_tensor()}
 
 
 def tensor_of(part: Any) -> torch.Tensor:

@@ -1,35 +1,32 @@
-"""`quantize_`: the linear layers of a model, swapped for quantized ones in place."""
+"""`quantize_`: the layers of a model, swapped for quantized ones in place; and back."""
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from cuquant.errors import clipped, shortened
-from cuquant.formats import Format, get_format
+from cuquant.errors import shortened
+from cuquant.formats import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
-from cuquant.torch.module import QuantLinear, quantized_weight
+from cuquant.interop import float_dtype
+from cuquant.torch.experts import is_experts
+from cuquant.torch.holder import Holder, quantized_weight
+from cuquant.torch.inputs import InputQuantizing
+from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders, loss, obstacle
+from cuquant.torch.llm_int8_linear import LLMInt8Linear, rows_of
+from cuquant.torch.module import QuantLinear
+from cuquant.torch.report import KEPT, Plan, report
+from cuquant.torch.rules import Config, Layer, Rules, asked_for, check_inputs, layers_of
 from cuquant.torch.spec import Weight
 
 _log = logging.getLogger("cuquant.torch")
 
-# What a module keeps its forward hooks in; their handles remove them from these very dicts.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+MOST_KEPT = 0.05  # of all parameters may stay float without a warning
 
-Config = FormatName | str | Format | Mapping[str, FormatName | str | Format | None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -40,9 +37,15 @@ def quantize_(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     prepack: bool | None = None,
+    activations: FormatName | str | Format | None = None,
+    compute_dtype: torch.dtype | None = None,
     **format_options: Unpack[FormatOptions],
 ) -> M:
-    """Swap the nn.Linear layers of a model for `QuantLinear`, in place.
+    """Swap the linear layers of a model for quantized ones, in place.
+
+    An nn.Linear becomes a `QuantLinear`, and so does GPT-2's Conv1D; fused experts become
+    `QuantExperts`. An nn.Embedding or nn.Conv2d becomes a `QuantEmbedding` or `QuantConv2d` where
+    a pattern means it: its name, or one that selects no linear layer.
 
     A pattern is the exact name of a layer, the exact name of a module (which stands for the layers
     inside), or a glob of layer names as in fnmatch ("*.mlp.*"; a star crosses dots).
@@ -58,11 +61,10 @@ def quantize_(
     - whose weight is also that of a module that stays, such as an embedding (a tied lm_head),
       unless a pattern other than "*" in `include` or `format` selects them.
 
-    Layers that are one module stay one, and layers that share a weight share the quantized one.
-    Forward hooks move to the new layers. What became of each layer is logged (logger
-    "cuquant.torch", level INFO), and a warning names the weights of linear layers that were asked
-    for and stay float: those that cannot be swapped, the projections of nn.MultiheadAttention, and
-    fused experts, [E, N, K].
+    Layers that are one module stay one, and layers that share a weight share the quantized one, a
+    table and its head too. Forward hooks move to the new layers. What became of each layer is
+    logged (logger "cuquant.torch", level INFO), `report(model)` lists what stays float and why,
+    `plan(...)`, with the same arguments, what would be done, and `dequantize_` undoes it.
 
     Parameters
     ----------
@@ -70,20 +72,30 @@ def quantize_(
         Weights are quantized where they lie; on the meta device too, for a
         `load_state_dict(..., assign=True)` of a quantized state afterwards.
     format
-        A format's name or string (`"nf4:32+dq"`), a Format, or {pattern: format, or None to keep}:
-        a layer's exact name goes first, then the first pattern that selects it; layers that none
-        selects are kept.
+        A format's name or string (`"nf4:32+dq"`), "llm_int8" (`LLMInt8Linear`), a Format, or
+        {pattern: format, or None to keep}: a layer's exact name goes first, then the first pattern
+        that selects it; layers that none selects are kept. In place of a format can be
+        {"format": ..., "activations": ..., "input_scale": ...}. A `Plan` is such a mapping, and a
+        pathlib.Path is that of its JSON.
     include, exclude
         A pattern or several. `exclude` goes first.
     prepack
         Whether to lay weights out for the GPU kernels (`cuquant.prepack`), which makes them
         faster. None: those on a GPU.
+    activations
+        The format that inputs of linear layers and experts are quantized to, row by row as they
+        come: "int8" or "fp8_e4m3" for example. `input_scale` of a layer's entry is a scale found
+        beforehand.
+    compute_dtype
+        Of linear layers: what x is cast to, and the result back. None: x's dtype.
     **format_options
         Of `get_format`, such as block_size=32 or double_quant=True, for each format that is named.
 
     Returns
     -------
-    The model. Nothing is swapped before everything is quantized: after an error it is what it was.
+    The model. Layers are swapped one by one, and the memory of each is free before the next. What
+    can be known beforehand is checked before; after an error on the way, such as one of memory,
+    the layers up to there are quantized, and another call goes on with the others.
 
     Raises
     ------
@@ -94,7 +106,8 @@ def quantize_(
     Warns
     -----
     UserWarning
-        Where no layer was swapped, or weights of linear layers stay float against what was asked.
+        Where no layer was swapped, weights of linear layers stay float against what was asked, or
+        more than 5 % of all parameters do that nobody told to.
 
     Examples
     --------
@@ -110,136 +123,83 @@ def quantize_(
       (2): QuantLinear(in_features=64, out_features=8, bias=True, format=int8)
     )
     """
+    layers, rules = _decided(model, format, format_options, include, exclude, activations)
+    stays = {layer.module: layer.reason for layer in layers if layer.reason is not None}
+    if compute_dtype is not None:
+        float_dtype(compute_dtype, "compute_dtype")
+    _swap(layers, prepack, compute_dtype)
+    KEPT.update(stays)
+    _tell(model, layers, rules)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    format: Config = "nf4",
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    activations: FormatName | str | Format | None = None,
+    **format_options: Unpack[FormatOptions],
+) -> Plan:
+    """Say what `quantize_` would do with the same arguments, and do nothing.
+
+    Returns
+    -------
+    Plan
+        print() shows a table; `quantize_(model, plan)` carries it out; `plan.save(path)` writes it
+        as JSON, to be changed and read by `quantize_(model, pathlib.Path(path))`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quantize_`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cuquant.torch
+    >>> linear = torch.nn.Linear
+    >>> model = torch.nn.Sequential(linear(64, 64), torch.nn.GELU(), linear(64, 8), linear(8, 1))
+    >>> found = cuquant.torch.plan(model, {"2": "int8", "*": "q4_0"})
+    >>> print(found)
+    layer  kind       format   bytes   then  why it is kept
+    0      nn.Linear  q4_0    16,384  2,304
+    2      nn.Linear  int8     2,048    544
+    3      nn.Linear  kept        32     32  8 columns do not divide into blocks of q4_0
+    18,464 bytes -> 2,880
+    >>> dict(found)
+    {'0': 'q4_0', '2': 'int8', '3': None}
+    """
+    return Plan(tuple(_decided(model, format, format_options, include, exclude, activations)[0]))
+
+
+# ---- which layers -------------------------------------------------------------------------------
+
+
+def _decided(
+    model: nn.Module, format: Any, options: Any, include: Any, exclude: Any, activations: Any
+) -> tuple[list[Layer], Rules]:
+    """The layers of a model, each with what it is to become or the reason to keep it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, QuantLinear):
+    if isinstance(model, HOLDERS):
         raise ValueError(f"model is quantized already: {model}")
     if isinstance(model, nn.Linear):
         raise ValueError(
             "model is itself an nn.Linear, which cannot be swapped inside a model; "
             "cuquant.torch.QuantLinear.from_linear(model, format) makes the quantized layer"
         )
-    rules = _Rules.of(format, format_options, include, exclude)
     layers = layers_of(model)
-    rules.check_used(layers)
-    _decide(model, layers, rules)
-    made = list(_quantized(layers, prepack))  # all, before anything is swapped
-    for layer, new in made:
-        for parent, key in layer.places:
-            parent._modules[key] = new
-    _report(layers)
-    _warn_of_others(model, rules)
-    return model
-
-
-@dataclass
-class Layer:
-    """An nn.Linear of the model: where it is, and what becomes of it."""
-
-    module: Any  # nn.Linear
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    format: Format | None = None
-    reason: str | None = None  # why it is kept
-    named: bool = False  # by a pattern other than "*"
-
-
-def layers_of(model: nn.Module) -> list[Layer]:
-    """The float nn.Linear layers inside a model."""
-    found: dict[nn.Module, Layer] = {}
-    for path, parent in model.named_modules(remove_duplicate=False):
-        for key, module in parent._modules.items():
-            if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear):
-                continue
-            layer = found.setdefault(module, Layer(module))
-            layer.names.append(f"{path}.{key}" if path else key)
-            if not any(p is parent and k == key for p, k in layer.places):
-                layer.places.append((parent, key))
-    return list(found.values())
-
-
-# ---- which layers -------------------------------------------------------------------------------
-
-
-def _selects(pattern: str, name: str) -> bool:
-    return pattern == name or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """What the caller asked for."""
-
-    formats: tuple[tuple[str, Format | None], ...]
-    include: tuple[str, ...] | None
-    exclude: tuple[str, ...]
-
-    @classmethod
-    def of(cls, format: Any, options: Any, include: Any, exclude: Any) -> "_Rules":
-        if isinstance(format, Mapping):
-            config = format
-        else:
-            config, options = {"*": get_format(format, **options)}, {}
-        formats = []
-        for pattern, value in config.items():
-            if not isinstance(pattern, str):
-                raise TypeError(f"patterns are strings, got {clipped(pattern)}")
-            formats.append((pattern, None if value is None else get_format(value, **options)))
-        included = None if include is None else _patterns(include, "include")
-        return cls(
-            tuple(formats), included, () if exclude is None else _patterns(exclude, "exclude")
-        )
-
-    def check_used(self, layers: Sequence[Layer]) -> None:
-        """ValueError for a pattern that was to select something and does not."""
-        wanted = [*(self.include or ()), *(p for p, fmt in self.formats if fmt is not None)]
-        names = [name for layer in layers for name in layer.names]
-        for pattern in wanted:
-            if pattern != "*" and not any(_selects(pattern, name) for name in names):
-                shown = [shortened(name, 100) for name in names[:8]]
-                some = ", ".join(shown) + (", ..." if len(names) > 8 else "")
-                raise ValueError(
-                    f"{clipped(pattern, 200)} selects no nn.Linear of the model; it has: {some}"
-                )
-
-    def choose(self, layer: Layer) -> None:
-        """Set the layer's format, or the reason to keep it."""
-        if _matching(self.exclude, layer) is not None:
-            layer.reason = "excluded"
-            return
-        if self.include is not None and _matching(self.include, layer) is None:
-            layer.reason = "not included"
-            return
-        formats = dict(self.formats)
-        exact = next((name for name in layer.names if name in formats), None)
-        chosen = exact if exact is not None else _matching(formats, layer)
-        if chosen is None:
-            layer.reason = "no pattern selects it"
-            return
-        layer.format = formats[chosen]
-        named = [pattern for pattern in self.include or () if pattern != "*"]
-        layer.named = chosen != "*" or _matching(named, layer) is not None
-        layer.reason = f"{chosen!r}: None" if layer.format is None else None
-
-
-def _patterns(given: object, what: str) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, (list, tuple, set, frozenset)):
-        raise TypeError(f"{what} must be a pattern or a list of them, got {clipped(given)}")
-    if wrong := [p for p in patterns if not isinstance(p, str)]:
-        raise TypeError(f"{what} holds {clipped(wrong[0])}; patterns are strings")
-    return tuple(patterns)
-
-
-def _matching(patterns: Any, layer: Layer) -> str | None:
-    """The first of the patterns that selects the layer."""
-    return next((p for p in patterns if any(_selects(p, name) for name in layer.names)), None)
-
-
-def _decide(model: nn.Module, layers: Sequence[Layer], rules: _Rules) -> None:
+    rules = Rules.of(layers, format, options, include, exclude, activations)
+    rules.check_used()
     for layer in layers:
         rules.choose(layer)
-        if layer.reason is None and layer.format is not None:
-            layer.reason = obstacle(layer.module, layer.format) or _loss(layer.module, layer.format)
+        if layer.reason is None and layer.wanted is not None:
+            check_inputs(layer)
+            fmt = layer.wanted.format
+            layer.reason = obstacle(layer.module, layer.kind, fmt)
+            layer.reason = layer.reason or loss(layer.module, layer.kind, fmt)
     swapped = {layer.module for layer in layers if layer.reason is None}
     owners: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -248,99 +208,135 @@ def _decide(model: nn.Module, layers: Sequence[Layer], rules: _Rules) -> None:
                 owners.setdefault(parameter, []).append((name, module))
     for layer in layers:
         if layer.reason is None and not layer.named:
-            stay = [name for name, m in owners[layer.module.weight] if m not in swapped]
+            own = [owners[weight] for weight in _weights(layer)]
+            stay = [name for found in own for name, m in found if m not in swapped]
             layer.reason = f"its weight is also that of {stay[0]!r}, which stays" if stay else None
+    return layers, rules
 
 
-def obstacle(module: nn.Linear, fmt: Format) -> str | None:
-    """Why a layer cannot be swapped, whatever was asked for."""
-    weight = module._parameters.get("weight")
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
-        return f"a {type(module).__name__} has a forward of its own"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight itself"
-    if weight is None or type(weight) is not nn.Parameter:
-        return "its weight is no plain parameter"
-    if module.bias is not module._parameters.get("bias"):
-        return "its bias is no plain parameter"
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"{str(weight.dtype).removeprefix('torch.')} values"
-    try:
-        fmt.check_shape(tuple(weight.shape))
-    except ValueError:
-        return f"{weight.shape[1]} columns do not divide into blocks of {fmt}"
-    return None
-
-
-def _loss(module: nn.Linear, fmt: Format) -> str | None:
-    """Why a layer should not be swapped, though it could be."""
-    weight = module.weight
-    return fmt.why_keep(tuple(weight.shape), weight.numel() * weight.element_size())
+def _weights(layer: Layer) -> list[torch.Tensor]:
+    return [layer.module._parameters[name] for name in layer.kind.names(layer.module)]
 
 
 # ---- what becomes of them -----------------------------------------------------------------------
 
 
-def _quantized(
-    layers: Sequence[Layer], prepack: bool | None
-) -> Iterator[tuple[Layer, QuantLinear]]:
-    weights: dict[tuple[torch.Tensor, Format], Weight] = {}
-    for layer in layers:
-        linear, fmt = layer.module, layer.format
-        if fmt is None or layer.reason is not None:
-            continue
-        key = (linear.weight, fmt)
+def _swap(layers: Sequence[Layer], prepack: bool | None, dtype: torch.dtype | None) -> None:
+    """Swap layer after layer; each is let go of once it is."""
+    chosen = [layer for layer in layers if layer.reason is None]
+    ids = [[id(weight) for weight in _weights(layer)] for layer in chosen]
+    users: dict[int, list[Layer]] = {}
+    for layer, weights in zip(chosen, ids, strict=True):
+        for weight in weights:
+            users.setdefault(weight, []).append(layer)
+    made: dict[tuple[int, Any], Holder] = {}
+    for layer, weights in zip(chosen, ids, strict=True):
+        shared = [users[weight] for weight in weights]
+        by_rows = any(not user.kind.prepacks for found in shared for user in found)
         try:
-            if key not in weights:
-                weights[key] = quantized_weight(linear.weight.detach(), fmt, prepack)
-            new = QuantLinear(weights[key], linear.bias)
+            new = _quantized(layer, weights, False if by_rows else prepack, made)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{shortened(layer.names[0])}: {error}") from error
-        yield layer, follow(new, layer)
+        for weight, holder, found in zip(weights, holders(new), shared, strict=True):
+            if len(found) > 1:
+                made.setdefault((weight, holder.format), holder)
+        if isinstance(new, QuantLinear) and dtype is not None:
+            new.compute_in_(dtype)
+        for parent, key in layer.places:
+            parent._modules[key] = new
+        layer.module = None
 
 
-def follow(new: QuantLinear, layer: Layer) -> QuantLinear:
-    """Let a new layer have the mode and the hooks of the one it replaces."""
-    new.train(layer.module.training)
-    for hooks in _HOOKS:
-        setattr(new, hooks, getattr(layer.module, hooks))
-    return new
+def _quantized(
+    layer: Layer, ids: Sequence[int], prepack: bool | None, made: dict[tuple[int, Any], Holder]
+) -> nn.Module:
+    """The layer's quantized one, with the parameters of those that were made of its weights."""
+    module, kind, wanted = layer.module, layer.kind, layer.wanted
+    assert wanted is not None
+    fmt, weights = wanted.format, _weights(layer)
+    first = [made.get((weight, fmt)) for weight in ids]
+    new = kind.make(
+        module,
+        [
+            _codes(layer, weight, prepack) if holder is None else holder.quantized
+            for weight, holder in zip(weights, first, strict=True)
+        ],
+    )
+    if isinstance(new, QuantLinear) and wanted.is_llm_int8:
+        new = LLMInt8Linear(new.quantized, module.bias)
+    for mine, other in zip(holders(new), first, strict=True):
+        if other is not None:
+            mine.weight = other.weight
+    for holder in holders(new) if wanted.activations is not None else ():
+        if isinstance(holder, InputQuantizing):
+            holder.quantize_input_(wanted.activations, wanted.input_scale)
+    return follow(new, module)
 
 
-def _report(layers: Sequence[Layer]) -> None:
-    kept = [layer for layer in layers if layer.reason is not None]
-    for layer in layers:
-        said = str(layer.format) if layer.reason is None else f"kept, {layer.reason}"
+def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
+    """A weight of a layer, quantized as is wanted."""
+    values, wanted = layer.kind.rows(layer.module, weight.detach()), layer.wanted
+    assert wanted is not None
+    if wanted.is_llm_int8 and values.ndim == 2:
+        return rows_of(values)
+    return quantized_weight(values, wanted.format, prepack)
+
+
+# ---- what is told -------------------------------------------------------------------------------
+
+
+def _tell(model: nn.Module, layers: Sequence[Layer], rules: Rules) -> None:
+    linear = [layer for layer in layers if not layer.kind.by_name or layer.reason is None]
+    kept = [layer for layer in linear if layer.reason is not None]
+    for layer in linear:
+        said = str(layer.wanted) if layer.reason is None else f"kept, {layer.reason}"
         _log.info("%s: %s", layer.names[0], said)
-    _log.info("%d of %d nn.Linear layers quantized", len(layers) - len(kept), len(layers))
-    if len(kept) == len(layers):
+    _log.info("%d of %d layers quantized", len(linear) - len(kept), len(linear))
+    if len(kept) == len(linear):
         why = "; ".join(f"{shortened(layer.names[0])}: {layer.reason}" for layer in kept[:4])
         warnings.warn(
-            f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=3
+            f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=4
+        )
+    elif not _warn_of_others(model, rules):
+        _warn_of_kept(model)
+
+
+def _warn_of_kept(model: nn.Module) -> None:
+    found = report(model)
+    kept = sorted((row for row in found.kept if not row.is_chosen), key=lambda row: -row.count)
+    total, count = sum(row.count for row in found.rows), sum(row.count for row in kept)
+    if count > MOST_KEPT * total:
+        some = "; ".join(f"{shortened(row.name, 100)}: {row.reason}" for row in kept[:4])
+        more = f"; and {len(kept) - 4} more" if len(kept) > 4 else ""
+        warnings.warn(
+            f"{count / total:.0%} of the parameters stay float ({some}{more}); "
+            "cuquant.torch.report(model) lists all",
+            stacklevel=4,
         )
 
 
-def _warn_of_others(model: nn.Module, rules: _Rules) -> None:
-    """Warn of weights of linear layers that are no nn.Linear's, where the rules ask for them."""
+def _warn_of_others(model: nn.Module, rules: Rules) -> bool:
+    """Warn of weights of linear layers that are no layers, where the rules ask for them."""
     left, count = [], 0
     for name, why, weights in _others(model):
-        asked = Layer(None, [name])
-        rules.choose(asked)
-        if asked.reason is None:
+        if asked_for(rules, [name], KINDS[0]):
             left.append(f"{shortened(name, 100) or type(model).__name__}: {why}")
             count += sum(weight.numel() for weight in weights)
     if left:
         more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
         warnings.warn(
-            f"quantize_ swaps nn.Linear only; {count:,} weights of other linear layers stay float "
+            f"{count:,} weights of linear layers of other kinds stay float "
             f"({'; '.join(left[:8])}{more}). exclude= takes their names, if that is meant",
-            stacklevel=3,
+            stacklevel=4,
         )
+    return bool(left)
 
 
 def _others(model: nn.Module) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
     """Names of float weights of linear layers that are no nn.Linear's, and what they are."""
     for path, module in model.named_modules():
+        if isinstance(module, HOLDERS) or is_experts(module):
+            continue
         if isinstance(module, nn.MultiheadAttention):
             why = "nn.MultiheadAttention reads its projections itself"
             yield path, why, [p for p in module.parameters() if p.ndim == 2]

@@ -1,4 +1,4 @@
-"""What `QuantLinear.weight` is: a tensor whose values are decoded where they are read."""
+"""The `weight` of a quantized module: a tensor whose values are decoded where they are read."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from cuquant.torch.module import QuantLinear
+    from cuquant.torch.holder import Holder
     from cuquant.torch.spec import Weight
 
 _T: Any = torch.Tensor
@@ -23,29 +23,30 @@ _IN_PLACE = (
 
 
 class QuantWeight(torch.Tensor):
-    """The weight of a `QuantLinear`, as code that expects an nn.Linear's sees it.
+    """The weight of a quantized module, as code that expects one of torch's own sees it.
 
     Shape, dtype and device cost nothing. Whatever reads values decodes all of them to a new tensor,
-    and torch.nn.functional.linear multiplies by the quantized weight, as the layer does. Setting
-    `.data` quantizes new values into the layer, in its format. Nothing changes the weight in place:
-    operations that would are errors, and those on what was read (`.data` too) change only that.
+    and torch.nn.functional.linear and embedding take the quantized weight, as the layer does.
+    Setting `.data` quantizes new values into the layer, in its format. Nothing changes the weight
+    in place: operations that would are errors, and those on what was read (`.data` too) change only
+    that.
     """
 
-    _layer: "QuantLinear"
+    _layer: "Holder"
 
     @staticmethod
-    def __new__(cls, layer: "QuantLinear") -> "QuantWeight":
+    def __new__(cls, layer: "Holder") -> "QuantWeight":
         spec, device = layer._spec, layer._parts()[0].device
-        made = _T._make_wrapper_subclass(cls, spec.shape, dtype=spec.dtype, device=device)
+        made = _T._make_wrapper_subclass(cls, layer._shape(), dtype=spec.dtype, device=device)
         made._layer = layer
         return made
 
-    def __init__(self, layer: "QuantLinear") -> None:
+    def __init__(self, layer: "Holder") -> None:
         """All is done in __new__, as torch wants it."""
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The decoded values, a new tensor [N, K]; setting it quantizes what is set."""
+        """The decoded values, a new tensor; setting it quantizes what is set."""
         return self._layer._decoded()
 
     @data.setter
@@ -58,7 +59,7 @@ class QuantWeight(torch.Tensor):
         return self._layer.quantized
 
     def dequantize(self) -> torch.Tensor:
-        """The decoded values, a new tensor [N, K]."""
+        """The decoded values, a new tensor."""
         return self._layer._decoded()
 
     def __repr__(self, **_: Any) -> str:
@@ -73,8 +74,8 @@ class QuantWeight(torch.Tensor):
     ) -> Any:
         """Products take the layer's way; all else goes on to torch, which reads what it needs."""
         given: Mapping[str, Any] = kwargs or {}
-        if func is torch.nn.functional.linear:
-            return _linear(*args, **given)
+        if func in _PRODUCTS:
+            return _PRODUCTS[func](*args, **given)
         if func in _READERS:
             args = (args[0].dequantize(), *args[1:])
         elif func in _GRADIENT and (*args, *given.values(), True)[1]:
@@ -110,8 +111,20 @@ def _is_written(argument: Any) -> bool:
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     """torch.nn.functional.linear where the weight, or another argument, is a QuantWeight."""
-    ours = isinstance(weight, QuantWeight)
+    ours = isinstance(weight, QuantWeight) and weight.ndim == 2
     if ours and not any(isinstance(other, QuantWeight) for other in (input, bias)):
         return weight._layer._multiply(input, bias, None)
     decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight, bias))
     return torch.nn.functional.linear(*decoded)
+
+
+def _embedding(input: Any, weight: Any, *rest: Any, **others: Any) -> torch.Tensor:
+    """torch.nn.functional.embedding of a table: of the rows that are asked for, where it can."""
+    look_up = getattr(weight._layer, "_look_up", None) if type(weight) is QuantWeight else None
+    if look_up is not None and not isinstance(input, QuantWeight):
+        return look_up(input)
+    decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight))
+    return torch.nn.functional.embedding(*decoded, *rest, **others)
+
+
+_PRODUCTS = {torch.nn.functional.linear: _linear, torch.nn.functional.embedding: _embedding}

@@ -68,6 +68,11 @@ def buffers_equal(a, b):
     )
 
 
+def components(layer):
+    """Names and tensors of what a layer's weight is stored in."""
+    return [(n, p) for n, p in layer.named_parameters() if p.dtype == torch.uint8]
+
+
 def arguments(layer):
     """What the layer hands to the operator behind x."""
     return layer._parts(), *layer._words

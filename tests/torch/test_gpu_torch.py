@@ -146,8 +146,8 @@ def test_a_state_cut_out_of_one_buffer(name, by, prepack, torch, layers, random,
     for rows in (1, 5, 40, 300):
         x = random(rows, K, dtype=torch.float16)
         assert torch.equal(other(x), layer(x))
-    for key, part in layer.named_buffers():
-        other.get_buffer(key).data = cut[key]  # past load_state_dict
+    for key, part in zip(layer._names, layer._parts(), strict=True):
+        other.get_parameter(key).data = cut[key]  # past load_state_dict
         assert torch.equal(part, cut[key])
     assert torch.equal(other(x), layer(x))
 

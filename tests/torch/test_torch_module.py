@@ -14,7 +14,7 @@ import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
 
-from torch_models import FEW, NAMES, VARIANTS, Block, buffers_equal, linear, random  # noqa: E402
+from torch_models import FEW, NAMES, VARIANTS, Block, buffers_equal, components, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
 from cuquant.torch import QuantLinear, quantize_  # noqa: E402
@@ -100,15 +100,15 @@ CASTS = {
 @in_turn("how", CASTS)
 def test_casts_change_no_code_and_no_scale(fmt, how):
     layer = QuantLinear.from_linear(linear(), VARIANTS.get(fmt, fmt))
-    codes = {name: part.clone() for name, part in layer.named_buffers()}
+    codes = {name: part.clone() for name, part in components(layer)}
     x = random(2, 256)
     wanted = layer(x)
     cast = CASTS[how](layer)
     assert cast is layer and set(codes) == {c.name for c in layer._spec.components()}
-    for name, part in layer.named_buffers():
+    for name, part in components(layer):
         assert part.dtype == torch.uint8 and torch.equal(part, codes[name])
     if how == "share":
-        assert all(part.is_shared() for part in layer.buffers())
+        assert all(part.is_shared() for _, part in components(layer))
     layer.bias = nn.Parameter(linear().bias.detach(), requires_grad=False)
     assert torch.equal(layer(x), wanted)
 
@@ -144,7 +144,7 @@ def test_meta_model_and_assign(fmt, prepack):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(256, 24))
     quantize_(model, fmt, prepack=prepack)
-    assert all(t.is_meta for t in (*model.buffers(), *model.parameters()))
+    assert all(t.is_meta for t in model.parameters())
     model.load_state_dict({f"0.{k}": v for k, v in state.items()}, assign=True)
     assert model[0].bias.data_ptr() == state["bias"].data_ptr()
     plain = QuantLinear.from_linear(linear(), fmt)
@@ -235,7 +235,7 @@ def test_copies(fmt, prepack):
         assert buffers_equal(made, layer) and torch.equal(made(x), wanted)
         assert repr(made) == repr(layer) and made.quantized is not None
     deep = copy.deepcopy(layer)
-    next(deep.buffers()).zero_()
+    components(deep)[0][1].zero_()
     assert torch.equal(layer(x), wanted)
 
 

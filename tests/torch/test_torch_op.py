@@ -14,7 +14,7 @@ import cuquant as cq
 torch = pytest.importorskip("torch", reason="torch is optional")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_models import DTYPES, NAMES, VARIANTS, Block, arguments, linear, random  # noqa: E402
+from torch_models import DTYPES, NAMES, VARIANTS, Block, arguments, components, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
 from cuquant.torch import QuantLinear, op, quantize_  # noqa: E402
@@ -42,8 +42,9 @@ def test_without_torch_the_error_says_what_to_install():
 
 
 def test_public_names():
-    assert cuquant.torch.__all__ == ["QuantLinear", "load_", "quantize_"]
-    assert cuquant.torch.__doc__ and quantize_.__doc__ and QuantLinear.__doc__
+    assert cuquant.torch.__all__ == sorted(cuquant.torch.__all__)
+    assert {"QuantLinear", "load_", "quantize_"} <= {*cuquant.torch.__all__}
+    assert all(getattr(cuquant.torch, name).__doc__ for name in cuquant.torch.__all__)
 
 
 # ---- the operator -------------------------------------------------------------------------------
@@ -207,14 +208,14 @@ def test_the_weight_is_made_once():
 def test_nothing_keeps_a_layers_memory(fmt):
     layer = QuantLinear.from_linear(linear(), fmt)
     layer(random(1, 256))
-    first = next(layer.buffers())
+    first = components(layer)[0][1]
     key, storage = id(first), weakref.ref(first.untyped_storage())
     assert key in op._kept
     del layer, first
     assert key not in op._kept and storage() is None  # at once, without gc
 
 
-def test_the_weight_follows_what_is_loaded_into_the_buffers():
+def test_the_weight_follows_what_is_loaded_into_the_components():
     layer, other = (QuantLinear.from_linear(linear(seed=s), "int4") for s in (0, 1))
     x = random(2, 256)
     assert not torch.equal(layer(x), other(x))
@@ -286,7 +287,7 @@ def test_wrong_x():
 
 def test_meta_tensors():
     layer = QuantLinear.from_linear(linear(), "nf4").to("meta")
-    assert all(b.is_meta for b in layer.buffers()) and layer.quantized.device == "meta"
+    assert all(p.is_meta for _, p in components(layer)) and layer.quantized.device == "meta"
     y = layer(torch.empty(3, 5, 256, device="meta", dtype=torch.float16))
     assert y.is_meta and y.shape == (3, 5, 24) and y.dtype == torch.float16
 

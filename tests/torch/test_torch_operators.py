@@ -24,7 +24,7 @@ from torch_models import (  # noqa: E402
     wanting,
 )
 
-from cuquant.torch import QuantLinear, llm_int8, op, products  # noqa: E402
+from cuquant.torch import QuantLinear, activations, llm_int8, op, products  # noqa: E402
 from cuquant.torch.functions import _described, _weight  # noqa: E402
 from cuquant.torch.operators import TABLE  # noqa: E402
 
@@ -64,6 +64,8 @@ def calls():
         "matmul": (wanting(5, 24), *_factor(stack), torch.float32, False),
         "swiglu": (wanting(3, 256), *_weight(q), *_weight(q)),
         "grouped_linear": (wanting(5, 64), *of_experts),
+        "quantized_linear": (wanting(3, 256), *rows, "int8", None, wanting(24, seed=1), "silu"),
+        "quantized_grouped_linear": (wanting(5, 64), *of_experts, "int8", None),
         "grouped_linear_grad_x": (wanting(5, 24), *of_experts),
     }
 
@@ -333,6 +335,8 @@ DOORS = {
     "grouped_linear": (products, "_of_experts"),
     "grouped_linear_grad_x": (products, "_of_experts"),
     "llm_int8": (llm_int8, "_product"),
+    "quantized_linear": (activations, "_product"),
+    "quantized_grouped_linear": (activations, "_of_experts"),
 }
 
 
@@ -402,7 +406,7 @@ def test_each_of_no_rows_of_more_axes_and_of_strides(name):
     """x [0, K], [2, 2, K], and with gaps: as of rows one by one."""
     args = calls()[name]
     x = args[0].detach()
-    if name.startswith("grouped") or name == "matmul":
+    if "grouped" in name or name == "matmul":
         x = torch.stack([x, x], -1)[..., 0]
         assert not x.is_contiguous()
         wanted = TABLE[name].overload(args[0].detach(), *args[1:])

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is optional")
 
 from safetensors.torch import load_file  # noqa: E402
 from samples import sampled  # noqa: E402
-from torch_models import FEW, NAMES, VARIANTS, buffers_equal, linear, random  # noqa: E402
+from torch_models import FEW, NAMES, VARIANTS, buffers_equal, components, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
 from cuquant.torch import QuantLinear, quantize_  # noqa: E402
@@ -120,10 +120,10 @@ def test_a_state_cut_out_of_one_buffer(fmt, by, prepack):
         assert torch.equal(other.weight.detach(), layer.weight.detach())
         assert torch.equal(copy.deepcopy(other)(x), other(x))
     twice = QuantLinear(layer.quantized, layer.bias)
-    for name, part in flat(dict(layer.named_buffers()), by).items():
-        twice.get_buffer(name).data = part
+    for name, part in flat(dict(components(layer)), by).items():
+        twice.get_parameter(name).data = part
     assert torch.equal(twice(x), layer(x))
-    for name, part in twice.named_buffers():  # no copy was kept: what is written later is seen
+    for name, part in components(twice):  # no copy was kept: what is written later is seen
         if name != "permutation":  # of which zeros are none
             part.zero_()
     zeros = QuantLinear(twice.quantized, layer.bias)

@@ -13,7 +13,7 @@ import cuquant as cq
 
 torch = pytest.importorskip("torch", reason="torch is optional")
 
-from torch_models import FEW, VARIANTS, buffers_equal, linear, random  # noqa: E402
+from torch_models import FEW, VARIANTS, buffers_equal, components, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
 from cuquant.torch import QuantLinear, quantize_  # noqa: E402
@@ -66,7 +66,7 @@ def test_it_looks_as_an_nn_linears_weight(prepack):
     ):
         assert what(layer.weight) == what(plain.weight)
     assert not layer.weight.requires_grad and layer.weight.grad is None
-    assert dict(layer.named_parameters()).keys() == {"bias"}
+    assert [n for n, p in layer.named_parameters() if p.is_floating_point()] == ["bias"]
     assert "nf4" in repr(layer.weight)
     moved = layer.to("meta")
     assert moved.weight.is_meta and moved.weight.detach().is_meta
@@ -206,13 +206,13 @@ def test_assignment(prepack):
 def test_its_dtype_follows_casts():
     """As a float weight's does: x.to(layer.weight.dtype) is then x of the rest of the model."""
     model = quantize_(nn.Sequential(linear(24, 256), nn.LayerNorm(24)), "nf4")
-    parts = [part.clone() for part in model[0].buffers()]
+    parts = [part.clone() for _, part in components(model[0])]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert model.to(dtype)[0].weight.dtype == model[1].weight.dtype == dtype
         assert model[0].weight.detach().dtype == dtype
         assert model(random(2, 256).to(model[0].weight.dtype)).dtype == dtype
     assert model.type(torch.float16)[0].weight.dtype == torch.float16
-    assert all(torch.equal(a, b) for a, b in zip(parts, model[0].buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, (_, b) in zip(parts, components(model[0]), strict=True))
     assert model.double()[0].weight.dtype == torch.float16  # which there are no weights of
     saved = quantize_(nn.Sequential(linear(24, 256), nn.LayerNorm(24)), "nf4").state_dict()
     model.half().load_state_dict(saved)  # copies into what is there, as it does for floats
@@ -229,3 +229,32 @@ def test_a_weight_keeps_its_layer_and_nothing_else_does():
     del w
     gc.collect()
     assert alive() is None
+
+
+def test_a_weight_of_two_layers_has_the_parameters_of_one():
+    """As in torch: what moves, loads or fills one is the other's, and files name it twice."""
+    model = nn.Sequential(linear(64, 64), linear(64, 64))
+    model[1].weight = model[0].weight
+    quantize_(model, "nf4")
+    mine, others = components(model[0]), components(model[1])
+    assert all(a is b for (_, a), (_, b) in zip(mine, others, strict=True))
+    assert len(components(model)) == len(mine)
+    model[0].weight.data = random(64, 64, seed=9)
+    assert torch.equal(model[1].weight.detach(), model[0].weight.detach())
+    other = QuantLinear.from_linear(linear(8, 256), "int4")
+    other.weight = model[0].weight
+    assert other._parts()[0] is model[0]._parts()[0] and other.in_features == 64
+
+
+def test_traps_of_parameters_that_are_bytes():
+    """As the docstring says: torch refuses a gradient of them, and averages them to garbage."""
+    model = quantize_(nn.Sequential(linear(), nn.LayerNorm(24)), "nf4")
+    with pytest.raises(RuntimeError, match="floating point"):
+        model.requires_grad_(True)
+    model.requires_grad_(False)
+    model[1].requires_grad_(True)
+    before = [part.clone() for _, part in components(model)]
+    step = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model(random(2, 256)).square().sum().backward()
+    step.step()
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, components(model), strict=True))

@@ -1,0 +1,242 @@
+"""What a caller of `quantize_` asked for: which layers, by patterns, and each one's format."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cuquant.errors import clipped, shortened
+from cuquant.formats import Format, get_format
+from cuquant.formats.names import FormatName
+from cuquant.io.state import parse_format
+from cuquant.torch.kinds import Kind, kind_of
+from cuquant.torch.llm_int8_linear import FORMAT, NAME
+
+Config = (
+    FormatName
+    | str
+    | Format
+    | os.PathLike[str]
+    | Mapping[str, FormatName | str | Format | Mapping[str, Any] | None]
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a layer is to become.
+
+    Attributes
+    ----------
+    format
+        Of the weight.
+    activations
+        Of the input of linear layers; None: it is not quantized.
+    input_scale
+        The input's scale, found beforehand; None: from the data, call by call.
+    is_llm_int8
+        Whether a linear layer multiplies as bitsandbytes' does.
+    """
+
+    format: Format
+    activations: Format | None = None
+    input_scale: float | None = None
+    is_llm_int8: bool = False
+
+    def __str__(self) -> str:
+        if self.is_llm_int8:
+            return NAME
+        said = "" if self.activations is None else f", input {self.activations}"
+        return f"{self.format}{said}" + ("" if self.input_scale is None else " (static)")
+
+
+@dataclass
+class Layer:
+    """A layer of the model: where it is, and what becomes of it."""
+
+    module: Any
+    kind: Kind
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    wanted: Wanted | None = None
+    reason: str | None = None  # why it is kept
+    named: bool = False  # by a pattern other than "*"
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The float layers inside a model that could be swapped."""
+    found: dict[nn.Module, Layer] = {}
+    for path, parent in model.named_modules(remove_duplicate=False):
+        for key, module in parent._modules.items():
+            kind = None if module is None else kind_of(module)
+            if kind is None or module is None:
+                continue
+            layer = found.setdefault(module, Layer(module, kind))
+            layer.names.append(f"{path}.{key}" if path else key)
+            if not any(p is parent and k == key for p, k in layer.places):
+                layer.places.append((parent, key))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the caller asked for."""
+
+    formats: tuple[tuple[str, Wanted | None], ...]
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[Layer],
+        format: Any,
+        options: Any,
+        include: Any,
+        exclude: Any,
+        activations: Any = None,
+    ) -> "Rules":
+        """Of the arguments of `quantize_`; TypeError and ValueError for wrong ones."""
+        if isinstance(format, os.PathLike):
+            format = _read(Path(format))
+        config = format
+        if not isinstance(format, Mapping):
+            whole = format if format == NAME else get_format(format, **options)
+            config, options = {"*": whole}, {}
+        formats = []
+        for pattern, value in config.items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"patterns are strings, got {clipped(pattern)}")
+            wanted = None if value is None else _wanted(value, options, activations)
+            formats.append((pattern, wanted))
+        included = None if include is None else _patterns(include, "include")
+        excluded = () if exclude is None else _patterns(exclude, "exclude")
+        return cls(tuple(formats), included, excluded, tuple(layers))
+
+    def check_used(self) -> None:
+        """ValueError for a pattern that was to select something and does not."""
+        wanted = [*(self.include or ()), *(p for p, w in self.formats if w is not None)]
+        names = [name for layer in self.layers for name in layer.names]
+        plain = [n for layer in self.layers if not layer.kind.by_name for n in layer.names]
+        for pattern in wanted:
+            if pattern != "*" and not any(selects(pattern, name) for name in names):
+                shown = [shortened(name, 100) for name in plain[:8]]
+                some = ", ".join(shown) + (", ..." if len(plain) > 8 else "")
+                raise ValueError(
+                    f"{clipped(pattern, 200)} selects no nn.Linear of the model; it has: {some}"
+                )
+
+    def choose(self, layer: Layer) -> None:
+        """Set what the layer is to become, or the reason to keep it."""
+        if self._matching(self.exclude, layer, True) is not None:
+            layer.reason = "excluded"
+            return
+        include = self.include
+        if include is not None and self._matching(include, layer) is None:
+            layer.reason = f"{_needs_a_name(layer)}not included"
+            return
+        formats = dict(self.formats)
+        exact = next((name for name in layer.names if name in formats), None)
+        chosen = exact if exact is not None else self._matching(formats, layer, include is not None)
+        if chosen is None:
+            layer.reason = f"{_needs_a_name(layer)}no pattern selects it"
+            return
+        layer.wanted = formats[chosen]
+        named = [pattern for pattern in include or () if pattern != "*"]
+        layer.named = chosen != "*" or self._matching(named, layer) is not None
+        layer.reason = f"{chosen!r}: None" if layer.wanted is None else None
+
+    def _matching(self, patterns: Any, layer: Layer, any_kind: bool = False) -> str | None:
+        """The first of the patterns that selects the layer."""
+        for pattern in patterns:
+            if not any(selects(pattern, name) for name in layer.names):
+                continue
+            if any_kind or not layer.kind.by_name or not self._means_others(pattern, layer):
+                return pattern
+        return None
+
+    def _means_others(self, pattern: str, layer: Layer) -> bool:
+        """Whether a pattern is meant for linear layers, and selects this layer in passing."""
+        if pattern in layer.names:
+            return False
+        plain = (other.names for other in self.layers if not other.kind.by_name)
+        return pattern == "*" or any(selects(pattern, n) for names in plain for n in names)
+
+
+def selects(pattern: str, name: str) -> bool:
+    """Whether a pattern is a name, a module around it, or a glob of it."""
+    return pattern == name or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+
+
+def _needs_a_name(layer: Layer) -> str:
+    return f"an {layer.kind.what} is swapped where a pattern means it; " * layer.kind.by_name
+
+
+def _wanted(value: Any, options: Any, activations: Any) -> Wanted:
+    """Of a format, or of {"format": ..., "activations": ..., "input_scale": ...}."""
+    if value == NAME and not options and activations is None:
+        return Wanted(FORMAT, is_llm_int8=True)
+    given = dict(value) if isinstance(value, Mapping) else {"format": value}
+    if "format" not in given or given.keys() - {"format", "activations", "input_scale"}:
+        raise ValueError(
+            f"a layer's entry has a format and may have activations and input_scale, got "
+            f"{clipped(sorted(given, key=str))}"
+        )
+    own = given.get("activations", activations)
+    scale: Any = given.get("input_scale")
+    if scale is not None and own is None:
+        raise ValueError("input_scale is that of quantized activations; pass activations beside it")
+    of_input = None if own is None else _format(own, {})
+    return Wanted(_format(given["format"], options), of_input, scale)
+
+
+def _format(value: Any, options: Any) -> Format:
+    if isinstance(value, str) and value.startswith("{") and not options:
+        return parse_format(value)
+    return get_format(value, **options)
+
+
+def _read(path: Path) -> Any:
+    """A plan that `Plan.save` wrote."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no plan: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no plan, which is a JSON object of patterns and formats")
+    return found
+
+
+def _patterns(given: object, what: str) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, (list, tuple, set, frozenset)):
+        raise TypeError(f"{what} must be a pattern or a list of them, got {clipped(given)}")
+    if wrong := [p for p in patterns if not isinstance(p, str)]:
+        raise TypeError(f"{what} holds {clipped(wrong[0])}; patterns are strings")
+    return tuple(patterns)
+
+
+def asked_for(rules: Rules, names: Sequence[str], kind: Kind) -> bool:
+    """Whether the rules ask for a weight of a linear layer that is no layer of its own."""
+    layer = Layer(None, kind, list(names))
+    rules.choose(layer)
+    return layer.reason is None
+
+
+def check_inputs(layer: Layer) -> None:
+    """Leave out quantized inputs where a kind has none; ValueError for a scale that is of two."""
+    wanted = layer.wanted
+    if wanted is None or wanted.activations is None:
+        return
+    if layer.kind.by_name:  # rows that are looked up, filters
+        layer.wanted = replace(wanted, activations=None, input_scale=None)
+    elif wanted.input_scale is not None and len(layer.kind.names(layer.module)) > 1:
+        raise ValueError(
+            f"{shortened(layer.names[0])}: its projections have inputs of their own, and "
+            "input_scale is one; leave it out, and call quantize_input_ of each projection"
+        )
