@@ -20,6 +20,7 @@ import pytest
 from documents import DOCUMENTS, GUIDES, README, ROOT, between, blocks
 
 import cuquant as cq
+from cuquant.bench.gemm_report import GemmResults
 from cuquant.bench.markdown import DENSE, markdown
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.quantize_report import Results
@@ -308,6 +309,17 @@ def test_the_readme_says_how_much_faster_products_are():
         if peer.timing and peer.name.startswith(DENSE)
     ]
     assert f"up to {max(ratios):.1f} times as fast as float16 ones" in readme_text()
+
+
+@pytest.mark.parametrize("pair, peer", [("int8", "_int_mm"), ("fp8_e4m3", "_scaled_mm")])
+def test_the_readme_says_how_fast_products_of_two_quantized_sides_are(pair, peer):
+    ratios = [
+        m.timing.microseconds / p.timing.microseconds
+        for m in GemmResults.from_json(kept("gemm.json")).measurements
+        for p in m.peers
+        if m.format == pair and p.timing and p.name.startswith(f"{peer} (")
+    ]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} of" in readme_text() and len(ratios) > 5
 
 
 def test_the_readme_says_how_much_slower_products_of_other_numbers_of_rows_are():
