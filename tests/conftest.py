@@ -48,6 +48,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     samples.rest_runs = config.option.markexpr != "not full"
     config.addinivalue_line("markers", "sanitize: a sample of all kernels for compute-sanitizer")
+    config.addinivalue_line(
+        "markers",
+        "named_barriers: warps meet by bar.arrive and bar.sync, which racecheck does not follow: it "
+        "calls one producer and one consumer of one place in shared memory a race",
+    )
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
     if importlib.util.find_spec("torch") is None:  # the doctests of cuquant.torch import it

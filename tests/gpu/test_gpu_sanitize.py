@@ -2,6 +2,7 @@
 of its own, so that nothing lies beside it.
 
     compute-sanitizer --tool memcheck python -m pytest -m "gpu and sanitize"
+    compute-sanitizer --tool racecheck python -m pytest -m "gpu and sanitize and not named_barriers"
 """
 
 import gc

@@ -199,8 +199,8 @@ def test_a_call_alike_is_made_by_the_plan_of_the_one_before(to, monkeypatch):
     [
         ("int8", "int8"),
         ("uint8:row", "uint8:row"),
-        ("fp8_e4m3:128", "fp8_e4m3:128x128"),
-        ("mxfp8", "nvfp4"),
+        pytest.param(("fp8_e4m3:128", "fp8_e4m3:128x128"), marks=pytest.mark.named_barriers),
+        pytest.param(("mxfp8", "nvfp4"), marks=pytest.mark.named_barriers),
         ("int1", "int1"),
     ],
 )
