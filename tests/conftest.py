@@ -50,8 +50,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: a sample of all kernels for compute-sanitizer")
     config.addinivalue_line(
         "markers",
-        "named_barriers: warps meet by bar.arrive and bar.sync, which racecheck does not follow: it "
-        "calls one producer and one consumer of one place in shared memory a race",
+        "named_barriers: warps meet by bar.arrive and bar.sync, which racecheck does not follow: "
+        "it calls one producer and one consumer of a place in shared memory a race",
     )
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
