@@ -85,7 +85,7 @@ def load_pretrained(
 
 
 def mark_quantized(model: M) -> M:
-    """Let a model that `quantize_` or `load_` made be saved, trained and dequantized as one of ours.
+    """Let transformers know that a model is quantized, which `quantize_` or `load_` made so.
 
     `save_pretrained` then writes what `from_pretrained` reads. A model that was quantized while
     it was loaded is marked already.
