@@ -131,16 +131,18 @@ def holder_names(layer: Layer) -> list[list[str]]:
     return [[*layer.names] if key == "weight" else weight_names(layer, key) for key in keys]
 
 
-def described(files: Iterable[str]) -> dict[str, WeightSpec]:
-    """What safetensors files say of the quantized weights in them, by the names of modules."""
-    found = {}
+def described(files: Iterable[str]) -> tuple[dict[str, WeightSpec], set[str]]:
+    """What safetensors files say of the quantized weights in them, by the names of modules; and
+    the names of all tensors."""
+    found, names = {}, set()
     for file in files:
         with SafetensorsReader(file) as reader:
+            names |= reader.tensors.keys()
             for name in reader.tensors:
                 stem, _, last = name.rpartition(".")
                 if last == EXTRA and is_description((stored := reader.read(name)).tobytes()):
                     found[stem] = WeightSpec.from_tensor(torch.from_numpy(stored))
-    return found
+    return found, names
 
 
 def as_rows(model: nn.Module) -> dict[str, Any]:

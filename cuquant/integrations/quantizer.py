@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from cuquant.errors import FormatError
 from cuquant.integrations.configuration import CuquantConfig
 from cuquant.integrations.placing import Placing, as_rows, described, holder_names
 from cuquant.io.state import EXTRA
@@ -84,9 +85,12 @@ class CuquantHfQuantizer(HfQuantizer):
     ) -> None:
         config = self.quantization_config
         files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
-        found = described(files) if self.pre_quantized else {}
+        found, names = described(files) if self.pre_quantized else ({}, set())
         if found:
             self._place_described(model, found)
+            for each in (f"{n}.{c.name}" for n, spec in found.items() for c in spec.components()):
+                if each not in names and each not in model.all_tied_weights_keys:
+                    raise FormatError(f"{files[0]}: {each} is missing, a part of a weight")
             return
         self._layers, self._rules, ties = self._decided(model)
         self._placing = Placing(self._layers, config.prepack, config.compute_dtype, ties)
@@ -222,11 +226,12 @@ def _united(layers: Sequence[Layer | None], pair: Sequence[str], named: set[str]
     """Two tied layers, which become one array in the format of the one that is named."""
     first = next(i for i, name in enumerate(pair) if name in named)
     one, other = layers[first], layers[1 - first]
-    why = None if one is None or one.wanted is None else one.reason
     if one is None or one.wanted is None or other is None:
         why = "both must be layers that can be quantized"
-    elif why is None:
-        why = obstacle(other.module, other.kind, one.wanted.format)
+    elif "excluded" in (why := one.reason or other.reason or ""):
+        why = "exclude both or none"
+    else:
+        why = one.reason or obstacle(other.module, other.kind, one.wanted.format)
     if why is not None or one is None or other is None:
         raise ValueError(f"{pair[first]} shares its weight with {pair[1 - first]}: {why}")
     other.wanted, other.reason = one.wanted, None
