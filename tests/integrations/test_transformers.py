@@ -1,6 +1,5 @@
 """Models of transformers: quantized while they load, saved, loaded again, and used."""
 
-import gc
 import json
 import warnings
 import weakref
@@ -128,6 +127,19 @@ def test_saved_models_have_the_same_logits(name, config, saved):
         assert torch.equal(static, model.generate(IDS, **given))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_are_read_without_transformers_too(tied, saved):
+    """Also where shards part a weight from what describes it, and where one of two ties lies."""
+    config = CuquantConfig({"lm_head": "q8_0", "*": "nf4"})
+    model = loaded(saved(llama(tie_word_embeddings=tied)), config)
+    folder = saved(model, max_shard_size="7KB")
+    found = cq.load(folder, library="torch")
+    layer = model.model.layers[1].mlp.down_proj
+    assert cq.array_equal(found["model.layers.1.mlp.down_proj.weight"], layer.quantized)
+    plain = cqt.load_(llama(tie_word_embeddings=tied), folder)
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-6)
+
+
 def test_weights_are_those_of_quantize(saved):
     model, plain = llama(), llama()
     plain.load_state_dict(model.state_dict())
@@ -142,7 +154,6 @@ def test_weights_are_there_one_by_one(saved, monkeypatch):
 
     def watched(self, name, values):
         nonlocal count
-        gc.collect()
         assert not [name for name, weight in before if weight() is not None]
         before.append((name, weakref.ref(values)))
         count += 1
@@ -303,6 +314,7 @@ def test_checkpoints_of_other_libraries_become_models(name, saved):
     assert torch.equal(loaded(saved(model))(ids).logits, model(ids).logits)
 
 
+@pytest.mark.filterwarnings("ignore:there is no tokenizer.json")
 def test_gguf_files_become_models(saved, tmp_path):
     pytest.importorskip("gguf")
     plain = llama(tie_word_embeddings=False)
