@@ -56,6 +56,7 @@ def _joined(rank, function, store, args):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     try:
         function(rank, *args)
+        dist.barrier()  # one that leaves first takes the others' threads along
     finally:
         dist.destroy_process_group()
 
