@@ -267,7 +267,9 @@ def test_saved_models_are_offloaded_and_float_ones_only_before(saved, tmp_path):
     with pytest.raises(ValueError, match="device_map sends modules to the disk"):
         loaded(folder, CuquantConfig("nf4"), **given)
     with pytest.raises(ValueError, match="device_map sends modules to the disk"):
-        loaded(folder, CuquantConfig("nf4"), **given | {"device_map": "auto"}, max_memory={"cpu": 1})
+        loaded(
+            folder, CuquantConfig("nf4"), **given | {"device_map": "auto"}, max_memory={"cpu": 1}
+        )
     model = loaded(folder, CuquantConfig("nf4"), device_map="cpu")
     assert torch.equal(logits(loaded(saved(model), **given)), logits(model))
 
