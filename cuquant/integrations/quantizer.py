@@ -13,7 +13,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.quantizers import HfQuantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from cuquant.errors import FormatError
@@ -41,12 +41,12 @@ class CuquantHfQuantizer(HfQuantizer):
 
     # ---- what transformers asks ------------------------------------------------------------
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> Any:
         """Whether `save_pretrained` works."""
         return True
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> Any:
         """Whether adapters can be trained on top."""
         return True
 
@@ -120,28 +120,14 @@ class CuquantHfQuantizer(HfQuantizer):
 
     def _place_described(self, model: Any, found: dict[str, WeightSpec]) -> None:
         """Swap the layers whose weights are quantized in the file."""
-        config = self.quantization_config
-        layers = layers_of(model)
-        keys = {f"{n}.{EXTRA}": True for x in layers for names in holder_names(x) for n in names}
-        renamings = [
-            entry
-            for entry in get_model_conversion_mapping(model, None, None)
-            if isinstance(entry, WeightRenaming)
-        ]
-        specs = {
-            rename_source_key(f"{name}.{EXTRA}", renamings, [], model.base_model_prefix, keys)[
-                0
-            ].removesuffix(f".{EXTRA}"): spec
-            for name, spec in found.items()
-        }
+        config, layers = self.quantization_config, layers_of(model)
+        specs = _renamed(found, model, layers)
         rules = Rules.of(layers, config.format, {}, config.include, None, config.activations)
         placing = Placing((), config.prepack, config.compute_dtype)
         for layer in layers:
-            mine = [
-                next((specs[name] for name in names if name in specs), None)
-                for names in holder_names(layer)
-            ]
-            if all(mine):
+            parts = holder_names(layer)
+            mine = [specs[name] for names in parts for name in names[:1] if name in specs]
+            if len(mine) == len(parts):
                 rules.choose(layer)
                 placing.describe(layer, mine)
         retie(model)
@@ -217,6 +203,21 @@ class Quantize(ConversionOps):
                 if missing_keys is not None:
                     missing_keys.discard(done)
         return others
+
+
+def _renamed(
+    found: dict[str, WeightSpec], model: Any, layers: Sequence[Layer]
+) -> dict[str, WeightSpec]:
+    """What a file says of weights by the names of this model, which may be a part of that one."""
+    keys = {f"{n}.{EXTRA}": True for x in layers for names in holder_names(x) for n in names}
+    conversions = get_model_conversion_mapping(model, None, None)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    prefix = model.base_model_prefix
+    named = {}
+    for name, spec in found.items():
+        key, _ = rename_source_key(f"{name}.{EXTRA}", renamings, [], prefix, keys)
+        named[key.removesuffix(f".{EXTRA}")] = spec
+    return named
 
 
 # ---- weights that are tied -----------------------------------------------------------------------

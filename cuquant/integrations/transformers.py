@@ -21,7 +21,7 @@ try:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
-    from transformers.quantizers import register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
 except ImportError as error:
     raise ImportError(
         f"cuquant.integrations.transformers needs transformers 5: {pip_install('transformers')}"

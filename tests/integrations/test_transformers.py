@@ -197,7 +197,7 @@ def test_tied_layers_become_one_array(saved):
         assert found.lm_head.blocks is found.model.embed_tokens.blocks
     with cq.open(folder) as file:
         assert "lm_head.weight" not in file
-    with pytest.raises(ValueError, match="weight.data must be of shape"):
+    with pytest.raises(ValueError, match=r"weight\.data must be of shape"):
         model.resize_token_embeddings(300)
     model.dequantize()
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -212,7 +212,7 @@ def test_a_tied_layer_that_cannot_follow_is_an_error(saved):
 
 
 def test_patterns_that_select_nothing_are_errors(saved):
-    with pytest.raises(ValueError, match="selects no nn.Linear"):
+    with pytest.raises(ValueError, match=r"selects no nn\.Linear"):
         loaded(saved(llama()), CuquantConfig({"*.mpl.*": "nf4"}))
 
 
@@ -243,7 +243,7 @@ def test_dequantized_models_are_saved_as_float_ones(saved):
     wanted = logits(model)
     saved(model)  # which makes a string of config.dtype
     model.dequantize()
-    assert not cqt.report(model).rows[1].reason is None
+    assert not any(isinstance(m, cqt.QuantLinear) for m in model.modules())
     again = loaded(saved(model))
     assert torch.equal(logits(again), logits(model))
     torch.testing.assert_close(logits(again), wanted, rtol=1e-5, atol=1e-5)
@@ -281,7 +281,7 @@ def test_a_file_without_codes_is_an_error(saved):
     state = load_file(folder / "model.safetensors")
     del state["model.layers.0.mlp.up_proj.packed"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(cq.FormatError, match="up_proj.packed is missing"):
+    with pytest.raises(cq.FormatError, match=r"up_proj\.packed is missing"):
         Causal.from_pretrained(folder)
 
 

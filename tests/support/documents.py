@@ -2,7 +2,8 @@
 
 A block is a fence. A ```text fence right behind one of Python or sh is what that block prints.
 Lines <!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu),
-PyTorch (torch), or transformers and PEFT beside it (peft). A block of C++ begins with the name of its file.
+PyTorch (torch), or transformers and PEFT beside it (peft). A block of C++ begins with the name of
+its file.
 
 `python tests/support/documents.py FILE ... [NEED ...]` runs each document in a new folder of the
 current one, called as the document is, as somebody does who copies its blocks one after the other,
