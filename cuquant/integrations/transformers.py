@@ -50,8 +50,8 @@ def load_pretrained(
     """Load what `cuquant.torch.load_` reads as a model of transformers, without other libraries.
 
     A folder of GPTQ, AWQ, compressed-tensors, bitsandbytes and others, of `cuquant quantize`, or a
-    GGUF file. Linear layers compute with the codes and scales that lie in the file; embeddings and
-    experts are decoded. The model can be saved (`save_pretrained`) and trained as others of ours.
+    GGUF file. Linear layers and experts compute with the codes and scales that lie in the file;
+    embeddings are decoded. The model can be saved (`save_pretrained`) and trained as any of ours.
 
     Parameters
     ----------

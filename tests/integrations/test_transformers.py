@@ -80,6 +80,9 @@ MODELS = {
     "experts": lambda: Causal.from_config(
         transformers.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=64)
     ),
+    "mixtral": lambda: Causal.from_config(
+        transformers.MixtralConfig(**{k: v for k, v in EXPERTS.items() if k != "head_dim"})
+    ),
     "turned experts": lambda: Causal.from_config(transformers.GptOssConfig(**EXPERTS)),
     "conv1d": lambda: Causal.from_config(
         transformers.GPT2Config(
@@ -314,6 +317,28 @@ def test_checkpoints_of_other_libraries_become_models(name, saved):
     found = cq.load(CHECKPOINTS / name, library="torch")["model.layers.0.mlp.up_proj.weight"]
     assert cq.array_equal(layer.quantized, found)
     assert torch.equal(loaded(saved(model))(ids).logits, model(ids).logits)
+
+
+def test_gpt_oss_is_read_as_it_is_published(saved):
+    model = load_pretrained(CHECKPOINTS / "hf-mxfp4-gpt-oss")
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, cqt.QuantExperts)
+    assert experts.gate_up_proj.format == experts.down_proj.format == cq.get_format("mxfp4")
+    ids = torch.tensor([[1, 5, 9]])
+    assert torch.equal(loaded(saved(model))(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("to", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["experts", "mixtral"])
+def test_experts_of_other_libraries_become_one_array(name, to, saved, tmp_path):
+    plain = MODELS[name]().eval()
+    form = {"gptq": "uint8:32", "compressed-tensors": "int8:32"}[to]
+    cq.convert(saved(plain), tmp_path / "theirs", to=to, format=form)
+    model = load_pretrained(tmp_path / "theirs")
+    assert isinstance(model.model.layers[1].mlp.experts, cqt.QuantExperts)
+    wanted = logits(model)
+    assert (wanted - logits(plain)).norm() / wanted.norm() < 0.02
+    assert torch.equal(logits(loaded(saved(model))), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:there is no tokenizer.json")
