@@ -162,13 +162,7 @@ def _placed(value: Any, library: str, device: str) -> Any:
 
 def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
     """The kind of a checkpoint, its arrays, and why they are not read, or ""."""
-    arrays: dict[str, Described] = {}
-    stated, words = states(c)
-    for found in (*map(described, c.readers()), stated):
-        if twice := arrays.keys() & found.keys():
-            raise FormatError(f"{c.path}: {quote(min(twice))} is described twice")
-        arrays |= found
-    inside = {info.name for array in arrays.values() for info in array.parts.values()} | words
+    arrays, inside = own_arrays(c)
     plain = [name for name in c if name not in inside]
     if twice := arrays.keys() & set(plain):
         raise FormatError(f"{c.path}: {quote(min(twice))} is both an array and a tensor")
@@ -193,6 +187,23 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
     if clash := rest.keys() & {layer.name for layer in read}:
         raise FormatError(f"{c.path}: {quote(min(clash))} is both made of tensors and one of them")
     return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}, ""
+
+
+def own_arrays(c: Checkpoint) -> tuple[dict[str, Described], set[str]]:
+    """Quantized arrays of our own, by headers and by states, and all tensors that belong to them.
+
+    Raises
+    ------
+    FormatError
+        Where a description does not fit the tensors.
+    """
+    arrays: dict[str, Described] = {}
+    stated, words = states(c)
+    for found in (*map(described, c.readers()), stated):
+        if twice := arrays.keys() & found.keys():
+            raise FormatError(f"{c.path}: {quote(min(twice))} is described twice")
+        arrays |= found
+    return arrays, words | {i.name for array in arrays.values() for i in array.parts.values()}
 
 
 def _plain(c: Checkpoint, name: str) -> Entry:
