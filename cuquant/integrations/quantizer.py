@@ -101,22 +101,16 @@ class CuquantHfQuantizer(HfQuantizer):
     def _decided(self, model: Any) -> tuple[list[Layer], Rules, list[list[Layer]]]:
         """The layers, each with what it is to become or the reason to keep it, and tied ones."""
         config, named = self.quantization_config, self.quantization_config.named()
-        ties = [
-            tuple(name.rpartition(".")[0] for name in pair)
-            for pair in model.all_tied_weights_keys.items()
-        ]
-        wanted = named.union(*(pair for pair in ties if named & {*pair}))
+        tied = [names for names in _tied(model) if named & {*names}]
         keep = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-        keep = [name for name in keep if name not in wanted] + config.modules_to_not_convert
+        keep = [*({*keep} - named.union(*tied)), *config.modules_to_not_convert]
         kept = [n for n, _ in model.named_modules() if n and not should_convert_module(n, keep)]
         exclude = [*kept, *config.exclude]
         layers, rules = decided(
             model, config.format, {}, config.include, exclude, config.activations
         )
         by_name = {name: layer for layer in layers for name in layer.names}
-        asked = [pair for pair in ties if named & {*pair}]
-        united = [_united([by_name.get(name) for name in pair], pair, named) for pair in asked]
-        return layers, rules, united
+        return layers, rules, [_united(names, by_name, named) for names in tied]
 
     def _place_described(self, model: Any, found: dict[str, WeightSpec]) -> None:
         """Swap the layers whose weights are quantized in the file."""
@@ -223,20 +217,35 @@ def _renamed(
 # ---- weights that are tied -----------------------------------------------------------------------
 
 
-def _united(layers: Sequence[Layer | None], pair: Sequence[str], named: set[str]) -> list[Layer]:
-    """Two tied layers, which become one array in the format of the one that is named."""
-    first = next(i for i, name in enumerate(pair) if name in named)
-    one, other = layers[first], layers[1 - first]
-    if one is None or one.wanted is None or other is None:
-        why = "both must be layers that can be quantized"
-    elif "excluded" in (why := one.reason or other.reason or ""):
-        why = "exclude both or none"
-    else:
-        why = one.reason or obstacle(other.module, other.kind, one.wanted.format)
-    if why is not None or one is None or other is None:
-        raise ValueError(f"{pair[first]} shares its weight with {pair[1 - first]}: {why}")
-    other.wanted, other.reason = one.wanted, None
-    return [one, other]
+def _tied(model: Any) -> list[list[str]]:
+    """The modules that share a weight."""
+    found: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        names = found.setdefault(source, [source.rpartition(".")[0]])
+        names.append(target.rpartition(".")[0])
+    return [*found.values()]
+
+
+def _united(names: Sequence[str], by_name: dict[str, Layer], named: set[str]) -> list[Layer]:
+    """Tied layers, which become one array in the format of the one that is named."""
+    first = next(name for name in names if name in named)
+    one = by_name.get(first)
+    if one is None or one.wanted is None or one.reason is not None:
+        why = "is no layer" if one is None else one.reason
+        raise ValueError(f"{first} cannot be quantized: {why}")
+    layers = []
+    for name in names:
+        layer = by_name.get(name)
+        why = "it is no layer" if layer is None else None
+        if layer is not None:
+            is_excluded = layer.reason == "excluded"
+            why = obstacle(layer.module, layer.kind, one.wanted.format)
+            why = "exclude both or none" if is_excluded else why
+        if layer is None or why is not None:
+            raise ValueError(f"{first} shares its weight with {name}: {why}")
+        layer.wanted, layer.reason = one.wanted, None
+        layers.append(layer)
+    return layers
 
 
 def retie(model: Any) -> None:

@@ -208,6 +208,20 @@ def test_tied_layers_become_one_array(saved):
     assert logits(model).shape == (2, 7, 300)
 
 
+def test_all_layers_of_one_weight_follow(saved):
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=256, decoder_start_token_id=0)
+    kind, given = transformers.T5ForConditionalGeneration, {"decoder_input_ids": IDS}
+    plain = kind(config).eval()
+    for plan in ("nf4", {"shared": "q8_0", "*": "nf4"}):
+        model = loaded(saved(plain), CuquantConfig(plan), kind, dtype=torch.bfloat16)
+        again = loaded(saved(model), model_class=kind)
+        assert torch.equal(again(IDS, **given).logits, model(IDS, **given).logits)
+    tables = [again.shared, again.encoder.embed_tokens, again.decoder.embed_tokens]
+    assert len({id(table.blocks) for table in tables}) == 1
+    assert type(again.encoder.block[0].layer[1].DenseReluDense.wo) is torch.nn.Linear  # float32
+
+
 def test_a_tied_layer_that_cannot_follow_is_an_error(saved):
     folder = saved(llama(tie_word_embeddings=True))
     with pytest.raises(ValueError, match="exclude both or none"):
