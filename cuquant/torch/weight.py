@@ -33,6 +33,7 @@ class QuantWeight(torch.Tensor):
     """
 
     _layer: "Holder"
+    _is_hf_initialized = True  # transformers asks it before it draws weights that no file holds
 
     @staticmethod
     def __new__(cls, layer: "Holder") -> "QuantWeight":
