@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cuquant.disk import replace_file
 from cuquant.errors import shortened
 from cuquant.formats import Format, get_format
 from cuquant.io.state import format_text
@@ -197,7 +197,7 @@ class Plan(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, to be read, changed and given to `quantize_`."""
-        Path(path).write_text(json.dumps(dict(self), indent=2) + "\n")
+        replace_file(path, (json.dumps(dict(self), indent=2) + "\n").encode())
 
     def __str__(self) -> str:
         lines, before, after = [], 0, 0
