@@ -115,7 +115,8 @@ def llm_int8_linear(
     array([[ 1., 70.],
            [ 2.,  8.]], dtype=float16)
     """
-    if (found := on_gpu.again(x, weight, absmax, bias, threshold)) is not None:
+    arguments = x, weight, absmax, bias, threshold
+    if (found := on_gpu.again(*arguments)) is not None:
         return found
     if interop.wants_gradient(x, bias):
         made = interop.by_operator("llm_int8_linear")
@@ -128,7 +129,7 @@ def llm_int8_linear(
     of_bias = None if added is None else added.shape
     shape = check_shapes(given.shape, codes.shape, peaks.shape, of_bias)
     if interop.is_on_gpu(given):
-        return on_gpu.linear(given, codes, peaks, added, size)
+        return on_gpu.linear(given, codes, peaks, added, size, arguments)
     rows = interop.to_numpy(given).reshape(math.prod(shape[:-1]), given.shape[-1])
     host = None if added is None else interop.to_numpy(added)
     sizes = interop.to_numpy(peaks).reshape(-1)

@@ -184,21 +184,28 @@ def again(x: Any, weight: Any, absmax: Any, bias: Any, threshold: Any) -> Any:
     return out
 
 
-def linear(x: Any, weight: Any, absmax: Any, bias: Any, threshold: float) -> Any:
-    """x [..., K] times the transpose of int8 [N, K], in x's dtype: a new array of its own."""
+def linear(
+    x: Any, weight: Any, absmax: Any, bias: Any, threshold: float, given: Sequence[Any]
+) -> Any:
+    """x [..., K] times the transpose of int8 [N, K], in x's dtype: a new array of its own.
+
+    `given` are the same arguments as the caller has them, by whose identity a plan is kept.
+    """
     *lead, depth = tuple(x.shape)
     rows, columns = math.prod(lead), weight.shape[0]
-    given = x, weight, absmax, bias
     with backend_of(x) as backend:
-        own = [None if a is None else backend.contiguous(resolved(backend, a), -1) for a in given]
+        own = [
+            None if a is None else backend.contiguous(resolved(backend, a), -1)
+            for a in (x, weight, absmax, bias)
+        ]
         at = [0 if a is None else backend.pointer(a) for a in own]
-        key = _key(*given, threshold)
-        moved = at != [0 if a is None else backend.pointer(a) for a in given]
-        odd = depth % ALIGNMENT or not rows * columns * depth
-        if odd or moved or key is None or jit.is_capturing(backend.stream):
+        key = _key(*given)
+        odd = depth % ALIGNMENT or not rows * columns * depth or jit.is_capturing(backend.stream)
+        if odd or key is None or at != [0 if a is None else backend.pointer(a) for a in given[:4]]:
             return _by_steps(backend, own, (*lead, columns), threshold)
-        plans, scales = _known.get((weight, absmax)) or _known.put(
-            (weight, absmax), ({}, backend.empty((columns, 1), F32))
+        arrays = given[1:3]
+        plans, scales = _known.get(arrays) or _known.put(
+            arrays, ({}, backend.empty((columns, 1), F32))
         )
         dtype = interop.dtype_of(x)
         run = _prepared(backend, [*own, scales], (rows, columns, depth), dtype, threshold)
