@@ -128,8 +128,9 @@ def bnb_linear(c, kind, dt):
         new.weight = bnb.nn.Params4bit(c.weight.data, requires_grad=False, quant_type="nf4").to(dev)
         return new
     new = bnb.nn.Linear8bitLt(i, o, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")
-    new.weight = bnb.nn.Int8Params(c.weight.data.half().cpu(), requires_grad=False, has_fp16_weights=False)
-    return new.to(dev)
+    weight = bnb.nn.Int8Params(c.weight.data.half(), requires_grad=False, has_fp16_weights=False)
+    new.weight = weight._quantize(torch.device(dev))  # where it lies, and not by way of the host
+    return new
 
 
 def swapped(model, kind, dt):
