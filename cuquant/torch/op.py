@@ -114,12 +114,16 @@ def multiply(
         return linear.differentiable((x, components, *words, bias, activation, None, None))
     kept = _kept.get(id(components[0]))
     if kept is None or not kept.is_of(words, components):
-        return _product(x, weight_of(components, *words), bias, activation=activation)
+        weight = weight_of(components, *words)
+        kept = _kept.get(id(components[0]))
+        if kept is None or kept.weight is not weight:  # it is a copy
+            return _product(x, weight, bias, activation=activation)
     key = activation, _signature(x), None if bias is None else _signature(bias)
     plan = kept.plans.get(key)
-    made = None if plan is None else repeated(plan, x, bias)
-    if made is not None:
-        return made
+    if plan is not None:
+        out = x.new_empty(plan.shape)
+        if repeated(plan, x, bias, out):
+            return out
     made = _product(x, kept.weight, bias, activation=activation)
     plan = plan_of(Call("linear", x, (kept.weight,), bias, activation=activation))
     if plan is not None:

@@ -243,17 +243,16 @@ def plan_of(call: Call) -> Plan | None:
     return None if known is None else known.plans.get(_key(call))
 
 
-def repeated(plan: Plan, x: Any, bias: Any = None) -> Any:
-    """The product by a plan that is known to be of these arrays, x not quantized; None where
-    another device is current."""
+def repeated(plan: Plan, x: Any, bias: Any, out: Any) -> bool:
+    """Make a product, to a new array, by a plan that is known to be of these ones, x not quantized;
+    False where another device is current."""
     backend = current_backend(plan.kind, plan.device)
     if backend is None:
-        return None
+        return False
     address = ADDRESS[plan.kind]
-    out = backend.empty(plan.shape, plan.dtype)
     to = address(out), 0 if bias is None else address(bias)
     plan.run(backend, address(x), PACK(*to, 0, *plan.constants))
-    return out
+    return True
 
 
 def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
