@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 def _divided(backend: Backend, absmax: Any, scales: Any, count: int) -> bytes:
     """The kernel's Divided: scales of so many rows of a weight."""
     at = backend.pointer(absmax), backend.pointer(scales)
-    return struct.pack("<2Qq2f", *at, count, INVERSE_127, 0.0)
+    return struct.pack("<2Qqf4x", *at, count, INVERSE_127)
 
 
 def program_of(entry: str, dtype: np.dtype, unit: int) -> Program:

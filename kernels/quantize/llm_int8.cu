@@ -48,7 +48,7 @@ struct Divided {
     const float* absmax;
     float* scales;
     i64 count;  // 0: there are none to be made
-    float inverse, unused;
+    float inverse;
 };
 
 struct Largest {
