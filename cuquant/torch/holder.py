@@ -16,7 +16,7 @@ from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.io.state import bytes_shape, format_text, parse_format
 from cuquant.ops.quantize.door import quantize
-from cuquant.torch.op import DEQUANTIZE, multiply, weight_of
+from cuquant.torch.op import DEQUANTIZE, forget, multiply, weight_of
 from cuquant.torch.saved import checked, expect, translated
 from cuquant.torch.spec import DTYPES, Weight, WeightSpec, as_bytes, tensor_of, usable
 from cuquant.torch.weight import QuantWeight
@@ -205,6 +205,7 @@ class Holder(nn.Module):
                 return result
             return tensor.to(result.device)
 
+        forget(self._parts())
         super()._apply(spared, recurse)
         probe = torch.empty(0, dtype=self._spec.dtype, device=self._parts()[0].device)
         self._decode_to(fn(probe).dtype)
@@ -262,6 +263,7 @@ class Holder(nn.Module):
             error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
             return
         mine = {prefix + key: value for key, value in mine.items()}
+        forget(self._parts())
         super()._load_from_state_dict(
             mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -261,12 +261,13 @@ def test_traps_of_parameters_that_are_bytes():
 
 
 def test_a_weight_that_is_exchanged_for_a_call_is_put_back():
-    layer = QuantLinear.from_linear(linear(64, 8), "nf4")
+    layer = QuantLinear.from_linear(linear(8, 64), "nf4")
     x = random(3, 64)
     before, kept = layer(x), layer.weight
-    assert torch.equal(torch.func.functional_call(layer, {"weight": torch.zeros(8, 64)}, (x,)), (
-        layer.bias.expand(3, 8)
-    ))
+    assert torch.equal(
+        torch.func.functional_call(layer, {"weight": torch.zeros(8, 64)}, (x,)),
+        (layer.bias.expand(3, 8)),
+    )
     assert torch.equal(layer(x), before)
     layer.weight = random(16, 64)
     layer.weight = kept
