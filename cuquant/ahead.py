@@ -18,8 +18,9 @@ from cuquant.gpu import cubins, jit
 from cuquant.gpu.arrays import Gpu
 from cuquant.gpu.boards import parse_arch
 from cuquant.interop import INPUT_DTYPES, name_of
-from cuquant.io.container.safetensors import SafetensorsReader
-from cuquant.io.quantized import described, stored_shape
+from cuquant.io.checkpoint import Checkpoint
+from cuquant.io.files import own_arrays
+from cuquant.io.quantized import stored_shape
 from cuquant.ops import programs
 from cuquant.ops.quantize.arranged import formats_of
 
@@ -143,7 +144,7 @@ def _plan_of(
 def _weights(model: Any) -> Iterator[_Weight]:
     """The quantized weights of a model; ValueError where it has none."""
     if isinstance(model, (str, os.PathLike)):
-        found = [weight for path in _files(Path(model)) for weight in _described(path)]
+        found = _described(Path(model))
     elif isinstance(model, Mapping):
         found = [_of(value) for value in model.values() if _is_weight(value)]
     elif callable(getattr(model, "modules", None)):
@@ -170,19 +171,12 @@ def _of(weight: Any) -> _Weight:
     return _Weight(weight.format, weight.stored_shape, ROWS_LAYOUT, name_of(weight.dtype))
 
 
-def _files(path: Path) -> list[Path]:
-    """The file itself, or the safetensors files of a folder."""
-    if not path.is_dir():
-        return [path]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise ValueError(f"{path} holds no safetensors files")
-    return found
-
-
 def _described(path: Path) -> list[_Weight]:
-    with SafetensorsReader(path) as reader:
-        arrays, _ = described(reader)
+    """The quantized weights of a file, or of a folder of shards."""
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds no safetensors files")
+    with Checkpoint(path) as files:
+        arrays, _ = own_arrays(files)
     return [
         _Weight(a.format, stored_shape(a.shape, a.axes), a.layout or ROWS_LAYOUT, name_of(a.dtype))
         for a in arrays.values()

@@ -55,11 +55,11 @@ def pytest_configure(config):
     )
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
-    if importlib.util.find_spec("torch") is None:  # the doctests of cuquant.torch import it
-        config.option.ignore = [
-            *(config.option.ignore or ()),
-            str(Path(cq.__file__).parent / "torch"),
-        ]
+    # What the doctests of a folder import.
+    for folder, needs in (("torch", "torch"), ("integrations", "transformers")):
+        if importlib.util.find_spec(needs) is None:
+            path = str(Path(cq.__file__).parent / folder)
+            config.option.ignore = [*(config.option.ignore or ()), path]
 
 
 @pytest.hookimpl(tryfirst=True)

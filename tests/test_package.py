@@ -68,6 +68,7 @@ LAYERS = [
     ["ops.programs"],
     ["ops"],
     ["functional", "io", "diagnosis", "demo", "bench", "torch"],
+    ["integrations"],
     ["ahead"],
     ["cli"],
     ["__init__", "__main__"],
@@ -143,7 +144,7 @@ def test_asm_is_in_kernels_device_alone():
 @in_turn("path", SOURCES)
 def test_no_file_imports_torch_or_what_executes_data(path):
     roots = {name.split(".")[0] for name in imported(path)}
-    if owner(path) == "torch":  # cuquant.torch, which nothing else imports
+    if owner(path) in ("torch", "integrations"):  # which nothing else imports
         roots -= {"torch"}
     assert not roots & {"torch", "pickle", "marshal", "shelve", "dill", "dlpack", "joblib"}
     calls = {
@@ -177,7 +178,7 @@ def test_dependencies_are_what_is_imported():
     assert needed == {"numpy", "ml_dtypes", "typer", "rich", "platformdirs"}
     for name in needed:
         assert used.get(name, set()) - {"demo", "bench", "torch"}, f"only an extra uses {name}"
-    extras = declared("demo") | declared("torch") | declared("plot")
+    extras = declared("demo") | declared("torch") | declared("plot") | declared("transformers")
     peers = {"cupy", "nvidia", "cuda", "bitsandbytes", "torchao", "humming", "gemlite", "gguf"}
     assert used.keys() <= needed | extras | peers
 
@@ -213,7 +214,8 @@ def run(code: str, *flags: str) -> str:
 
 def test_import_is_light():
     heavy = (
-        "torch cupy typer rich click safetensors gguf matplotlib platformdirs tokenizers sklearn"
+        "torch cupy typer rich click safetensors gguf matplotlib platformdirs tokenizers sklearn "
+        "transformers"
     )
     found = run(f"import sys, cuquant; print([m for m in {heavy.split()} if m in sys.modules])")
     assert found == "[]"
@@ -268,7 +270,9 @@ if importlib.util.find_spec("torch"):
 
 
 def _importable(name: str) -> bool:
-    return not name.startswith("cuquant.torch") or importlib.util.find_spec("torch") is not None
+    needs = {"cuquant.torch": "torch", "cuquant.integrations": "transformers"}
+    wanted = [needed for folder, needed in needs.items() if name.startswith(folder)]
+    return all(importlib.util.find_spec(needed) is not None for needed in wanted)
 
 
 def test_submodules_do_not_replace_public_names():

@@ -21,7 +21,7 @@ from cuquant.io.container.messages import quote
 from cuquant.io.entries import Entry, Opened
 from cuquant.io.foreign import find_sign
 from cuquant.io.gguf_entries import entries
-from cuquant.io.quantized import Described, described
+from cuquant.io.quantized import Described, described, states
 from cuquant.io.renaming import in_hf
 from cuquant.io.schema import schema_of
 from cuquant.io.schema.layer import Found, Plain, Unread
@@ -162,16 +162,12 @@ def _placed(value: Any, library: str, device: str) -> Any:
 
 def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
     """The kind of a checkpoint, its arrays, and why they are not read, or ""."""
-    own: dict[str, Entry] = {}
-    plain = []
-    for reader in c.readers():
-        arrays, others = described(reader)
-        plain += others
-        for name, array in arrays.items():
-            if name in own:
-                raise FormatError(f"{c.path}: {quote(name)} is described twice")
-            own[name] = _own(c, name, array)
-    if own:
+    arrays, inside = own_arrays(c)
+    plain = [name for name in c if name not in inside]
+    if twice := arrays.keys() & set(plain):
+        raise FormatError(f"{c.path}: {quote(min(twice))} is both an array and a tensor")
+    if arrays:
+        own = {name: _own(c, name, array) for name, array in arrays.items()}
         return OWN, own | {name: _plain(c, name) for name in plain}, ""
     schema = schema_of(c)
     if schema is None:
@@ -191,6 +187,23 @@ def _entries(c: Checkpoint) -> tuple[str, dict[str, Entry], str]:
     if clash := rest.keys() & {layer.name for layer in read}:
         raise FormatError(f"{c.path}: {quote(min(clash))} is both made of tensors and one of them")
     return schema.KIND, rest | {name: _foreign(c, layer) for name, layer in layers.items()}, ""
+
+
+def own_arrays(c: Checkpoint) -> tuple[dict[str, Described], set[str]]:
+    """Quantized arrays of our own, by headers and by states, and all tensors that belong to them.
+
+    Raises
+    ------
+    FormatError
+        Where a description does not fit the tensors.
+    """
+    arrays: dict[str, Described] = {}
+    stated, words = states(c)
+    for found in (*map(described, c.readers()), stated):
+        if twice := arrays.keys() & found.keys():
+            raise FormatError(f"{c.path}: {quote(min(twice))} is described twice")
+        arrays |= found
+    return arrays, words | {i.name for array in arrays.values() for i in array.parts.values()}
 
 
 def _plain(c: Checkpoint, name: str) -> Entry:

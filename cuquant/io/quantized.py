@@ -9,7 +9,7 @@ state_dict of a `cuquant.torch` model (cuquant/io/state.py), which describes its
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -229,6 +229,17 @@ class Tensors(Protocol):
         ...
 
 
+class Listed(Protocol):
+    """A file or a folder of shards whose tensors are listed: a Checkpoint."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor by its name."""
+        ...
+
+
 @dataclass(frozen=True)
 class Described:
     """A quantized array of a file, as its header describes it and its tensors confirm.
@@ -292,8 +303,8 @@ class Described:
         return QuantArray(self.format, self.shape, self.dtype, parts, self.axes)
 
 
-def described(reader: SafetensorsReader) -> tuple[dict[str, Described], list[str]]:
-    """The quantized arrays of a file, by name, and the names of the plain tensors.
+def described(reader: SafetensorsReader) -> dict[str, Described]:
+    """The quantized arrays that a file's header describes, by name.
 
     Raises
     ------
@@ -301,18 +312,7 @@ def described(reader: SafetensorsReader) -> tuple[dict[str, Described], list[str
         Where a description does not fit the tensors of the file.
     """
     entries = read_entries(reader)
-    arrays = {name: _described_array(reader, name, value) for name, value in entries.items()}
-    states: set[str] = set()
-    for name, array, extra in _states(reader):
-        if name in arrays:
-            raise FormatError(f"{reader.path}: {quote(name)} is described twice")
-        arrays[name] = array
-        states.add(extra)
-    inside = {info.name for array in arrays.values() for info in array.parts.values()} | states
-    plain = [name for name in reader.tensors if name not in inside]
-    if twice := arrays.keys() & set(plain):
-        raise FormatError(f"{reader.path}: {quote(min(twice))} is both an array and a tensor")
-    return arrays, plain
+    return {name: _described_array(reader, name, value) for name, value in entries.items()}
 
 
 def _described_array(reader: SafetensorsReader, name: str, entry: dict[str, Any]) -> Described:
@@ -344,37 +344,59 @@ def _described_array(reader: SafetensorsReader, name: str, entry: dict[str, Any]
     return Described(fmt, shape, dtype, axes, layout, parts)
 
 
-def _states(reader: SafetensorsReader) -> Iterator[tuple[str, Described, str]]:
-    """Weights that a state_dict describes: name, what it is, and the tensor that says so."""
-    for extra, info in reader.tensors.items():
+def states(files: Listed) -> tuple[dict[str, Described], set[str]]:
+    """Weights that a state_dict describes, by name, and the tensors that say so.
+
+    A weight may lie in several shards. One that lies nowhere is left out where another has the same
+    words: they are tied, and the file has one of them.
+
+    Raises
+    ------
+    FormatError
+        Where a description does not fit the tensors.
+    """
+    found: dict[str, Described] = {}
+    said: dict[str, Description] = {}
+    for extra, info in files.tensors.items():
         small = info.numpy_dtype == np.uint8 and len(info.shape) == 1 and info.nbytes <= MAX_BYTES
         if extra.rpartition(".")[2] != EXTRA or not small:
             continue
-        stored = reader.read(extra).tobytes()
+        stored = files.read(extra).tobytes()
         if not is_description(stored):
             continue
-        prefix = extra.removesuffix(EXTRA)
-        where = f"{reader.path}: {quote(prefix + 'weight')}"
         try:
-            said = Description.from_bytes(stored)
+            said[extra] = Description.from_bytes(stored)
         except FormatError as error:
+            where = f"{files.path}: {quote(extra.removesuffix(EXTRA) + 'weight')}"
             raise FormatError(f"{where}: {shortened(str(error), 500)}") from error
-        parts = {}
-        for part in said.components():
-            found = reader.tensors.get(prefix + part.name)
-            if found is None:
-                raise FormatError(f"{where}: its tensor {quote(prefix + part.name)} is missing")
-            if (found.numpy_dtype, found.shape) != (np.uint8, bytes_shape(part)):
-                raise FormatError(
-                    f"{where}: {part.name} is {found.numpy_dtype}{list(found.shape)}; "
-                    f"it is stored as uint8{list(bytes_shape(part))}"
-                )
-            parts[part.name] = found
-        layout = None if said.layout == ROWS_LAYOUT else said.layout
-        dtype = interop.float_dtype(said.dtype)
-        fmt = parse_format(said.format)
-        axes = tuple(range(len(said.shape)))
-        yield prefix + "weight", Described(fmt, said.shape, dtype, axes, layout, parts), extra
+    there = {each for extra, each in said.items() if _has_some(files, extra, each)}
+    for extra, each in said.items():
+        if _has_some(files, extra, each) or each not in there:
+            found[extra.removesuffix(EXTRA) + "weight"] = _stated(files, extra, each)
+    return found, {*said}
+
+
+def _has_some(files: Listed, extra: str, said: Description) -> bool:
+    return any(extra.removesuffix(EXTRA) + c.name in files.tensors for c in said.components())
+
+
+def _stated(files: Listed, extra: str, said: Description) -> Described:
+    prefix = extra.removesuffix(EXTRA)
+    where = f"{files.path}: {quote(prefix + 'weight')}"
+    parts = {}
+    for part in said.components():
+        found = files.tensors.get(prefix + part.name)
+        if found is None:
+            raise FormatError(f"{where}: its tensor {quote(prefix + part.name)} is missing")
+        if (found.numpy_dtype, found.shape) != (np.uint8, bytes_shape(part)):
+            raise FormatError(
+                f"{where}: {part.name} is {found.numpy_dtype}{list(found.shape)}; "
+                f"it is stored as uint8{list(bytes_shape(part))}"
+            )
+        parts[part.name] = found
+    layout = None if said.layout == ROWS_LAYOUT else said.layout
+    axes, fmt = tuple(range(len(said.shape))), parse_format(said.format)
+    return Described(fmt, said.shape, interop.float_dtype(said.dtype), axes, layout, parts)
 
 
 def parse_entry(

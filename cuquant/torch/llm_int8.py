@@ -62,7 +62,7 @@ def _gradients(
     if of_bias is not None:
         found[_BIAS] = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(of_bias)
     if needs[_X]:
-        scale = (absmax * INVERSE_127.item())[:, None]
+        scale = (absmax * INVERSE_127.item()).reshape(-1, 1)
         weight = [codes, scale], _ROWS, ROWS_LAYOUT, list(codes.shape), dtype
         found[_X] = op.linear_grad_x(g, *weight, dtype)
     return found

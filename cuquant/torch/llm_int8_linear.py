@@ -15,6 +15,8 @@ from cuquant.reference import ACTIVATIONS
 from cuquant.torch.holder import quantized_weight
 from cuquant.torch.llm_int8 import llm_int8
 from cuquant.torch.module import QuantLinear
+from cuquant.torch.op import weight_of
+from cuquant.torch.operators import is_watched
 from cuquant.torch.spec import Weight, WeightSpec
 
 FORMAT = get_format("int8+absmax")
@@ -90,10 +92,12 @@ class LLMInt8Linear(QuantLinear):
         super()._take(unpack(weight) if isinstance(weight, PackedWeight) else weight)
 
     def _product(self, x: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
-        codes, absmax = (self._parameters[name] for name in ("packed", "scale"))
-        assert codes is not None and absmax is not None
-        scales = absmax.view(torch.float32).view(-1)
-        y = llm_int8(x, codes.view(torch.int8), scales, self.threshold, bias)
+        codes, absmax = parts = self._parts()
+        if is_watched(x) or codes.is_meta:
+            codes, absmax = codes.view(torch.int8), absmax.view(torch.float32)
+        else:  # the same objects in every call, which finds the plan of the one before
+            codes, absmax = weight_of(parts, *self._words).components.values()
+        y = llm_int8(x, codes, absmax, self.threshold, bias)
         return y if activation is None else _ACTIVATIONS[activation](y)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]

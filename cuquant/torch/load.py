@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from cuquant.array.raw_blocks import RawBlocks
 from cuquant.errors import FormatError, clipped_text
 from cuquant.io.architectures.names import of_gguf
 from cuquant.io.files import GGUF, OWN, PLAIN, load, open
+from cuquant.torch.experts import is_experts, is_transposed
 from cuquant.torch.holder import Holder
 from cuquant.torch.kinds import follow, obstacle
+from cuquant.torch.load_experts import fused
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.rules import Layer, layers_of
-from cuquant.torch.swap import M
+from cuquant.torch.swap import M, place
 
 
 def load_(model: M, path: str | os.PathLike[str]) -> M:
@@ -27,8 +30,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     state_dict of a model that `quantize_` made, GGUF of a known architecture, whose names become
     transformers', and the checkpoints of GPTQ, AWQ, compressed-tensors, bitsandbytes and others.
     Each nn.Linear whose weight is quantized in the file is swapped, and computes with its codes and
-    scales; a QuantLinear takes the file's format and layout, and other quantized tensors
-    (embeddings, filters, experts) are decoded. All else is copied, as `load_state_dict` does.
+    scales; so are fused experts, whose matrices may lie one by one. A QuantLinear takes the file's
+    format and layout. Other quantized tensors (embeddings, filters, experts of a format with one
+    scale for all rows) are decoded. All else is copied, as `load_state_dict` does.
 
     Parameters
     ----------
@@ -75,35 +79,45 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
             "model is itself an nn.Linear, which cannot be swapped inside a model; load_ takes "
             "torch.nn.Sequential(model), whose tensors are called 0.weight and 0.bias"
         )
-    layers = [layer for layer in layers_of(model) if isinstance(layer.module, nn.Linear)]
-    linears = {f"{name}.weight": layer for layer in layers for name in layer.names}
+    layers = [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer.module, nn.Linear) or is_experts(layer.module)
+    ]
+    floats = {
+        f"{name}.{key}": (layer, key)
+        for layer in layers
+        for key in layer.kind.names(layer.module)
+        for name in layer.names
+    }
     quantized = {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Holder)
     }
-    swaps: dict[str, Layer] = {}
     weights: dict[str, QuantArray | PackedWeight] = {}
     plain: dict[str, torch.Tensor] = {}
     state_dict = model.state_dict()
-    found, left = _read(path, set(state_dict) | quantized.keys())
+    found, left = _read(path, set(state_dict) | quantized.keys(), layers)
+    swaps = _swaps(layers, found)
+    swapped = {name for _, names in swaps for name in names}
     for name, value in found.items():
         if isinstance(value, RawBlocks):
             text = f"{name} is {value.type}, a type of ggml's that cuquant does not decode yet"
             raise FormatError(f"{path}: {clipped_text(text, 400)}")
         if not isinstance(value, (QuantArray, PackedWeight)):
             plain[name] = value
-        elif name in quantized or (name in linears and _takes(linears[name], value)):
+        elif name in quantized or name in swapped:
             weights[name] = value
-            if name in linears:
-                swaps[name] = linears[name]
         else:
             array = unpack(value) if isinstance(value, PackedWeight) else value
-            plain[name] = array.dequantize(_exact(state_dict.get(name)))
+            decoded = array.dequantize(_exact(state_dict.get(name)))
+            turned = name in floats and decoded.ndim == 3 and is_transposed(floats[name][0].module)
+            plain[name] = decoded.transpose(1, 2) if turned else decoded
 
-    held = _held(model, quantized, swaps)
+    held = _held(model, quantized, swapped)
     ties = _ties(held, plain)
-    problems = _problems(held, plain, ties, weights, {**quantized, **linears})
+    problems = _problems(held, plain, ties, weights, {**quantized, **floats})
     if problems:
         told = "; ".join(clipped_text(problem, 400) for problem in problems)
         raise RuntimeError(f"{path} does not fit {type(model).__name__}: {told}")
@@ -111,12 +125,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     if left:
         text = f"{path}: {len(left)} tensors have no place in the model and are left out: {left[0]}"
         warnings.warn(text, stacklevel=2)
-    for name, layer in swaps.items():
-        new = follow(
-            QuantLinear(_beside(weights[name], layer.module), layer.module.bias), layer.module
-        )
-        for parent, key in layer.places:
-            parent._modules[key] = new
+    for layer, names in swaps:
+        made = [_beside(weights[name], layer.module) for name in names]
+        place(layer, follow(layer.kind.make(layer.module, made), layer.module))
     for name, module in quantized.items():
         module.weight = _beside(weights[name], module)
     state = {name: _moved(value, held[name]) for name, value in plain.items()}
@@ -129,7 +140,9 @@ def load_(model: M, path: str | os.PathLike[str]) -> M:
     return model
 
 
-def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any], list[str]]:
+def _read(
+    path: str | os.PathLike[str], held: set[str], layers: Sequence[Layer]
+) -> tuple[dict[str, Any], list[str]]:
     """The arrays of a file by the model's names, and names that another library stores beside.
 
     A bias that is not zero is part of what a layer computes: it is not left out.
@@ -137,6 +150,7 @@ def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any],
     with open(path) as file:
         kind, is_known = file.kind, of_gguf(file.metadata) is not None
     found = load(path, library="torch", names="hf" if kind == GGUF and is_known else None)
+    found = fused(found, [layer for layer in layers if is_experts(layer.module)])
     if kind in (OWN, PLAIN):
         return found, []
     left = [
@@ -150,10 +164,33 @@ def _read(path: str | os.PathLike[str], held: set[str]) -> tuple[dict[str, Any],
     return {name: value for name, value in found.items() if name not in left}, left
 
 
-def _takes(layer: Layer, weight: QuantArray | PackedWeight) -> bool:
-    """Whether a QuantLinear of this weight can stand for the layer."""
-    along = isinstance(weight, PackedWeight) or weight.axes == (0, 1)
-    return along and weight.ndim == 2 and obstacle(layer.module, layer.kind, weight.format) is None
+def _swaps(layers: Sequence[Layer], found: dict[str, Any]) -> list[tuple[Layer, list[str]]]:
+    """Layers that become quantized, each with the names of its weights in the file."""
+    made = []
+    for layer in layers:
+        keys = layer.kind.names(layer.module)
+        for name in layer.names:
+            if all(_takes(layer, key, found.get(f"{name}.{key}")) for key in keys):
+                made.append((layer, [f"{name}.{key}" for key in keys]))
+                break
+    return made
+
+
+def _takes(layer: Layer, key: str, weight: Any) -> bool:
+    """Whether a quantized layer of this weight can stand for the layer."""
+    if not isinstance(weight, (QuantArray, PackedWeight)):
+        return False
+    axes = len(_stored_shape(layer, key))
+    along = isinstance(weight, PackedWeight) or weight.axes == tuple(range(axes))
+    return (
+        along and weight.ndim == axes and obstacle(layer.module, layer.kind, weight.format) is None
+    )
+
+
+def _stored_shape(layer: Layer, key: str) -> tuple[int, ...]:
+    """The shape in which a layer's weight is quantized."""
+    weight = layer.module._parameters[key]
+    return tuple(layer.kind.rows(layer.module, weight.detach().to("meta")).shape)
 
 
 def _held(model: nn.Module, quantized: Any, swaps: Any) -> dict[str, Any]:
@@ -190,7 +227,7 @@ def _problems(held: Any, plain: Any, ties: Any, weights: Any, modules: Any) -> l
             found.append(f"{what} {', '.join(names[:8])}{more}")
     for name, weight in weights.items():
         module = modules[name]
-        shape = module._spec.shape if isinstance(module, Holder) else module.module.weight.shape
+        shape = module._spec.shape if isinstance(module, Holder) else _stored_shape(*module)
         if weight.shape != shape:
             found.append(f"{name} is {list(weight.shape)}, not {list(shape)}")
     for name, value in plain.items():
@@ -202,7 +239,7 @@ def _problems(held: Any, plain: Any, ties: Any, weights: Any, modules: Any) -> l
 
 def _beside(weight: QuantArray | PackedWeight, module: Any) -> QuantArray | PackedWeight:
     """A weight on the device of the module, where kernels want it as `quantize_` lays it."""
-    device = module.weight.device
+    device = next(module.parameters()).device
     if device.type != "cuda":
         return weight
     moved = weight.to(str(device))

@@ -179,7 +179,9 @@ class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompat
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., N] of x's dtype, or autocast's; x is [..., K], float32, float16 or bfloat16."""
-        return self._multiply(input, self.bias, self.activation)
+        own = self._parameters  # which nn.Module looks into last
+        bias = own.get("bias") if "bias" in own else self.bias
+        return self._multiply(input, bias, self.activation)
 
     def compute_in_(self, dtype: torch.dtype | None) -> "QuantLinear":
         """Have x cast to a dtype, and the result back, or no more (None); the layer.

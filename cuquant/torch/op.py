@@ -24,24 +24,30 @@ from cuquant.array.packed_weight import PackedWeight, unpack
 from cuquant.array.quant_array import QuantArray
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul import door
+from cuquant.ops.matmul.prepared import MOST, SIGNATURE, Call, Plan, plan_of, repeated
 from cuquant.torch.operators import Backward, Operator, is_watched
 from cuquant.torch.spec import Weight, WeightSpec
 
 # torch.compile does not look into the operators anyway.
 _product, _matmul = inspect.unwrap(door.linear), inspect.unwrap(door.matmul)
+_signature = SIGNATURE["torch"]
 decode, _unpack = inspect.unwrap(dequantize), inspect.unwrap(unpack)
 WEIGHT = "Tensor[] components, str format, str layout, int[] shape, ScalarType dtype"
 
 
 class _Kept(NamedTuple):
-    """A weight made before, and what it was made of."""
+    """A weight made before, and what it was made of.
+
+    `plans` are those of its products, by what layers multiply it with.
+    """
 
     said: tuple[object, ...]
     parts: tuple[tuple[weakref.ref[torch.Tensor], int], ...]  # each with its address
     weight: Weight
+    plans: dict[Any, Plan]
 
     def is_of(self, said: tuple[object, ...], components: Sequence[torch.Tensor]) -> bool:
-        if self.said != said or len(self.parts) != len(components):
+        if (self.said is not said and self.said != said) or len(self.parts) != len(components):
             return False
         for (ref, address), part in zip(self.parts, components, strict=True):
             if ref() is not part or part.data_ptr() != address:  # `part.data = ...` moves it
@@ -90,7 +96,7 @@ def weight_of(
         kept.pop(key, None)  # a module's names are gone when Python ends
 
     parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
-    _kept[key] = _Kept(said, parts, weight)
+    _kept[key] = _Kept(said, parts, weight, {})
     return weight
 
 
@@ -111,7 +117,25 @@ def multiply(
         return LINEAR(x, components, *words, bias, activation)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return linear.differentiable((x, components, *words, bias, activation, None, None))
-    return _product(x, weight_of(components, *words), bias, activation=activation)
+    kept = _kept.get(id(components[0]))
+    if kept is None or not kept.is_of(words, components):
+        weight = weight_of(components, *words)
+        kept = _kept.get(id(components[0]))
+        if kept is None or kept.weight is not weight:  # it is a copy
+            return _product(x, weight, bias, activation=activation)
+    key = activation, _signature(x), None if bias is None else _signature(bias)
+    plan = kept.plans.get(key)
+    if plan is not None:
+        out = x.new_empty(plan.shape)
+        if repeated(plan, x, bias, out):
+            return out
+    made = _product(x, kept.weight, bias, activation=activation)
+    plan = plan_of(Call("linear", x, (kept.weight,), bias, activation=activation))
+    if plan is not None:
+        if len(kept.plans) >= MOST:
+            kept.plans.clear()
+        kept.plans[key] = plan
+    return made
 
 
 def rows(weight: Weight) -> QuantArray:

@@ -18,6 +18,10 @@ import torch
 from cuquant import interop
 
 _C: Any = torch._C
+# What is asked for at every call, by the shortest way.
+_dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_transform, _tracing = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
+_is_profiled, _forward = _C._autograd._profiler_enabled, torch.autograd.forward_ad
 _DEVICES = ("CPU", "CUDA")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -219,10 +223,10 @@ def is_watched(*args: Any) -> bool:
             return True
     return (
         torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or _C._autograd._profiler_enabled()
-        or torch.autograd.forward_ad._current_level >= 0
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _transform() is not None
+        or _tracing() is not None
+        or _is_profiled()
+        or _forward._current_level >= 0
     )

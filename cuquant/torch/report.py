@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,13 +11,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cuquant.disk import replace_file
 from cuquant.errors import shortened
 from cuquant.formats import Format, get_format
 from cuquant.io.state import format_text
 from cuquant.torch.holder import Holder
-from cuquant.torch.kinds import kind_of, shapes
-from cuquant.torch.llm_int8_linear import NAME
-from cuquant.torch.rules import Layer
+from cuquant.torch.inputs import InputQuantizing
+from cuquant.torch.kinds import KINDS, holders, kind_of, shapes
+from cuquant.torch.llm_int8_linear import NAME, LLMInt8Linear
+from cuquant.torch.rules import Layer, Wanted
 
 # Why `quantize_` kept a module; copies of the module are told the reason of its structure.
 KEPT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -237,7 +238,7 @@ class Plan(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, to be read, changed and given to `quantize_`."""
-        Path(path).write_text(json.dumps(dict(self), indent=2) + "\n")
+        replace_file(path, (json.dumps(dict(self), indent=2) + "\n").encode())
 
     def __str__(self) -> str:
         lines = [
@@ -251,15 +252,35 @@ class Plan(Mapping[str, Any]):
 
 def _entry(layer: Layer) -> Any:
     """What is said of a layer in JSON."""
-    if layer.reason is not None or layer.wanted is None:
+    return None if layer.reason is not None else entry(layer.wanted)
+
+
+def entry(wanted: Wanted | None) -> Any:
+    """What a layer is to become in JSON, as `quantize_` takes it for a pattern."""
+    if wanted is None:
         return None
-    wanted = layer.wanted
     if wanted.is_llm_int8:
         return NAME
     if wanted.activations is None:
         return _text(wanted.format)
     said = {"format": _text(wanted.format), "activations": _text(wanted.activations)}
     return said if wanted.input_scale is None else {**said, "input_scale": wanted.input_scale}
+
+
+def made_as(model: nn.Module) -> dict[str, Any]:
+    """What the layers of a model were made as, by name: the plan that would make them again."""
+    made = tuple(kind.quantized for kind in KINDS)
+    return {path: _made_as(m) for path, m in model.named_modules() if isinstance(m, made)}
+
+
+def _made_as(module: nn.Module) -> Any:
+    first, *more = holders(module)
+    if not isinstance(first, InputQuantizing):
+        return entry(Wanted(first.format))
+    scale: Any = first.input_scale
+    scale = None if scale is None or more else scale.tolist()
+    is_llm_int8 = isinstance(first, LLMInt8Linear)
+    return entry(Wanted(first.format, first.activations, scale, is_llm_int8))
 
 
 def _text(fmt: Format) -> str:

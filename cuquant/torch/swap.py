@@ -125,13 +125,13 @@ def quantize_(
       (2): QuantLinear(in_features=64, out_features=8, bias=True, format=int8)
     )
     """
-    layers, rules = _decided(model, format, format_options, include, exclude, activations)
+    layers, rules = decided(model, format, format_options, include, exclude, activations)
     stays = {layer.module: layer.reason for layer in layers if layer.reason is not None}
     if compute_dtype is not None:
         float_dtype(compute_dtype, "compute_dtype")
     _swap(model, layers, prepack, compute_dtype)
     KEPT.update(stays)
-    _tell(model, layers, rules)
+    tell(model, layers, rules)
     return model
 
 
@@ -173,14 +173,14 @@ def plan(
     >>> dict(found)
     {'0': 'q4_0', '2': 'int8', '3': None}
     """
-    layers, _ = _decided(model, format, format_options, include, exclude, activations)
+    layers, _ = decided(model, format, format_options, include, exclude, activations)
     return Plan(tuple(map(Planned.of, layers)))
 
 
 # ---- which layers -------------------------------------------------------------------------------
 
 
-def _decided(
+def decided(
     model: nn.Module, format: Any, options: Any, include: Any, exclude: Any, activations: Any
 ) -> tuple[list[Layer], Rules]:
     """The layers of a model, each with what it is to become or the reason to keep it."""
@@ -251,38 +251,49 @@ def _swap(model: nn.Module, layers: Sequence[Layer], prepack: bool | None, dtype
         bias = layer.module._parameters.get("bias")
         if isinstance(new, Holder) and bias is not None and held[id(bias)] > 1:  # and stays one
             new.bias = bias
-        for parent, key in layer.places:
-            parent._modules[key] = new
+        place(layer, new)
         layer.module = None
+
+
+def place(layer: Layer, new: nn.Module) -> None:
+    """Put a new layer wherever the old one is."""
+    for parent, key in layer.places:
+        parent._modules[key] = new
 
 
 def _quantized(
     layer: Layer, ids: Sequence[int], prepack: bool | None, made: dict[tuple[int, Any], Holder]
 ) -> nn.Module:
     """The layer's quantized one, with the parameters of those that were made of its weights."""
-    module, kind, wanted = layer.module, layer.kind, layer.wanted
-    assert wanted is not None
-    fmt, weights = wanted.format, _weights(layer)
-    first = [made.get((weight, fmt)) for weight in ids]
-    new = kind.make(
-        module,
+    assert layer.wanted is not None
+    first = [made.get((weight, layer.wanted.format)) for weight in ids]
+    new = made_of(
+        layer,
         [
-            _codes(layer, weight, prepack) if holder is None else holder.quantized
-            for weight, holder in zip(weights, first, strict=True)
+            codes_of(layer, weight, prepack) if holder is None else holder.quantized
+            for weight, holder in zip(_weights(layer), first, strict=True)
         ],
     )
-    if isinstance(new, QuantLinear) and wanted.is_llm_int8:
-        new = LLMInt8Linear(new.quantized, module.bias)
     for mine, other in zip(holders(new), first, strict=True):
         if other is not None:
             mine.weight = other.weight
+    return new
+
+
+def made_of(layer: Layer, weights: Sequence[Weight]) -> nn.Module:
+    """The layer's quantized one of weights of the wanted format; its inputs as is wanted."""
+    module, wanted = layer.module, layer.wanted
+    assert wanted is not None
+    new = layer.kind.make(module, weights)
+    if isinstance(new, QuantLinear) and wanted.is_llm_int8:
+        new = LLMInt8Linear(new.quantized, module.bias)
     for holder in holders(new) if wanted.activations is not None else ():
         if isinstance(holder, InputQuantizing):
             holder.quantize_input_(wanted.activations, wanted.input_scale)
     return follow(new, module)
 
 
-def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
+def codes_of(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
     """A weight of a layer, quantized as is wanted."""
     values, wanted = layer.kind.rows(layer.module, weight.detach()), layer.wanted
     assert wanted is not None
@@ -294,7 +305,10 @@ def _codes(layer: Layer, weight: torch.Tensor, prepack: bool | None) -> Weight:
 # ---- what is told -------------------------------------------------------------------------------
 
 
-def _tell(model: nn.Module, layers: Sequence[Layer], rules: Rules) -> None:
+def tell(
+    model: nn.Module, layers: Sequence[Layer], rules: Rules, *, warns_of_kept: bool = True
+) -> None:
+    """Log what became of each layer, and warn of what was not to be expected."""
     linear = [layer for layer in layers if not layer.kind.by_name or layer.reason is None]
     kept = [layer for layer in linear if layer.reason is not None]
     for layer in linear:
@@ -306,7 +320,7 @@ def _tell(model: nn.Module, layers: Sequence[Layer], rules: Rules) -> None:
         is_done = any(isinstance(module, HOLDERS) for module in model.modules())
         none = "all are quantized already" if is_done else "the model has no nn.Linear"
         warnings.warn(f"quantize_ swapped no layer ({why or none})", stacklevel=4)
-    elif not _warn_of_others(model, rules):
+    elif not _warn_of_others(model, rules) and warns_of_kept:
         _warn_of_kept(model)
 
 

@@ -34,6 +34,7 @@ class QuantWeight(torch.Tensor):
 
     _layer: "Holder"
     _held: "tuple[WeightSpec, list[Any]]"
+    _is_hf_initialized = True  # transformers asks it before it draws weights that no file holds
 
     @staticmethod
     def __new__(cls, layer: "Holder") -> "QuantWeight":

@@ -26,7 +26,7 @@ __device__ inline float half_of(const Half& x) {
 // NaN is none; a threshold of 0 leaves none.
 __device__ inline bool is_outlier(float x, float threshold) { return threshold > 0.0f && fabsf(x) >= threshold; }
 
-// columns: zeros before. A thread kUnit columns, of every gridDim.y-th row.
+// columns: zeros before, where several blocks share one. A thread kUnit columns, of every gridDim.y-th row.
 template <typename T, int kUnit, int kThreads>
 __global__ void __launch_bounds__(kThreads) outlier_columns(
     const T* __restrict__ x, u8* __restrict__ columns, float threshold, i64 rows, i64 width) {
@@ -40,19 +40,34 @@ __global__ void __launch_bounds__(kThreads) outlier_columns(
     }
 #pragma unroll
     for (int i = 0; i < kUnit; ++i)
-        if (found[i]) columns[column + i] = 1;
+        if (found[i] || gridDim.y == 1) columns[column + i] = found[i];
 }
+
+// Scales of a weight, of its rows' largest sizes.
+struct Divided {
+    const float* absmax;
+    float* scales;
+    i64 count;  // 0: there are none to be made
+    float inverse;
+};
 
 struct Largest {
     using State = u32;
     __device__ static u32 merge(u32 a, u32 b) { return max(a, b); }
 };
 
-// scales: of each row the largest size times `factor`; apart, unless null: x in columns of outliers, 0 in others.
+// columns: null where a row's outliers are its own alone. scales: of each row the largest size times `factor`; apart,
+// unless null: x in columns of outliers, 0 in others. Blocks behind those of `rows` make the weight's scales.
 template <typename T, int kUnit, int kThreads>
 __global__ void __launch_bounds__(kThreads) llm_int8_rows(
     const T* __restrict__ x, const u8* __restrict__ columns, signed char* __restrict__ codes,
-    float* __restrict__ scales, T* __restrict__ apart, float threshold, float factor, i64 width) {
+    float* __restrict__ scales, T* __restrict__ apart, Divided weight, float threshold, float factor, i64 rows,
+    i64 width) {
+    if (blockIdx.x >= rows) {
+        const i64 i = (blockIdx.x - rows) * kThreads + threadIdx.x;
+        if (i < weight.count) weight.scales[i] = __fmul_rn(weight.absmax[i], weight.inverse);
+        return;
+    }
     const i64 first = blockIdx.x * width;
     u32 most = 0;  // of the sizes' bits, which order as they do, and NaN above all
     for (i64 c = threadIdx.x * kUnit; c < width; c += kThreads * kUnit) {
@@ -68,13 +83,15 @@ __global__ void __launch_bounds__(kThreads) llm_int8_rows(
     const float inverse = __fmul_rn(__frcp_rn(largest), 127.0f);
     for (i64 c = threadIdx.x * kUnit; c < width; c += kThreads * kUnit) {
         const auto run = Neighbours<T, kUnit>::of(x + first + c);
-        const auto marked = Neighbours<u8, kUnit>::of(columns + c);
+        Neighbours<u8, kUnit> marked{};
+        if (columns) marked = Neighbours<u8, kUnit>::of(columns + c);
         Neighbours<signed char, kUnit> code;
         Neighbours<T, kUnit> kept;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
-            const float z = __fmul_rn(half_of(run.at[i]), inverse);
-            const bool is_apart = marked.at[i] != 0;
+            const float value = half_of(run.at[i]);
+            const float z = __fmul_rn(value, inverse);
+            const bool is_apart = columns ? marked.at[i] != 0 : is_outlier(value, threshold);
             code.at[i] = is_apart || isnan(z) ? 0 : static_cast<signed char>(rintf(z));
             kept.at[i] = is_apart ? run.at[i] : T{};
         }

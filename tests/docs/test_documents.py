@@ -31,6 +31,7 @@ from cuquant.ops.dequantize.decoder import decoder
 from cuquant.ops.programs import ADDRESS, PROGRAMS, Plan
 
 TORCH = importlib.util.find_spec("torch") is not None
+PEFT = TORCH and all(importlib.util.find_spec(name) for name in ("transformers", "peft"))
 MOST_LINES = 180  # of README
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 
@@ -62,7 +63,7 @@ def check_outputs(found):
 
 
 def test_blocks_print_what_the_documents_show(tmp_path):
-    needs = frozenset(["torch"] if TORCH else [])
+    needs = frozenset(["torch"] * TORCH + ["peft"] * PEFT)
     found = documents.run(DOCUMENTS, tmp_path, needs)
     assert any(found.values())
     check_outputs(found)
@@ -98,7 +99,9 @@ def test_python_blocks_name_what_exists(document):
 
 
 @each_document
-@pytest.mark.parametrize("needs", [("gpu",), ("torch",), ("gpu", "torch")], ids="+".join)
+@pytest.mark.parametrize(
+    "needs", [("gpu",), ("torch",), ("gpu", "torch"), ("torch", "peft")], ids="+".join
+)
 def test_python_blocks_use_names_that_an_earlier_block_binds(document, needs):
     """Also where a GPU is needed to run them: none is forgotten to be imported."""
     known = set(dir(builtins))
@@ -121,7 +124,7 @@ def test_names_in_the_text_exist(document):
     """`cq.save(...)`, `cuquant.gpu.workspace.release()` and the like."""
     text = document.read_text(encoding="utf-8")
     for name in re.findall(r"`(?:cq|cuquant)\.([\w.]+)[^`\n]*`", text):
-        if name.startswith("torch") and not TORCH:
+        if (name.startswith("torch") and not TORCH) or (name.startswith("integr") and not PEFT):
             continue
         module, found = "cuquant", cq
         for part in name.split("."):

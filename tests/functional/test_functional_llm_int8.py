@@ -16,6 +16,7 @@ from oracle import bits_equal
 import cuquant.functional as F
 from cuquant import interop
 from cuquant.ops import llm_int8 as on_gpu
+from cuquant.ops.remember import Remembered
 from cuquant.reference import llm_int8 as reference
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
@@ -198,12 +199,49 @@ def test_kernels_multiply(to, threshold, dtype, shape):
         assert (gap <= eps * (np.abs(wanted.astype(F32)) + np.abs(wanted.astype(F32)).max())).all()
 
 
-def test_without_a_threshold_there_is_one_product(to, monkeypatch):
+@in_turn("width", [80, 75])
+def test_without_a_threshold_there_is_one_product(to, width, monkeypatch):
+    monkeypatch.setattr(on_gpu, "_known", Remembered())
     calls = []
-    product = on_gpu._product
-    monkeypatch.setattr(on_gpu, "_product", lambda *a, **k: calls.append(1) or product(*a, **k))
-    codes, absmax = weights()
+    for name in ("_product", "_outliers"):
+        own = getattr(on_gpu, name)
+        monkeypatch.setattr(on_gpu, name, lambda *a, own=own, **k: calls.append(1) or own(*a, **k))
+    codes, absmax = weights(k=width)
     for threshold, times in ((0, 0), (6.0, 1)):
         calls.clear()
-        F.llm_int8_linear(to(rows()[:2]), to(codes), to(absmax), threshold=threshold)
+        F.llm_int8_linear(to(rows(2, width)), to(codes), to(absmax), threshold=threshold)
         assert len(calls) == times
+
+
+@pytest.mark.parametrize("threshold", [0, 6.0])
+@in_turn("m", [1, 9, 40])
+def test_a_repeated_call_finds_its_plan(to, m, threshold, monkeypatch):
+    """With other numbers in x, the bias and the weight; not with other arrays or thresholds."""
+    monkeypatch.setattr(on_gpu, "_known", Remembered())
+    codes, absmax = (to(a) for a in weights())
+    bias = to(np.linspace(-1, 1, 12).astype(F32))
+    xs = [to(np.nan_to_num(rows(m, seed=seed), posinf=9)) for seed in range(3)]
+
+    def call(x, codes=codes, threshold=threshold):
+        return F.llm_int8_linear(x, codes, absmax, bias, threshold=threshold)
+
+    wanted = [interop.to_host(call(x)).copy() for x in xs]
+    slow, own = [], on_gpu.linear
+    monkeypatch.setattr(on_gpu, "linear", lambda *a: slow.append(1) or own(*a))
+    found = [interop.to_host(call(x)) for x in xs]
+    assert not slow and all(bits_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    other = to(interop.to_host(weights()[0])[::-1].copy())
+    assert not bits_equal(
+        interop.to_host(F.llm_int8_linear(xs[0], other, absmax, bias, threshold=threshold)),
+        found[0],
+    )
+    call(xs[0], threshold=3.0)
+    call(xs[0][:, ::1][: m // 2]), call(xs[0].reshape(1, m, 80))
+    assert len(slow) == 4
+    if hasattr(codes, "copy_"):
+        codes.copy_(other)
+    else:
+        codes[...] = other
+    assert not bits_equal(interop.to_host(call(xs[0])), found[0]) and len(slow) == 4
+    with pytest.raises(ValueError, match="threshold"):
+        call(xs[0], threshold=-1.0)

@@ -1,8 +1,9 @@
 """README.md and the guides in examples/: their blocks, and what running them prints.
 
 A block is a fence. A ```text fence right behind one of Python or sh is what that block prints.
-Lines <!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu) or
-PyTorch (torch). A block of C++ begins with the name of its file.
+Lines <!-- NEED --> and <!-- /NEED --> around blocks say that they need a GPU with CuPy (gpu),
+PyTorch (torch), or transformers and PEFT beside it (peft). A block of C++ begins with the name of
+its file.
 
 `python tests/support/documents.py FILE ... [NEED ...]` runs each document in a new folder of the
 current one, called as the document is, as somebody does who copies its blocks one after the other,
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "examples").glob("*.md"))
 DOCUMENTS = [README, *GUIDES]
-NEEDS = ("gpu", "torch")
+NEEDS = ("gpu", "torch", "peft")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def run(
     Blocks whose needs are not among `needs` are left out; so are shell commands without an output,
     which install things or take long.
     """
-    command = [sys.executable, "-W", "error", __file__, *map(str, documents), *sorted(needs)]
+    warnings = ["-W", "error", "-W", "ignore::FutureWarning:transformers.modeling_utils"]  # of PEFT
+    command = [sys.executable, *warnings, __file__, *map(str, documents), *sorted(needs)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     # g++ finds CUDA's headers and the driver where pip and containers put them.

@@ -265,6 +265,31 @@ class Rotating(nn.Module):
         self.register_buffer("frequencies", torch.ones(4), persistent=False)
 
 
+def test_weights_of_a_state_lie_in_several_shards(tmp_path):
+    """As transformers parts a state_dict: by size, with no eye on what belongs together."""
+    model = quantize_(build(), "nf4")
+    state = model.state_dict()
+    for i, part in enumerate(("packed", "scale", "_extra_state", "")):
+        named = {k: v for k, v in state.items() if (k.rpartition(".")[2] == part if part else True)}
+        save_file(named, tmp_path / f"model-{i}.safetensors")
+        state = {k: v for k, v in state.items() if k not in named}
+    found = cq.load(tmp_path)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    for name, layer in layers.items():
+        assert np.array_equal(found[f"{name}.weight"].packed, layer.packed.numpy())
+    assert torch.equal(load_(build(seed=1), tmp_path)(TOKENS), model(TOKENS))
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(cq.FormatError, match=r"its tensor '.*scale' is missing"):
+        cq.load(tmp_path)
+
+
+def test_a_tied_weight_of_a_state_lies_once(tmp_path):
+    q = cuquant.torch.QuantLinear(cq.quantize(torch.ones(8, 64), "int4")).state_dict()
+    save_file({**{f"a.{k}": v for k, v in q.items()}, "b._extra_state": q["_extra_state"].clone()},
+              tmp_path / "m.safetensors")  # fmt: skip
+    assert list(cq.load(tmp_path / "m.safetensors")) == ["a.weight"]
+
+
 def test_load_tells_of_buffers_that_stay_on_the_meta_device(tmp_path):
     weights = {"embed.weight": random(8, 64), "up.weight": cq.quantize(random(16, 64), "nf4")}
     cq.save(tmp_path / "w.safetensors", weights)

@@ -1,12 +1,15 @@
 """cuquant.torch on the CPU: the package, and the operator."""
 
+import copy
 import subprocess
 import sys
 import warnings
 import weakref
 from functools import partial
 
+import fake_gpu
 import pytest
+from emulator import Emulator
 from in_turn import in_turn
 
 import cuquant as cq
@@ -17,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_models import DTYPES, NAMES, VARIANTS, Block, arguments, components, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
-from cuquant.torch import QuantLinear, op, quantize_  # noqa: E402
+from cuquant.torch import QuantLinear, op, operators, quantize_  # noqa: E402
 from cuquant.torch.spec import WeightSpec, format_text, parse_format  # noqa: E402
 
 nn = torch.nn
@@ -323,3 +326,47 @@ def test_export():
     program = torch.export.export(model, (random(3, 64),))
     assert "cuquant.linear.default" in str(program.graph)
     assert torch.equal(program.module()(random(3, 64, seed=2)), model(random(3, 64, seed=2)))
+
+
+# ---- repeated products --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A GPU's tensors, which pass for plain ones; and the products that no plan made."""
+    calls, product = [], op._product
+    fake_gpu.install("torch", monkeypatch, Emulator(arch=80))
+    monkeypatch.setattr(operators, "_PLAIN", (*operators._PLAIN, fake_gpu.CudaTensor))
+    monkeypatch.setattr(op, "_product", lambda *a, **k: calls.append(1) or product(*a, **k))
+    return calls
+
+
+def on_fake_gpu(layer):
+    for name, part in layer._parameters.items():
+        if part is not None:
+            moved = part.data.clone().as_subclass(fake_gpu.CudaTensor)
+            layer._parameters[name] = moved.requires_grad_(False)
+    return layer
+
+
+@fake_gpu.needs_compiler
+@pytest.mark.parametrize("fmt", ["int4", "int8+absmax"])
+def test_a_repeated_product_is_made_by_its_plan(slow, fmt):
+    """Where plans of such a format are found by the weight; what differs has a plan of its own."""
+    here = QuantLinear.from_linear(linear(), fmt, activation="relu")
+    layer, plans = on_fake_gpu(copy.deepcopy(here)), fmt == "int4"
+    xs = [random(rows, 256, seed=rows) for rows in (1, 1, 3, 1, 3)]
+    there = [x.as_subclass(fake_gpu.CudaTensor) for x in xs]
+    with torch.no_grad():
+        for x, y in zip(xs, map(layer, there), strict=True):
+            assert torch.allclose(y.cpu(), here(x), atol=1e-4)
+    assert len(slow) == (2 if plans else 5) + 5
+    half = xs[0].half()
+    with torch.no_grad():
+        found = layer(half.as_subclass(fake_gpu.CudaTensor)).cpu()
+        assert found.dtype == torch.float16 and torch.allclose(found, here(half), atol=1e-2)
+        other = QuantLinear.from_linear(linear(seed=4), fmt, activation="relu")
+        layer._parameters["packed"].data = other.packed.clone()  # elsewhere
+        layer._parameters["scale"].copy_(other.scale)
+        layer._parameters["bias"].copy_(other.bias)
+        assert torch.allclose(layer(there[0]).cpu(), other(xs[0]), atol=1e-4)

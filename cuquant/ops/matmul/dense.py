@@ -397,23 +397,34 @@ def dense(
         How to divide the product, whatever else may be faster: for measuring.
     """
     work = work_of(backend, a, b, columns, depth, groups)
-    tile = tile or tile_of(work)
-    cut = cut_of(tile, work)
-    many = 1 if groups.offsets else groups.count
-    sides = [(a, groups.rows * many), (b, groups.count * columns)]
+    _by_tile(backend, b, work, tile or tile_of(work), depth, groups)(backend, a, results)
+
+
+def _by_tile(
+    backend: Backend, b: Coded, work: Work, tile: Tile, depth: int, groups: Groups
+) -> Callable[[Backend, Coded, bytes], None]:
+    """What multiplies x at any addresses: all but x's own map and struct is made once."""
+    cut, columns = cut_of(tile, work), work.columns
     boxes = [ROWS, tile.columns // tile.share]
     if tile.swapped:
-        sides.reverse()
         boxes[0] = cut.step
-    nbytes = bytes_of(a.kind, depth)
-    maps = [
-        backend.tensor_map(side.codes, rows, nbytes, side.stride, box, "uint8", LINE)
-        for (side, rows), box in zip(sides, boxes, strict=True)
-    ]
-    backend.launch(
-        launch_of(work, tile, cut), *maps, *(side.pack() for side, _ in sides), groups.pack(),
-        results, columns, depth, work.lines, cut.a, cut.b, cut.step, *boxes,
-    )  # fmt: skip
+    of_x, of_b = boxes[::-1] if tile.swapped else boxes
+    x_rows = groups.rows * (1 if groups.offsets else groups.count)
+    nbytes = bytes_of(b.kind, depth)
+    launch = launch_of(work, tile, cut)
+    b_rows = groups.count * columns
+    b_map = backend.tensor_map(b.codes, b_rows, nbytes, b.stride, of_b, "uint8", LINE)
+    b_told, told = b.pack(), groups.pack()
+    numbers = columns, depth, work.lines, cut.a, cut.b, cut.step, *boxes
+
+    def run(backend: Backend, x: Coded, results: bytes) -> None:
+        x_map = backend.tensor_map(x.codes, x_rows, nbytes, x.stride, of_x, "uint8", LINE)
+        sides = x_map, b_map, x.pack(), b_told
+        if tile.swapped:
+            sides = b_map, x_map, b_told, sides[2]
+        backend.launch(launch, *sides, told, results, *numbers)
+
+    return run
 
 
 def prepare(
@@ -432,11 +443,7 @@ def prepare(
     """
     work = work_of(backend, a, b, columns, depth, groups)
     tile = invariant_tile(work) if batch_invariant else tile_of(work)
-
-    def run(backend: Backend, x: Coded, results: bytes) -> None:
-        dense(backend, x, b, columns, depth, groups, results, tile=tile)
-
-    return run
+    return _by_tile(backend, b, work, tile, depth, groups)
 
 
 @lru_cache(maxsize=4096)

@@ -237,6 +237,24 @@ def again(call: Call) -> Any:
     return out
 
 
+def plan_of(call: Call) -> Plan | None:
+    """The plan by which `again` makes a product of these arrays, if there is one."""
+    known = _known.get(_parts(call))
+    return None if known is None else known.plans.get(_key(call))
+
+
+def repeated(plan: Plan, x: Any, bias: Any, out: Any) -> bool:
+    """Make a product, to a new array, by a plan that is known to be of these ones, x not quantized;
+    False where another device is current."""
+    backend = current_backend(plan.kind, plan.device)
+    if backend is None:
+        return False
+    address = ADDRESS[plan.kind]
+    to = address(out), 0 if bias is None else address(bias)
+    plan.run(backend, address(x), PACK(*to, 0, *plan.constants))
+    return True
+
+
 def _of_other_rows(call: Call, known: Known, key: Any) -> Plan | None:
     """The plan of a call that only differs in the rows of x from one that was made, if any."""
     rows = known.rows.get(_key(call, _ROWS)) if known.rows and key is not None else None
