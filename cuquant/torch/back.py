@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from cuquant.errors import clipped
 from cuquant.torch.holder import Holder
 from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders
-from cuquant.torch.rules import selects
+from cuquant.torch.rules import patterns_of, selects
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,11 +28,17 @@ def dequantize_(
     include
         Patterns, as of `quantize_`. None: all.
     dtype
-        Of the weights. None: that which was quantized.
+        Of the weights, and of the biases beside them. None: that which was quantized.
 
     Returns
     -------
     The model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a model that is itself a quantized layer, a dtype that is none of floats, or a pattern
+        that selects no quantized layer; nothing is swapped then.
 
     Examples
     --------
@@ -45,18 +52,31 @@ def dequantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    patterns = None if include is None else [include] if isinstance(include, str) else [*include]
+    if isinstance(model, HOLDERS):
+        raise ValueError(
+            "model is itself a quantized layer, which cannot be swapped inside a model; "
+            "layer.weight.dequantize() is what its weight decodes to"
+        )
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be one of floats, got {dtype}")
+    layers = [
+        (f"{path}.{key}" if path else key, parent, key, module)
+        for path, parent in model.named_modules(remove_duplicate=False)
+        if not isinstance(parent, HOLDERS)
+        for key, module in parent._modules.items()
+        if module is not None and holders(module)
+    ]
+    patterns = None if include is None else patterns_of(include, "include")
+    for pattern in patterns or ():
+        if pattern != "*" and not any(selects(pattern, name) for name, *_ in layers):
+            raise ValueError(f"{clipped(pattern, 200)} selects no quantized layer of the model")
     kept: dict[int, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
-    for path, parent in [*model.named_modules(remove_duplicate=False)]:
-        for key, module in parent._modules.items():
-            name = f"{path}.{key}" if path else key
-            if module is None or not holders(module) or isinstance(parent, HOLDERS):
-                continue
-            if patterns is None or any(selects(pattern, name) for pattern in patterns):
-                if module not in made:
-                    made[module] = follow(_float(module, dtype, kept), module)
-                parent._modules[key] = made[module]
+    for name, parent, key, module in layers:
+        if patterns is None or any(selects(pattern, name) for pattern in patterns):
+            if module not in made:
+                made[module] = follow(_float(module, dtype, kept), module)
+            parent._modules[key] = made[module]
     return model
 
 

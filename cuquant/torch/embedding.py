@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuquant.array.packed_weight import PackedWeight, unpack
+from cuquant.array.packed_weight import ROWS_LAYOUT, PackedWeight, unpack
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.torch import codes
 from cuquant.torch.holder import Holder, quantized_weight
 from cuquant.torch.spec import Weight, WeightSpec
+from cuquant.torch.weight import QuantWeight
 
 
 class QuantEmbedding(Holder, nn.Embedding):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -115,8 +116,9 @@ class QuantEmbedding(Holder, nn.Embedding):  # pyright: ignore[reportIncompatibl
     def _take(self, weight: Weight) -> None:
         super()._take(unpack(weight) if isinstance(weight, PackedWeight) else weight)
 
-    def _share(self, other: Holder) -> None:
-        super()._share(other.unpack_())  # of which rows can be read
+    def _share(self, weight: QuantWeight) -> None:
+        by_rows = weight._held[0].layout == ROWS_LAYOUT  # as a table is read
+        super()._share(weight if by_rows else QuantWeight(weight._layer.unpack_()))
 
     def _took(self, spec: WeightSpec) -> None:
         self.num_embeddings, self.embedding_dim = spec.shape

@@ -202,8 +202,9 @@ def obstacle(module: nn.Module) -> str | None:
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm behind each expert"
     known = {first_of(module), LAST, f"{first_of(module)}_bias", f"{LAST}_bias"}
-    if more := [key for key, p in module.named_parameters() if key not in known]:
-        return f"it has parameters that are no projection: {more[0]}"
+    held = [*module.named_parameters(), *module.named_buffers()]
+    if more := [key for key, _ in held if key not in known]:
+        return f"it has parameters or buffers that are no projection: {more[0]}"
     try:
         _gate_of(module, first_of(module))
     except ValueError as error:
@@ -216,8 +217,9 @@ def decoded(module: QuantExperts, weights: Sequence[nn.Parameter]) -> nn.Module:
     made = copy.copy(module.like)
     vars(made)["_parameters"] = {}
     for key, weight in zip((module.first_name, LAST), weights, strict=True):
-        turned = weight.detach().transpose(1, 2).contiguous() if module.is_turned else weight
-        made.register_parameter(key, nn.Parameter(turned))
+        if module.is_turned:
+            weight = nn.Parameter(weight.detach().transpose(1, 2).contiguous())
+        made.register_parameter(key, weight)
         if (bias := getattr(module, f"{key}_bias")) is not None:
             made.register_parameter(f"{key}_bias", nn.Parameter(bias.detach()))
     return made.train(module.training)

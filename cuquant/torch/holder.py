@@ -16,7 +16,7 @@ from cuquant.formats import Format
 from cuquant.formats.format import Component
 from cuquant.io.state import bytes_shape, format_text, parse_format
 from cuquant.ops.quantize.door import quantize
-from cuquant.torch.op import DEQUANTIZE, multiply, weight_of
+from cuquant.torch.op import DEQUANTIZE, forget, multiply, weight_of
 from cuquant.torch.saved import checked, expect, translated
 from cuquant.torch.spec import DTYPES, Weight, WeightSpec, as_bytes, tensor_of, usable
 from cuquant.torch.weight import QuantWeight
@@ -58,17 +58,18 @@ class Holder(nn.Module):
 
         Assigned to it can be a tensor of as many axes, which is quantized in this layer's format
         and layout; a QuantArray or a PackedWeight, which is taken as it is, its memory shared; or
-        the weight of another quantized module, whose parameters are then those of both. The size
-        may be another one.
+        what `weight` of a quantized module was: that of another one, whose parameters are then
+        those of both, or this one's own of before, which is put back. The size may be another one.
         """
         return self._decoded() if torch.compiler.is_compiling() else QuantWeight(self)
 
     @weight.setter
     def weight(self, value: Any) -> None:
         if isinstance(value, QuantWeight):
-            if value._layer is not self:
-                self._share(value._layer)
+            self._share(value)
             return
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            interop.refuse_gradient(value, "weight")  # functional_call hopes for one
         self._take(self._like_this(value) if isinstance(value, torch.Tensor) else value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -148,12 +149,14 @@ class Holder(nn.Module):
         self._took(spec)
         self._hold(spec, lambda c: as_bytes(parts[c.name]))
 
-    def _share(self, other: "Holder") -> None:
-        """Have the parameters of another module, as modules with one weight do in torch."""
-        if other._AXES != self._AXES:
-            raise ValueError(f"weight must have {self._AXES} axes, got {other._spec.shape}")
-        self._took(other._spec)
-        self._hold(other._spec, lambda c: other._parameters[c.name])
+    def _share(self, weight: QuantWeight) -> None:
+        """Have the parameters that a weight was read from, as modules with one weight do."""
+        spec, parts = weight._held
+        if len(spec.shape) != self._AXES:
+            raise ValueError(f"weight must have {self._AXES} axes, got {spec.shape}")
+        self._took(spec)
+        held = {c.name: part for c, part in zip(spec.components(), parts, strict=True)}
+        self._hold(spec, lambda c: held[c.name])
 
     def _fill(self, values: Any) -> None:
         """Quantize values into the parameters there are, which other layers may share."""
@@ -202,6 +205,7 @@ class Holder(nn.Module):
                 return result
             return tensor.to(result.device)
 
+        forget(self._parts())
         super()._apply(spared, recurse)
         probe = torch.empty(0, dtype=self._spec.dtype, device=self._parts()[0].device)
         self._decode_to(fn(probe).dtype)
@@ -259,6 +263,7 @@ class Holder(nn.Module):
             error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
             return
         mine = {prefix + key: value for key, value in mine.items()}
+        forget(self._parts())
         super()._load_from_state_dict(
             mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -20,13 +20,22 @@ from cuquant.torch.holder import Holder
 from cuquant.torch.module import QuantLinear
 from cuquant.torch.spec import Weight
 
-# What a module keeps its forward hooks in; their handles remove them from these very dicts.
+# What a module keeps the hooks of its calls in; their handles remove them from these very dicts.
 _HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+)
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HOLDERS = (Holder, QuantExperts)  # what is quantized already
@@ -56,6 +65,8 @@ class Kind:
         Whether patterns must mean layers of this kind: embeddings and filters, for example.
     prepacks
         Whether the quantized layer takes a prepacked weight.
+    keeps_rest
+        Whether the quantized layer keeps what else the module holds.
     quantized
         The class of the quantized layer.
     back
@@ -73,6 +84,7 @@ class Kind:
     forward: Any = None
     by_name: bool = False
     prepacks: bool = True
+    keeps_rest: bool = False
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -96,14 +108,39 @@ def obstacle(module: nn.Module, kind: Kind, fmt: Format) -> str | None:
             return f"its {name} is no plain parameter"
         if weight.dtype not in FLOATS:
             return f"{str(weight.dtype).removeprefix('torch.')} values"
-    if getattr(module, "bias", None) is not module._parameters.get("bias"):
-        return "its bias is no plain parameter"
+    if why := _bias_obstacle(module, kind) or _rest(module, kind):
+        return why
     for shape in shapes(module, kind):
         try:
             fmt.check_shape(shape)
         except ValueError:
             return f"{shape[-1]} columns do not divide into blocks of {fmt}"
     return None
+
+
+def _bias_obstacle(module: nn.Module, kind: Kind) -> str | None:
+    bias = module._parameters.get("bias")
+    if getattr(module, "bias", None) is not bias:
+        return "its bias is no plain parameter"
+    if bias is None:
+        return None
+    wanted = shapes(module, kind)[0][:1]
+    if bias.dtype in FLOATS and tuple(bias.shape) == wanted:
+        return None
+    found = f"{str(bias.dtype).removeprefix('torch.')}{list(bias.shape)}"
+    return f"its bias is {found}, and not floats of {list(wanted)}"
+
+
+def _rest(module: nn.Module, kind: Kind) -> str | None:
+    """What else a layer holds, which a quantized one would lose or misread."""
+    if any(getattr(module, name) for name in _STATE_HOOKS):
+        return "its state_dict has hooks"
+    if kind.keeps_rest:
+        return None
+    known = {*kind.names(module), "bias"}
+    held = {**module._parameters, **module._buffers, **module._modules}
+    rest = [name for name, value in held.items() if value is not None and name not in known]
+    return f"it holds {rest[0]!r} beside its weight and bias" if rest else None
 
 
 def loss(module: nn.Module, kind: Kind, fmt: Format) -> str | None:
@@ -171,8 +208,8 @@ def _table(module: QuantEmbedding, weights: Sequence[nn.Parameter]) -> nn.Module
 
 def _hold(made: nn.Module, weight: nn.Parameter, bias: torch.Tensor | None) -> None:
     made.register_parameter("weight", weight)
-    if bias is not None:
-        made.register_parameter("bias", nn.Parameter(bias.detach()))
+    if bias is not None:  # of the weight's dtype, as torch's layers want it
+        made.register_parameter("bias", nn.Parameter(bias.detach().to(weight.dtype)))
 
 
 KINDS = (
@@ -202,6 +239,7 @@ KINDS = (
         names=lambda m: (experts.first_of(m), LAST),
         rows=_turned,
         obstacle=experts.obstacle,
+        keeps_rest=True,
     ),
     Kind(
         "nn.Embedding",
@@ -236,8 +274,14 @@ def holders(module: nn.Module) -> list[Holder]:
 
 
 def follow(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Let a new layer have the mode and the hooks of the one it replaces."""
+    """Let a new layer have the mode, the hooks and others' attributes of the one it replaces."""
     new.train(old.training)
+    given = vars(old).keys() - vars(new).keys()
+    if isinstance(old, HOLDERS):
+        given = given & getattr(old, "_given", frozenset())
+    vars(new).update({name: vars(old)[name] for name in given})
+    if isinstance(new, HOLDERS):
+        vars(new)["_given"] = frozenset(given)
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
     return new

@@ -16,7 +16,7 @@ from cuquant.torch.activations import quantized_linear
 from cuquant.torch.holder import autocast, quantized_weight
 from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.op import multiply
-from cuquant.torch.spec import Weight, WeightSpec
+from cuquant.torch.spec import DTYPES, Weight, WeightSpec
 
 _log = logging.getLogger("cuquant.torch")
 _TOLD: list[bool] = []  # that x is float32, once a process
@@ -188,8 +188,8 @@ class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompat
 
         The attribute `compute_dtype` says so to others; without one they ask the weight's dtype.
         """
-        if dtype is not None:
-            interop.float_dtype(dtype, "compute_dtype")
+        if dtype is not None:  # which may be a word
+            dtype = DTYPES[interop.float_dtype(dtype, "compute_dtype").name]
         self._compute = dtype
         vars(self).pop("compute_dtype", None)
         if dtype is not None:

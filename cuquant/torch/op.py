@@ -100,6 +100,11 @@ def weight_of(
     return weight
 
 
+def forget(components: Sequence[torch.Tensor]) -> None:
+    """Keep nothing of these tensors, as torch wants it before it swaps them for others."""
+    _kept.pop(id(components[0]), None)
+
+
 def multiply(
     x: torch.Tensor,
     components: list[torch.Tensor],

@@ -174,6 +174,47 @@ def _reason(module: nn.Module, key: str, parameter: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What a layer is to become; it does not hold the layer, whose memory is to be free.
+
+    Attributes
+    ----------
+    name
+        The first of its names.
+    kind
+        Of layer, in words.
+    said
+        The format in words, or "kept".
+    entry
+        The same as `quantize_` takes it; None for what is kept.
+    before, after
+        Bytes of its weights.
+    reason
+        Why it is kept; None where it is not.
+    """
+
+    name: str
+    kind: str
+    said: str
+    entry: Any
+    before: int
+    after: int
+    reason: str | None
+
+    @classmethod
+    def of(cls, layer: Layer) -> "Planned":
+        """Of a layer that `quantize_` has decided on."""
+        weights = [getattr(layer.module, name) for name in layer.kind.names(layer.module)]
+        before = after = sum(0 if is_lazy(p) else p.numel() * p.element_size() for p in weights)
+        if layer.reason is None and layer.wanted is not None:
+            fmt = layer.wanted.format
+            after = sum(fmt.nbytes(shape) for shape in shapes(layer.module, layer.kind))
+        said = str(layer.wanted) if layer.reason is None else "kept"
+        what = layer.names[0], layer.kind.what
+        return cls(*what, said, _entry(layer), before, after, layer.reason)
+
+
+@dataclass(frozen=True)
 class Plan(Mapping[str, Any]):
     """What `quantize_` would make of each layer of a model; `quantize_` takes it as its format.
 
@@ -181,16 +222,16 @@ class Plan(Mapping[str, Any]):
     writes JSON, whose path `quantize_` takes too.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Planned, ...]
 
     def __getitem__(self, name: str) -> Any:
         for layer in self.layers:
-            if layer.names[0] == name:
-                return _entry(layer)
+            if layer.name == name:
+                return layer.entry
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (layer.names[0] for layer in self.layers)
+        return (layer.name for layer in self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -200,23 +241,13 @@ class Plan(Mapping[str, Any]):
         replace_file(path, (json.dumps(dict(self), indent=2) + "\n").encode())
 
     def __str__(self) -> str:
-        lines, before, after = [], 0, 0
-        for layer in self.layers:
-            old = sum(p.numel() * p.element_size() for p in _weights(layer))
-            new = old
-            if layer.reason is None and layer.wanted is not None:
-                fmt = layer.wanted.format
-                new = sum(fmt.nbytes(shape) for shape in shapes(layer.module, layer.kind))
-            before, after = before + old, after + new
-            said = str(layer.wanted) if layer.reason is None else "kept"
-            sizes = f"{old:,}", f"{new:,}"
-            lines.append((layer.names[0], layer.kind.what, said, *sizes, layer.reason or ""))
+        lines = [
+            (x.name, x.kind, x.said, f"{x.before:,}", f"{x.after:,}", x.reason or "")
+            for x in self.layers
+        ]
+        before, after = sum(x.before for x in self.layers), sum(x.after for x in self.layers)
         heads = ("layer", "kind", "format", "bytes", "then", "why it is kept")
         return table(heads, lines, f"{before:,} bytes -> {after:,}")
-
-
-def _weights(layer: Layer) -> list[torch.Tensor]:
-    return [getattr(layer.module, name) for name in layer.kind.names(layer.module)]
 
 
 def _entry(layer: Layer) -> Any:

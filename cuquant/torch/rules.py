@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from cuquant.errors import clipped, shortened
 from cuquant.formats import Format, get_format
 from cuquant.formats.names import FormatName
 from cuquant.io.state import parse_format
-from cuquant.torch.kinds import Kind, kind_of
+from cuquant.torch.kinds import Kind, kind_of, shapes
 from cuquant.torch.llm_int8_linear import FORMAT, NAME
 
 Config = (
@@ -104,24 +105,34 @@ class Rules:
         """Of the arguments of `quantize_`; TypeError and ValueError for wrong ones."""
         if isinstance(format, os.PathLike):
             format = _read(Path(format))
-        config = format
-        if not isinstance(format, Mapping):
-            whole = format if format == NAME else get_format(format, **options)
-            config, options = {"*": whole}, {}
+        if not isinstance(format, Mapping) and format != NAME:
+            format, options = get_format(format, **options), {}
+        config = format if isinstance(format, Mapping) else {"*": format}
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"patterns are strings, got {clipped(pattern)}")
             wanted = None if value is None else _wanted(value, options, activations)
             formats.append((pattern, wanted))
-        included = None if include is None else _patterns(include, "include")
-        excluded = () if exclude is None else _patterns(exclude, "exclude")
+        included = None if include is None else patterns_of(include, "include")
+        excluded = () if exclude is None else patterns_of(exclude, "exclude")
         return cls(tuple(formats), included, excluded, tuple(layers))
 
-    def check_used(self) -> None:
-        """ValueError for a pattern that was to select something and does not."""
+    def check_used(self, done: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+        """ValueError for a pattern that was to select something and does not.
+
+        `done` are the layers that are quantized already, by name: another call goes on with the
+        others, and none changes a format.
+        """
+        for pattern, format in self.formats:
+            held = getattr(done.get(pattern), "format", None)
+            if format is not None and held not in (None, format.format):
+                raise ValueError(
+                    f"{clipped(pattern, 200)} is quantized already, to {held} and not to "
+                    f"{format.format}; cuquant.torch.dequantize_(model, include=...) goes back"
+                )
         wanted = [*(self.include or ()), *(p for p, w in self.formats if w is not None)]
-        names = [name for layer in self.layers for name in layer.names]
+        names = [*done, *(name for layer in self.layers for name in layer.names)]
         plain = [n for layer in self.layers if not layer.kind.by_name for n in layer.names]
         for pattern in wanted:
             if pattern != "*" and not any(selects(pattern, name) for name in names):
@@ -179,8 +190,6 @@ def _needs_a_name(layer: Layer) -> str:
 
 def _wanted(value: Any, options: Any, activations: Any) -> Wanted:
     """Of a format, or of {"format": ..., "activations": ..., "input_scale": ...}."""
-    if value == NAME and not options and activations is None:
-        return Wanted(FORMAT, is_llm_int8=True)
     given = dict(value) if isinstance(value, Mapping) else {"format": value}
     if "format" not in given or given.keys() - {"format", "activations", "input_scale"}:
         raise ValueError(
@@ -188,11 +197,28 @@ def _wanted(value: Any, options: Any, activations: Any) -> Wanted:
             f"{clipped(sorted(given, key=str))}"
         )
     own = given.get("activations", activations)
-    scale: Any = given.get("input_scale")
+    if given["format"] == NAME:
+        if options or own is not None:
+            raise ValueError(
+                f"{NAME!r} quantizes its input itself and has no options; leave out activations "
+                "and options, or give other layers theirs in entries of their own"
+            )
+        return Wanted(FORMAT, is_llm_int8=True)
+    scale = given.get("input_scale")
     if scale is not None and own is None:
         raise ValueError("input_scale is that of quantized activations; pass activations beside it")
+    scale = None if scale is None else _scale(scale)
     of_input = None if own is None else _format(own, {})
     return Wanted(_format(given["format"], options), of_input, scale)
+
+
+def _scale(value: Any) -> float:
+    if isinstance(value, (str, bool)) or not hasattr(value, "__float__"):
+        raise TypeError(f"input_scale must be a number, got {clipped(value)}")
+    found = float(value)
+    if not 0 < found < float("inf"):
+        raise ValueError(f"input_scale must be finite and above 0, got {found}")
+    return found
 
 
 def _format(value: Any, options: Any) -> Format:
@@ -212,7 +238,8 @@ def _read(path: Path) -> Any:
     return found
 
 
-def _patterns(given: object, what: str) -> tuple[str, ...]:
+def patterns_of(given: object, what: str) -> tuple[str, ...]:
+    """One pattern or several, as a caller gives them."""
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, (list, tuple, set, frozenset)):
         raise TypeError(f"{what} must be a pattern or a list of them, got {clipped(given)}")
@@ -235,7 +262,13 @@ def check_inputs(layer: Layer) -> None:
         return
     if layer.kind.by_name:  # rows that are looked up, filters
         layer.wanted = replace(wanted, activations=None, input_scale=None)
-    elif wanted.input_scale is not None and len(layer.kind.names(layer.module)) > 1:
+        return
+    for shape in shapes(layer.module, layer.kind):
+        try:
+            wanted.activations.check_shape((1, shape[-1]))
+        except ValueError as error:
+            raise ValueError(f"{shortened(layer.names[0])}, its input: {error}") from error
+    if wanted.input_scale is not None and len(layer.kind.names(layer.module)) > 1:
         raise ValueError(
             f"{shortened(layer.names[0])}: its projections have inputs of their own, and "
             "input_scale is one; leave it out, and call quantize_input_ of each projection"

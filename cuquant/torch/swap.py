@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders, loss, obstacle
 from cuquant.torch.llm_int8_linear import LLMInt8Linear, rows_of
 from cuquant.torch.module import QuantLinear
-from cuquant.torch.report import KEPT, Plan, report
+from cuquant.torch.report import KEPT, Plan, Planned, report
 from cuquant.torch.rules import Config, Layer, Rules, asked_for, check_inputs, layers_of
 from cuquant.torch.spec import Weight
 
@@ -56,13 +57,14 @@ def quantize_(
       bfloat16, or is no plain parameter (parametrized, lazy, a tensor subclass);
     - that would not become smaller, or whose rows are so short that the format takes half as many
       bits again as for long ones;
-    - with a forward of their own, and the out_proj of nn.MultiheadAttention, which reads its
-      weight itself;
+    - with a forward, a parameter, buffer or module of their own, or hooks of their state_dict, and
+      the out_proj of nn.MultiheadAttention, which reads its weight itself;
     - whose weight is also that of a module that stays, such as an embedding (a tied lm_head),
       unless a pattern other than "*" in `include` or `format` selects them.
 
     Layers that are one module stay one, and layers that share a weight share the quantized one, a
-    table and its head too. Forward hooks move to the new layers. What became of each layer is
+    table and its head too. A bias that others hold too stays theirs as well. Hooks of forward and
+    backward, and attributes that others set, move to the new layers. What became of each layer is
     logged (logger "cuquant.torch", level INFO), `report(model)` lists what stays float and why,
     `plan(...)`, with the same arguments, what would be done, and `dequantize_` undoes it.
 
@@ -127,7 +129,7 @@ def quantize_(
     stays = {layer.module: layer.reason for layer in layers if layer.reason is not None}
     if compute_dtype is not None:
         float_dtype(compute_dtype, "compute_dtype")
-    _swap(layers, prepack, compute_dtype)
+    _swap(model, layers, prepack, compute_dtype)
     KEPT.update(stays)
     tell(model, layers, rules)
     return model
@@ -171,7 +173,8 @@ def plan(
     >>> dict(found)
     {'0': 'q4_0', '2': 'int8', '3': None}
     """
-    return Plan(tuple(decided(model, format, format_options, include, exclude, activations)[0]))
+    layers, _ = decided(model, format, format_options, include, exclude, activations)
+    return Plan(tuple(map(Planned.of, layers)))
 
 
 # ---- which layers -------------------------------------------------------------------------------
@@ -192,14 +195,16 @@ def decided(
         )
     layers = layers_of(model)
     rules = Rules.of(layers, format, options, include, exclude, activations)
-    rules.check_used()
+    modules = model.named_modules(remove_duplicate=False)
+    rules.check_used({name: module for name, module in modules if isinstance(module, HOLDERS)})
     for layer in layers:
         rules.choose(layer)
         if layer.reason is None and layer.wanted is not None:
-            check_inputs(layer)
             fmt = layer.wanted.format
             layer.reason = obstacle(layer.module, layer.kind, fmt)
             layer.reason = layer.reason or loss(layer.module, layer.kind, fmt)
+            if layer.reason is None:
+                check_inputs(layer)
     swapped = {layer.module for layer in layers if layer.reason is None}
     owners: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -221,8 +226,9 @@ def _weights(layer: Layer) -> list[torch.Tensor]:
 # ---- what becomes of them -----------------------------------------------------------------------
 
 
-def _swap(layers: Sequence[Layer], prepack: bool | None, dtype: torch.dtype | None) -> None:
+def _swap(model: nn.Module, layers: Sequence[Layer], prepack: bool | None, dtype: Any) -> None:
     """Swap layer after layer; each is let go of once it is."""
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     chosen = [layer for layer in layers if layer.reason is None]
     ids = [[id(weight) for weight in _weights(layer)] for layer in chosen]
     users: dict[int, list[Layer]] = {}
@@ -242,6 +248,9 @@ def _swap(layers: Sequence[Layer], prepack: bool | None, dtype: torch.dtype | No
                 made.setdefault((weight, holder.format), holder)
         if isinstance(new, QuantLinear) and dtype is not None:
             new.compute_in_(dtype)
+        bias = layer.module._parameters.get("bias")
+        if isinstance(new, Holder) and bias is not None and held[id(bias)] > 1:  # and stays one
+            new.bias = bias
         place(layer, new)
         layer.module = None
 
@@ -308,9 +317,9 @@ def tell(
     _log.info("%d of %d layers quantized", len(linear) - len(kept), len(linear))
     if len(kept) == len(linear):
         why = "; ".join(f"{shortened(layer.names[0])}: {layer.reason}" for layer in kept[:4])
-        warnings.warn(
-            f"quantize_ swapped no layer ({why or 'the model has no nn.Linear'})", stacklevel=4
-        )
+        is_done = any(isinstance(module, HOLDERS) for module in model.modules())
+        none = "all are quantized already" if is_done else "the model has no nn.Linear"
+        warnings.warn(f"quantize_ swapped no layer ({why or none})", stacklevel=4)
     elif not _warn_of_others(model, rules) and warns_of_kept:
         _warn_of_kept(model)
 

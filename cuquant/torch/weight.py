@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from cuquant.torch.holder import Holder
-    from cuquant.torch.spec import Weight
+    from cuquant.torch.spec import Weight, WeightSpec
 
 _T: Any = torch.Tensor
 # Ways to a tensor's memory that go past torch's operators: they get the decoded values.
@@ -33,13 +33,14 @@ class QuantWeight(torch.Tensor):
     """
 
     _layer: "Holder"
+    _held: "tuple[WeightSpec, list[Any]]"
     _is_hf_initialized = True  # transformers asks it before it draws weights that no file holds
 
     @staticmethod
     def __new__(cls, layer: "Holder") -> "QuantWeight":
         spec, device = layer._spec, layer._parts()[0].device
         made = _T._make_wrapper_subclass(cls, layer._shape(), dtype=spec.dtype, device=device)
-        made._layer = layer
+        made._layer, made._held = layer, (spec, layer._parts())
         return made
 
     def __init__(self, layer: "Holder") -> None:
@@ -122,7 +123,8 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
 def _embedding(input: Any, weight: Any, *rest: Any, **others: Any) -> torch.Tensor:
     """torch.nn.functional.embedding of a table: of the rows that are asked for, where it can."""
     look_up = getattr(weight._layer, "_look_up", None) if type(weight) is QuantWeight else None
-    if look_up is not None and not isinstance(input, QuantWeight):
+    rescales = {**dict(zip(("padding_idx", "max_norm"), rest, strict=False)), **others}
+    if look_up is not None and not isinstance(input, QuantWeight) and not rescales.get("max_norm"):
         return look_up(input)
     decoded = tree_map_only(QuantWeight, QuantWeight.dequantize, (input, weight))
     return torch.nn.functional.embedding(*decoded, *rest, **others)

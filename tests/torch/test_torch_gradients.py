@@ -325,6 +325,8 @@ def test_transforms_that_get_no_gradient_are_errors(way):
             dual = torch.autograd.forward_ad.make_dual(dual, torch.ones(2, 256))
             with pytest.raises(RuntimeError, match="no forward-mode derivative"):
                 layer(dual)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(layer)(x)
 
 
 def test_no_gradient_flows_through_where_a_result_goes():

@@ -302,6 +302,13 @@ def test_experts_are_compiled():
         assert_close(compiled(x, index, weights), experts(x, index, weights))
 
 
+def test_experts_with_one_weight_have_one_behind_it():
+    model = nn.ModuleList([Experts(), Experts()])
+    model[1].gate_up_proj = model[0].gate_up_proj
+    dequantize_(quantize_(model, "int4"))
+    assert model[1].gate_up_proj is model[0].gate_up_proj
+
+
 def test_experts_that_are_kept_have_a_reason():
     class Normed(Experts):
         has_post_expert_norm = True
@@ -316,7 +323,13 @@ def test_experts_that_are_kept_have_a_reason():
             super().__init__()
             del self.act_fn
 
-    for cls, why in ((Normed, "a norm behind"), (More, "scale"), (Silent, "no act_fn")):
+    class Counting(Experts):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+    kept = (Normed, "a norm behind"), (More, "scale"), (Counting, "seen"), (Silent, "no act_fn")
+    for cls, why in kept:
         model = nn.ModuleDict({"experts": cls(), "head": linear(8, 64)})
         with pytest.warns(UserWarning, match=f"experts.gate_up_proj: it has .*{why}|{why}"):
             quantize_(model, "nf4")

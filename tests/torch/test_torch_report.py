@@ -3,7 +3,9 @@
 import copy
 import json
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 
 import cuquant as cq
@@ -152,6 +154,22 @@ def test_plans_of_quantized_inputs_and_wrong_plans(tmp_path):
             quantize_(model, tmp_path / name)
 
 
+def test_a_plan_keeps_no_layer_and_knows_lazy_ones():
+    model = nn.Sequential(nn.LazyLinear(8), linear(24, 256))
+    weight, found = weakref.ref(model[1].weight), plan(model, "int4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(model, found)
+    assert weight() is None and dict(found) == {"0": None, "1": "int4"}
+    assert "its weight is no plain parameter" in str(found)
+
+
+def test_a_scale_of_numpy_is_stored(tmp_path):
+    entry = {"format": "int4", "activations": "int8", "input_scale": np.float32(0.5)}
+    plan(nn.Sequential(linear(24, 256)), {"0": entry}).save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"0": entry}
+
+
 # ---- back, and prepacked ------------------------------------------------------------------------
 
 
@@ -174,6 +192,21 @@ def test_dequantize_gives_what_is_decoded(prepack):
     assert dequantize_(nn.Sequential(nn.ReLU()))
     with pytest.raises(TypeError, match=r"nn\.Module"):
         dequantize_(3)
+
+
+def test_dequantize_says_what_it_cannot_do():
+    model = quantize_(nn.Sequential(linear(64, 256), linear(64, 64)), "int4")
+    with pytest.raises(ValueError, match="'mlp' selects no quantized layer"):
+        dequantize_(model, include=["0", "mlp"])
+    with pytest.raises(TypeError, match="include must be"):
+        dequantize_(model, include=5)
+    with pytest.raises(TypeError, match="one of floats"):
+        dequantize_(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match="itself a quantized layer"):
+        dequantize_(model[0])
+    assert all(isinstance(layer, QuantLinear) for layer in model)
+    dequantize_(model, dtype=torch.float16)
+    assert model(random(2, 256).half()).dtype == torch.float16  # biases too
 
 
 def test_dequantize_keeps_activations_and_shared_modules():

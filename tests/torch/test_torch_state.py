@@ -256,3 +256,16 @@ def test_a_layout_of_a_million_letters_is_cut():
     with pytest.raises(RuntimeError, match="layout 'AAA") as caught:
         model.load_state_dict({**state, "0._extra_state": described})
     assert len(str(caught.value)) < 1000
+
+
+def test_parameters_that_torch_swaps(monkeypatch):
+    """torch.__future__.set_swap_module_params_on_conversion wants no weak reference to them."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    layer, x = QuantLinear.from_linear(linear(8, 64), "nf4"), random(3, 64)
+    before = layer(x)
+    layer.half()
+    assert layer(x.half()).dtype == torch.float16
+    other = QuantLinear.from_linear(linear(8, 64, seed=5), "nf4")
+    layer.load_state_dict(other.state_dict())
+    assert not torch.equal(layer.float()(x), before)
+    assert torch.equal(layer.packed, other.packed)

@@ -17,7 +17,7 @@ from torch.nn.utils import prune  # noqa: E402
 from torch_models import DTYPES, Block, kinds, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
-from cuquant.torch import QuantLinear, quantize_  # noqa: E402
+from cuquant.torch import QuantLinear, dequantize_, quantize_  # noqa: E402
 
 nn = torch.nn
 
@@ -114,8 +114,9 @@ def test_models_that_are_none():
         quantize_(nn.Linear(64, 64), "nf4")
     with pytest.raises(TypeError, match=r"nn\.Module"):
         quantize_([nn.Linear(64, 64)], "nf4")
-    for empty in (nn.Sequential(nn.ReLU()), quantize_(nn.Sequential(linear()), "nf4")):
-        with pytest.warns(UserWarning, match=r"no layer \(the model has no nn.Linear\)"):
+    done = quantize_(nn.Sequential(linear()), "nf4")
+    for empty, why in ((nn.Sequential(nn.ReLU()), "the model has no"), (done, "all are quantized")):
+        with pytest.warns(UserWarning, match=rf"no layer \({why}"):
             assert quantize_(empty, "nf4") is empty
 
 
@@ -140,6 +141,55 @@ def test_an_error_in_the_middle_leaves_a_model_that_goes_on(monkeypatch):
     assert sorted(kinds(model).values()) == found and model(torch.arange(3)).shape == (3, 40)
     monkeypatch.undo()
     assert set(kinds(quantize_(model, "nf4")).values()) == {"QuantLinear"}
+
+
+def test_another_call_goes_on_with_patterns_of_layers_that_are_done():
+    config = {"0": "nf4", "1": "int4"}
+    model = quantize_(nn.Sequential(linear(64, 64), linear(64, 64)), {"0": "nf4", "1": None})
+    assert [layer.format.name for layer in quantize_(model, config)] == ["nf4", "int4"]
+    with pytest.raises(ValueError, match="'0' is quantized already, to nf4 and not to int8"):
+        quantize_(model, {"0": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        ({"activations": "q8_0"}, ValueError, "1, its input: q8_0 needs .* multiple of 32"),
+        ({"activations": "int8", "input_scale": "x"}, TypeError, "must be a number, got 'x'"),
+        ({"activations": "int8", "input_scale": True}, TypeError, "must be a number, got True"),
+        ({"activations": "int8", "input_scale": [1.0]}, TypeError, "must be a number"),
+        ({"activations": "int8", "input_scale": float("nan")}, ValueError, "finite and above 0"),
+        ({"activations": "int8", "input_scale": 0}, ValueError, "finite and above 0"),
+        ({"format": "llm_int8", "activations": "int8"}, ValueError, "quantizes its input itself"),
+    ],
+)
+def test_inputs_that_cannot_be_are_told_before_a_layer_is_swapped(entry, error, message):
+    model = nn.Sequential(linear(64, 64), linear(64, 72))
+    with pytest.raises(error, match=message):
+        quantize_(model, {"0": "int4", "1": {"format": "int4", **entry}})
+    assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match="no options"):
+        quantize_(model, "llm_int8", block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: setattr(m, "bias", nn.Parameter(m.bias.double())), r"float64\[64\], and not"),
+        (lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(1))), r"float32\[1\], and not"),
+        (lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(64))), "'gain' beside"),
+        (lambda m: m.register_buffer("seen", torch.zeros(())), "'seen' beside"),
+        (lambda m: m.add_module("adapter", nn.ReLU()), "'adapter' beside"),
+        (lambda m: m.register_state_dict_pre_hook(print), "its state_dict has hooks"),
+        (lambda m: m.register_load_state_dict_pre_hook(print), "its state_dict has hooks"),
+    ],
+)
+def test_what_a_layer_holds_besides_is_not_lost(change, why):
+    model = nn.Sequential(linear(64, 64))
+    change(model[0])
+    with pytest.warns(UserWarning, match=why):
+        quantize_(model, "nf4")
+    assert type(model[0]) is nn.Linear
 
 
 def test_layers_that_do_not_fit_are_kept():
@@ -363,6 +413,26 @@ def test_a_head_tied_to_the_embedding(options, swapped):
     assert type(model.embed.weight) is nn.Parameter
     if not swapped:
         assert model.lm_head.weight is model.embed.weight
+
+
+def test_a_bias_that_others_hold_stays_one():
+    model = nn.Sequential(linear(64, 64), linear(64, 64), nn.Module())
+    model[1].bias = model[2].bias = model[0].bias
+    quantize_(model, "nf4")
+    assert model[0].bias is model[1].bias and model[1].bias is model[2].bias
+
+
+def test_what_others_set_moves_both_ways():
+    model, seen = nn.Sequential(linear(8, 64)), []
+    model[0].place = 3
+    model[0].register_full_backward_pre_hook(lambda module, grad: seen.append("before"))
+    model[0].register_full_backward_hook(lambda module, *grads: seen.append("behind"))
+    quantize_(model, "nf4", compute_dtype="bfloat16")
+    assert model[0].place == 3 and model[0].compute_dtype is torch.bfloat16
+    model(random(2, 64).requires_grad_()).sum().backward()
+    assert seen == ["before", "behind"]
+    dequantize_(model)
+    assert model[0].place == 3 and vars(model[0]).keys() == vars(linear(8, 64)).keys() | {"place"}
 
 
 def test_hooks_move():

@@ -258,3 +258,29 @@ def test_traps_of_parameters_that_are_bytes():
     model(random(2, 256)).square().sum().backward()
     step.step()
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, components(model), strict=True))
+
+
+def test_a_weight_that_is_exchanged_for_a_call_is_put_back():
+    layer = QuantLinear.from_linear(linear(8, 64), "nf4")
+    x = random(3, 64)
+    before, kept = layer(x), layer.weight
+    assert torch.equal(
+        torch.func.functional_call(layer, {"weight": torch.zeros(8, 64)}, (x,)),
+        (layer.bias.expand(3, 8)),
+    )
+    assert torch.equal(layer(x), before)
+    layer.weight = random(16, 64)
+    layer.weight = kept
+    assert torch.equal(layer(x), before) and layer.out_features == 8
+    with pytest.raises(RuntimeError, match="weight requires grad"):
+        wanted = torch.zeros(8, 64, requires_grad=True)
+        torch.func.functional_call(layer, {"weight": wanted}, (x,))
+    assert torch.equal(layer(x), before)
+
+
+def test_rows_that_a_lookup_rescales():
+    table = cuquant.torch.QuantEmbedding(cq.quantize(random(8, 64), "q8_0"))
+    ids = torch.tensor([2, 1])
+    wanted = torch.nn.functional.embedding(ids, table.weight.detach(), max_norm=1.0)
+    assert torch.equal(torch.nn.functional.embedding(ids, table.weight, None, 1.0), wanted)
+    assert torch.equal(torch.nn.functional.embedding(ids, table.weight, max_norm=1.0), wanted)
