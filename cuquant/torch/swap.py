@@ -78,7 +78,7 @@ def quantize_(
         {pattern: format, or None to keep}: a layer's exact name goes first, then the first pattern
         that selects it; layers that none selects are kept. In place of a format can be
         {"format": ..., "activations": ..., "input_scale": ...}. A `Plan` is such a mapping, and a
-        pathlib.Path is that of its JSON.
+        path (a str that ends in ".json") is that of its JSON.
     include, exclude
         A pattern or several. `exclude` goes first.
     prepack
@@ -150,7 +150,7 @@ def plan(
     -------
     Plan
         print() shows a table; `quantize_(model, plan)` carries it out; `plan.save(path)` writes it
-        as JSON, to be changed and read by `quantize_(model, pathlib.Path(path))`.
+        as JSON, to be changed and read by `quantize_(model, path)`.
 
     Raises
     ------

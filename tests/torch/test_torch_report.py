@@ -107,7 +107,7 @@ def test_a_plan_is_carried_out_as_it_says(tmp_path):
     found.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text()) == dict(found)
     wanted = quantize_(copy.deepcopy(model), config)
-    for how in (found, tmp_path / "plan.json", dict(found)):
+    for how in (found, tmp_path / "plan.json", str(tmp_path / "plan.json"), dict(found)):
         made = quantize_(copy.deepcopy(model), how)
         assert torch.equal(made(torch.arange(4)), wanted(torch.arange(4)))
         assert made.mlp["gate"].format == VARIANTS["levels"]
