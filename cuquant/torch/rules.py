@@ -103,7 +103,9 @@ class Rules:
         activations: Any = None,
     ) -> "Rules":
         """Of the arguments of `quantize_`; TypeError and ValueError for wrong ones."""
-        if isinstance(format, os.PathLike) or (isinstance(format, str) and format.endswith(".json")):
+        if isinstance(format, os.PathLike) or (
+            isinstance(format, str) and format.endswith(".json")
+        ):
             format = _read(Path(format))
         if not isinstance(format, Mapping) and format != NAME:
             format, options = get_format(format, **options), {}
