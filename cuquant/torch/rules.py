@@ -136,6 +136,7 @@ class Rules:
         wanted = [*(self.include or ()), *(p for p, w in self.formats if w is not None)]
         names = [*done, *(name for layer in self.layers for name in layer.names)]
         plain = [n for layer in self.layers if not layer.kind.by_name for n in layer.names]
+        plain = plain or list(done)
         for pattern in wanted:
             if pattern != "*" and not any(selects(pattern, name) for name in names):
                 shown = [shortened(name, 100) for name in plain[:8]]
