@@ -149,7 +149,7 @@ def test_another_call_goes_on_with_patterns_of_layers_that_are_done():
     assert [layer.format.name for layer in quantize_(model, config)] == ["nf4", "int4"]
     with pytest.raises(ValueError, match="'0' is quantized already, to nf4 and not to int8"):
         quantize_(model, {"0": "int8"})
-    with pytest.raises(ValueError, match="'head' selects no nn.Linear of .*it has: 0, 1"):
+    with pytest.raises(ValueError, match=r"'head' selects no nn.Linear of .*it has: 0, 1"):
         quantize_(model, {"head": "nf4"})
 
 
