@@ -140,7 +140,7 @@ class CuquantHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if getattr(model, "_tp_size", None) is not None:
-            raise NotImplementedError(
+            raise ValueError(
                 "a model of quantized weights cannot be loaded with a plan of tensor parallelism; "
                 "device_map= spreads its layers"
             )

@@ -108,16 +108,11 @@ def _quantized_grouped(
     return made.to(x.dtype)
 
 
-def _fake_grouped(x: torch.Tensor, *args: Any) -> torch.Tensor:
-    op.check_together(x, args[0])
-    return op.rows_of(x, args[3][1:], x.dtype)
-
-
 quantized_grouped_linear = Operator(
     f"quantized_grouped_linear(Tensor x, {op.WEIGHT}, str by, Tensor integers, str activations, "
     "Tensor? input_scale=None) -> Tensor",
     _quantized_grouped,
-    _fake_grouped,
+    products.fake_grouped,
     Backward(
         lambda _, *args: args[:7],
         lambda kept, g, _: {0: products.grouped_linear_grad_x(g, *kept)},

@@ -196,7 +196,7 @@ def _grouped_grad_x(
     return _of_experts(g, weight.transpose(0, 2, 1), **{by: integers})
 
 
-def _fake_grouped(x: torch.Tensor, *args: Any) -> torch.Tensor:
+def fake_grouped(x: torch.Tensor, *args: Any) -> torch.Tensor:
     op.check_together(x, args[0])
     return op.rows_of(x, args[3][1:], x.dtype)
 
@@ -209,7 +209,7 @@ _INTEGERS = "str by, Tensor integers"
 grouped_linear = Operator(
     f"grouped_linear(Tensor x, {op.WEIGHT}, {_INTEGERS}) -> Tensor",
     _grouped,
-    _fake_grouped,
+    fake_grouped,
     Backward(lambda _, *rest: rest, lambda kept, g, _: {0: grouped_linear_grad_x(g, *kept)}),
 )
 grouped_linear_grad_x = Operator(

@@ -275,6 +275,14 @@ def test_embeddings_are_resized(saved):
     assert logits(model).shape == (2, 7, 300)
 
 
+def test_tensor_parallelism_is_refused(saved, monkeypatch):
+    """As `from_pretrained` leaves a model that it has distributed."""
+    folder = saved(llama())
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
+    with pytest.raises(ValueError, match=r"plan of tensor parallelism; device_map="):
+        loaded(folder, CuquantConfig("int4"))
+
+
 def test_saved_models_are_offloaded_and_float_ones_only_before(saved, tmp_path):
     pytest.importorskip("accelerate")
     where = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
