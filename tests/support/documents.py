@@ -101,7 +101,10 @@ def run(
     warnings = ["-W", "error", "-W", "ignore::FutureWarning:transformers.modeling_utils"]  # of PEFT
     command = [sys.executable, *warnings, __file__, *map(str, documents), *sorted(needs)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    # No empty entry: it stands for the working folder, where a document's folder named bitsandbytes
+    # would be a package.
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     # g++ finds CUDA's headers and the driver where pip and containers put them.
     environment["CPATH"] = os.pathsep.join(map(str, headers()))
     environment["LIBRARY_PATH"] = environment.get("LD_LIBRARY_PATH", "")
