@@ -1,6 +1,6 @@
 // A weight to the layout "fragments/1" and back; cuquant/array/fragments.py says where which bit lies.
 // fragments_of_rows, fragments_of_blocks: a thread makes the words of one lane of a unit, 32 codes.
-// rows_of_fragments, blocks_of_fragments: a word, or a byte of ggml's. The scales: one number a thread.
+// rows_of_fragments: 32 codes of a row. blocks_of_fragments: a byte. The scales: one number a thread.
 #include "format/blocks.cuh"
 
 namespace cuquant {
@@ -199,29 +199,69 @@ __global__ void fragments_of_rows(
     }
 }
 
-// The other way: a thread makes a word.
+// kBits words of four bytes, by the widest stores that they fill.
+template <int kBits>
+__device__ void store_words_of_row(void* to, const u32* made) {
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) {
+        if constexpr (kBits % 4 == 0) {
+            if (i % 4 == 0) store16(static_cast<u32*>(to) + i, make_uint4(made[i], made[i + 1], made[i + 2], made[i + 3]));
+        } else if constexpr (kBits % 2 == 0) {
+            if (i % 2 == 0) static_cast<u64*>(to)[i / 2] = static_cast<u64>(made[i + 1]) << 32 | made[i];
+        } else {
+            static_cast<u32*>(to)[i] = made[i];
+        }
+    }
+}
+
+// The other way: a thread makes 32 codes of a row, a warp those of a unit; or a word, where 32 codes are no whole words.
+// `aligned`: rows start on as many bytes as such 32 codes have, up to 16.
 template <class Packing, typename Word, int kJoined>
 __global__ void rows_of_fragments(
     const u32* __restrict__ codes, const Word* __restrict__ tail, const u8* __restrict__ spare, Laid laid,
-    i64 row_words, i64 tail_words, i64 spare_bytes, Word* __restrict__ packed) {
-    constexpr int bits = Packing::bits;
-    const i64 item = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (item >= laid.experts * laid.rows * row_words) return;
-    i64 word = item;
-    const i64 line = split(word, row_words);
-    if (word >= row_words - tail_words) {
-        packed[item] = tail[line * tail_words + word - (row_words - tail_words)];
-        return;
-    }
-    i64 row = line;
-    const i64 expert = split(row, laid.rows);
-    u32 made = Packing::word(word, [&](i64 column) -> u32 { return code_at<bits, kJoined>(codes, laid, expert, row, column); });
-    if constexpr (Packing::order == Order::Word && 32 % bits) {
-        constexpr int over = 32 % bits, per_byte = 8 / over;
+    i64 row_words, int aligned, i64 tail_words, i64 spare_bytes, Word* __restrict__ packed) {
+    constexpr int bits = Packing::bits, over = Packing::order == Order::Word ? 32 % bits : 0;
+    const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, body = row_words - tail_words;
+    if constexpr (over) {
+        if (thread >= laid.experts * laid.rows * row_words) return;
+        i64 word = thread;
+        const i64 line = split(word, row_words);
+        if (word >= body) {
+            packed[thread] = tail[line * tail_words + word - body];
+            return;
+        }
+        i64 row = line;
+        const i64 expert = split(row, laid.rows);
+        constexpr int per_byte = 8 / over;
         const u32 above = spare[line * spare_bytes + word / per_byte] >> static_cast<int>(word % per_byte) * over;
-        made |= above << (32 - over);
+        const u32 made = Packing::word(word, [&](i64 column) -> u32 { return code_at<bits, kJoined>(codes, laid, expert, row, column); });
+        packed[thread] = made | above << (32 - over);
+    } else {
+        if (thread / 32 >= laid.experts * laid.strips * laid.units) return;
+        const Unit at(thread / 32, laid);
+        const u32 r = threadIdx.x % 32 / 2, half = threadIdx.x % 2;
+        const i64 row = at.strip * kStrip + r;
+        if (row >= laid.rows) return;
+        const u32* unit = codes + at.index * 32 * bits;
+        constexpr int size = sizeof(Word), per_u32 = 4 / size, each = bits * per_u32;
+        u32 made[bits] = {};
+#pragma unroll
+        for (int w = 0; w < each; ++w)
+            made[w / per_u32] |= Packing::word(w, [&](i64 column) -> u32 {
+                const u32 i = static_cast<u32>(column);
+                return code_of_pair<bits, kJoined>(unit, r % 8 * 4 + i % 8 / 2, half * 8 + i / 8 * 2 + r / 8, i % 2);
+            }) << 8 * size * (w % per_u32);
+        const i64 line = at.expert * laid.rows + row, first = (at.unit * 2 + half) * each;
+        Word* to = packed + line * row_words + first;
+        if (aligned && first + each <= body) {
+            store_words_of_row<bits>(to, made);
+            return;
+        }
+#pragma unroll
+        for (int w = 0; w < each; ++w)
+            if (first + w < body) to[w] = static_cast<Word>(made[w / per_u32] >> 8 * size * (w % per_u32));
+            else if (first + w < row_words) to[w] = tail[line * tail_words + first + w - body];
     }
-    packed[item] = static_cast<Word>(made);
 }
 
 // ---- one number for each row and group ----------------------------------------------------------

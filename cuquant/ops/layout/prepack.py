@@ -44,7 +44,7 @@ class Prepack:
         layout, fmt = self.layout, self.layout.fmt
         kept = {part.name: parts[part.name] for part in layout.kept}
         made = self._empty(backend, layout.components, kept)
-        lanes = LANES * layout.experts * layout.strips * layout.units
+        lanes = self._lanes
         if lanes and fmt.is_blocks:
             backend.launch(
                 _launch(self._program("fragments_of_blocks"), lanes),
@@ -81,26 +81,31 @@ class Prepack:
         wanted = fmt.components(layout.shape)
         made = self._empty(backend, wanted, kept)
         target = made["blocks" if fmt.is_blocks else "packed"]
-        items = math.prod(target.shape)
-        if items and fmt.is_blocks:
+        size = math.prod(target.shape)
+        if size and fmt.is_blocks:
             backend.launch(
-                _launch(self._program("blocks_of_fragments"), items),
+                _launch(self._program("blocks_of_fragments"), size),
                 backend.pointer(parts["codes"]),
                 self._fields(backend, parts),
                 self._laid(),
                 backend.pointer(target),
             )
-        elif items:
+        elif size:
+            packed = backend.pointer(target)
+            row_bytes = self._row_words * layout.packing.dtype.itemsize
+            width = 4 * fmt.bits  # bytes of 32 codes
+            width = min(16, width & -width)
             backend.launch(
-                _launch(self._program("rows_of_fragments"), items),
+                _launch(self._program("rows_of_fragments"), size if self._by_word else self._lanes),
                 backend.pointer(parts["codes"]),
                 self._pointer(backend, parts, "tail"),
                 self._pointer(backend, parts, "spare"),
                 self._laid(),
                 self._row_words,
+                int(packed % width == 0 and row_bytes % width == 0),
                 layout.tail_words,
                 self._spare_bytes,
-                backend.pointer(target),
+                packed,
             )
         if not fmt.is_blocks:
             self._move_scales(backend, "scales_of_strips", parts, made)
@@ -140,6 +145,17 @@ class Prepack:
     @property
     def _row_words(self) -> int:
         return self.layout.packing.words(self.layout.shape[-1])
+
+    @property
+    def _lanes(self) -> int:
+        """Of all units."""
+        return LANES * self.layout.experts * self.layout.strips * self.layout.units
+
+    @property
+    def _by_word(self) -> bool:
+        """Whether 32 codes are no whole words."""
+        packing = self.layout.packing
+        return packing.order == "word" and 32 % packing.bits > 0
 
     @property
     def _spare_bytes(self) -> int:
