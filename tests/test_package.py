@@ -55,7 +55,7 @@ LAYERS = [
     ["ops.matmul.coded_kernels"],
     ["ops.matmul.route", "ops.matmul.stream_rows", "ops.matmul.hopper_tiles", "ops.matmul.q8_1"],
     ["ops.matmul.any", "ops.matmul.stream", "ops.matmul.hopper", "ops.matmul.ggml"],
-    ["ops.matmul.hopper_codes_tiles"],
+    ["ops.matmul.hopper_codes_tiles", "ops.matmul.decoded"],
     ["ops.matmul.vendor", "ops.matmul.hopper_codes"],
     ["ops.matmul.choose"],
     ["ops.matmul.prepared", "ops.matmul.unpacked"],

@@ -111,6 +111,10 @@ class PackedWeight(Stored[ArrayT]):
 
     def dequantize(self, dtype: object = None, *, out: Any = None) -> ArrayT:
         """The values [N, K] or [E, N, K]: those of `unpack(p).dequantize(dtype, out=out)`."""
+        if self.layout == FRAGMENTS_LAYOUT and self.device != "cpu":
+            made = OPERATIONS["laid_values"](self, dtype, out)
+            if made is not None:
+                return made
         return unpack(self).dequantize(dtype, out=out)
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:

@@ -143,6 +143,13 @@ def rows(weight: Weight) -> QuantArray:
     return _unpack(weight) if isinstance(weight, PackedWeight) else weight
 
 
+def values(weight: Weight, dtype: torch.dtype | None = None, out: Any = None) -> torch.Tensor:
+    """What a weight decodes to."""
+    if isinstance(weight, PackedWeight):
+        return weight.dequantize(dtype, out=out)
+    return decode(weight, dtype, out=out)
+
+
 def _linear(
     x: torch.Tensor,
     components: list[torch.Tensor],
@@ -265,13 +272,13 @@ def _linear_grad_x(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    weight = rows(weight_of(components, format, layout, shape, dtype))
+    weight = weight_of(components, format, layout, shape, dtype)
     if not g.is_cuda:
-        return _matmul(g, weight, out_dtype=out_dtype)
+        return _matmul(g, rows(weight), out_dtype=out_dtype)
     # Along N codes are read against their order: decoding all of them first takes a quarter of the
     # time even for one row.
     with torch.autocast("cuda", enabled=False):  # which would choose another dtype
-        return torch.matmul(g.detach(), decode(weight, g.dtype)).to(out_dtype)
+        return torch.matmul(g.detach(), values(weight, g.dtype)).to(out_dtype)
 
 
 def _fake_linear_grad_x(
@@ -298,7 +305,7 @@ def _dequantize(
     components: list[torch.Tensor], format: str, layout: str, shape: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
     out = components[0].new_empty(shape, dtype=dtype)  # of its own: bfloat16 comes as a view
-    decode(rows(weight_of(components, format, layout, shape, dtype, None)), out=out)
+    values(weight_of(components, format, layout, shape, dtype, None), out=out)
     return out
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuquant import interop
+from cuquant.array.components import Stored
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import GpuBackend, backend_of, contiguous
 from cuquant.ops.dequantize.decoder import decoder
@@ -59,7 +60,7 @@ def contiguous_parts(backend: GpuBackend, q: QuantArray) -> dict[str, Any]:
 
 
 def check_out_of(
-    q: QuantArray,
+    q: Stored,
     dtype: object,
     out: Any,
     shape: tuple[int, ...] | None = None,

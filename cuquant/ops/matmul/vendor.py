@@ -10,17 +10,15 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-from cuquant.array.fragments import FRAGMENTS_LAYOUT, STRIP, UNIT
-from cuquant.formats import Format, blocks
+from cuquant.array.fragments import FRAGMENTS_LAYOUT
+from cuquant.formats import blocks
 from cuquant.gpu.backend import Backend, Gemm, Matrix, aligned
 from cuquant.gpu.jit import Launch, Program
 from cuquant.ops import cpp
-from cuquant.ops.geometry import CHUNK
-from cuquant.ops.layout import packed_weight
-from cuquant.ops.layout.packed_weight import Groups
+from cuquant.ops.matmul.decoded import Decode, decoder, pitch_of
 from cuquant.ops.matmul.epilogue import GATED, PACK, TYPES, UNPACK
 from cuquant.ops.matmul.problem import (
     MOST_STRIDE,
@@ -38,8 +36,7 @@ SUMS = 64 << 20  # bytes of float32 sums; with more a GPU's caches would not hol
 SLAB = 256  # rows of a weight or of x, of which slabs are made
 NAMES = {code: name for name, code in TYPES.items()}
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-THREADS, EACH = 256, 2  # of dequantize_rows, and the chunks of a thread
-WARPS, UNITS = 4, 4  # of dequantize_fragments, and the units of a warp
+THREADS = 256
 FOUR = 4  # columns of a thread of finish_sums
 
 
@@ -73,11 +70,6 @@ def _slab(count: int, most: int) -> int:
     return min(count, max(most // SLAB, 1) * SLAB)
 
 
-def pitch_of(depth: int) -> int:
-    """Elements from row to row of a decoded weight."""
-    return -(-depth // CHUNK) * CHUNK
-
-
 @lru_cache(maxsize=4096)
 def divide(rows: int, columns: int, depth: int, itemsize: int, weights: int, arch: int) -> Division:
     """How to cut x [rows, depth] times so many weights [columns, depth]."""
@@ -103,9 +95,8 @@ LAUNCHES_US = 2.5  # of two more launches
 
 # ---- the product --------------------------------------------------------------------------------
 
-# Writes rows first .. first + count - 1 of a weight to an address, times the number at another one.
-Decode = Callable[[Backend, int, int, int, int], None]
-# Finds that number, a power of two, in UNIT_BYTES at an address; and says where it is, or 0.
+# Finds what a weight is multiplied by, a power of two, in UNIT_BYTES at an address; answers where
+# it is, or 0.
 FindUnit = Callable[[Backend, int], int]
 
 
@@ -176,21 +167,18 @@ class Vendor:
         return of_rows
 
 
+def _decoder(backend: Backend, weight: Operand, dtype: str, depth: int) -> tuple[Decode, FindUnit]:
+    """What decodes rows of a weight, and what finds the number that they are multiplied by."""
+    assert isinstance(weight, Weight)
+    return decoder(backend, weight, dtype, depth), _unit_finder(backend, weight, dtype)
+
+
 def _slabs(count: int, step: int) -> list[tuple[int, int]]:
     """The first of each slab, and how many it has."""
     return [(first, min(step, count - first)) for first in range(0, count, step)]
 
 
-# ---- decoding -----------------------------------------------------------------------------------
-
-
-def _decoder(backend: Backend, weight: Operand, dtype: str, depth: int) -> tuple[Decode, FindUnit]:
-    """What decodes rows of a weight, and what finds the number that they are multiplied by."""
-    assert isinstance(weight, Weight)
-    laid_out = weight.layout == FRAGMENTS_LAYOUT
-    make = _fragments_decoder if laid_out else _rows_decoder
-    decode = make(backend, weight, TYPES[dtype], depth, pitch_of(depth))
-    return decode, _unit_finder(backend, weight, dtype)
+# ---- the range of float16 -----------------------------------------------------------------------
 
 
 def _unit_finder(backend: Backend, weight: Weight, dtype: str) -> FindUnit:
@@ -280,52 +268,6 @@ def _largest_field(runs: tuple[blocks.Run, ...]) -> int:
     for run in runs:
         bits |= run.mask << run.shift
     return bits or 1
-
-
-def _rows_decoder(backend: Backend, weight: Weight, kind: int, depth: int, pitch: int) -> Decode:
-    program = _rows_program(weight.type, weight.facts)
-    operand, chunks = weight.pack(backend), pitch // CHUNK
-
-    @cache
-    def launch(count: int) -> Launch:
-        return Launch(program, (-(-count * chunks // (THREADS * EACH)), 1, 1), THREADS)
-
-    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
-        backend.launch(launch(count), operand, to, kind, unit, first, count, depth, pitch)
-
-    return decode
-
-
-@lru_cache(maxsize=1024)
-def _rows_program(operand: str, facts: str) -> Program:
-    return Program("matmul/vendor_rows.cu", "dequantize_rows", (operand, THREADS, EACH), facts)
-
-
-def _fragments_decoder(
-    backend: Backend, weight: Weight, kind: int, depth: int, pitch: int
-) -> Decode:
-    fmt, units, groups = weight.fmt, -(-depth // UNIT), Groups.of(weight.fmt, depth)
-    program = _fragments_program(fmt)
-    packed = packed_weight.pack(backend, fmt, weight.parts, weight.stored)
-    lookup = cpp.lookup(fmt.codec, backend)
-
-    @cache
-    def launch(count: int) -> Launch:
-        blocks = -(-(-(-count // STRIP) * units) // (WARPS * UNITS))
-        return Launch(program, (blocks, 1, 1), 32 * WARPS)
-
-    def decode(backend: Backend, to: int, unit: int, first: int, count: int) -> None:
-        numbers = first // STRIP, count, depth, pitch, groups.units, groups.fine
-        backend.launch(launch(count), packed, lookup, to, kind, unit, *numbers)
-
-    return decode
-
-
-@lru_cache(maxsize=1024)
-def _fragments_program(fmt: Format) -> Program:
-    facts = cpp.facts(fmt, decoding=not fmt.is_blocks)
-    arguments = (facts.type, packed_weight.lie(fmt, FRAGMENTS_LAYOUT), WARPS, UNITS)
-    return Program("matmul/vendor_fragments.cu", "dequantize_fragments", arguments, facts.text)
 
 
 # ---- what happens to the sums -------------------------------------------------------------------
