@@ -107,6 +107,21 @@ AS_THEY_ARE = [
     *(_of("int4", (37, 300), block_size=b) for b in (8, 24, 48, 96, (16, 8), (16, 48))),
 ]
 
+
+def _decoded() -> list[Case]:
+    """Every format and kind of scale: a weight, and experts, whose rows start on 16 bytes."""
+    found = []
+    for name, options in dict.fromkeys((case.format, case.options) for case in ALL):
+        fmt = Case(name, (), options).fmt
+        step = fmt.layout.elements if fmt.is_blocks else 8
+        for shape in ((37, 3 * step if fmt.is_blocks else 136), (3, 48, 9 * step)):
+            if takes(fmt, shape):
+                found.append(Case(name, shape, options))
+    return found
+
+
+DECODED = _decoded()
+
 assert all(takes(case.fmt, case.shape) for case in (*ALL, *EMPTY))
 
 

@@ -46,6 +46,17 @@ def test_the_bytes_of_numpy(case, on_gpu):
     assert same_parts(again.numpy().arrays(), q.arrays())
 
 
+@pytest.mark.parametrize("case", cases.DECODED, ids=str)
+def test_values_are_those_of_the_rows(case, on_gpu):
+    """Where a kernel decodes the layout, and where rows of codes are made first."""
+    q = case.weight()
+    p = cq.prepack(on_gpu(q))
+    for dtype in interop.INPUT_DTYPES:
+        wanted = q.dequantize(dtype)
+        found = interop.to_host(p.dequantize(dtype))
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["int4", "nf4", "k3", "int8", "q4_k", "q6_k", "nvfp4"])
 def test_a_large_weight(name, on_gpu):
     """Many blocks of threads, and indices beyond a strip's."""

@@ -7,29 +7,12 @@ import prepack_cases as cases
 import pytest
 from emulator import Emulator, Recorder
 from fake_gpu import needs_compiler, needs_torch
-from prepack_cases import Case
 from samples import sampled, selected
 
 import cuquant as cq
-from cuquant.array.fragments import takes
 from cuquant.ops.matmul import decoded
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-def _laid() -> list[Case]:
-    """Every format and kind of scale, a weight and experts whose rows start on 16 bytes."""
-    found = []
-    for name, options in dict.fromkeys((case.format, case.options) for case in cases.ALL):
-        fmt = Case(name, (), options).fmt
-        step = fmt.layout.elements if fmt.is_blocks else 8
-        for shape in ((37, 3 * step if fmt.is_blocks else 136), (3, 48, 9 * step)):
-            if takes(fmt, shape):
-                found.append(Case(name, shape, options))
-    return found
-
-
-LAID = _laid()
 
 
 def _decoded(backend, p: cq.PackedWeight, dtype: str) -> np.ndarray | None:
@@ -52,7 +35,7 @@ def built(request):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", sampled(LAID, "format", lambda c: len(c.shape), "options"), ids=str
+    "case", sampled(cases.DECODED, "format", lambda c: len(c.shape), "options"), ids=str
 )
 def test_kernels_give_what_dequantize_gives(case, built):
     """Of random bits, so that scales are NaN and infinite too."""
