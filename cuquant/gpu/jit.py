@@ -145,7 +145,8 @@ def nvrtc() -> Any:
     """
     try:
         found = _cupy().cuda.nvrtc
-        version = found.getVersion()
+        with _locks_guard:  # CuPy loads the library with the first call, and two at once break it
+            version = found.getVersion()
     except BackendUnavailable:
         raise
     except Exception as error:  # a library that is missing has several names in CuPy

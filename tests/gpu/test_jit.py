@@ -7,6 +7,7 @@ import stat
 import struct
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -429,6 +430,27 @@ def test_a_new_cache_is_its_users_alone(nvrtc, tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_one_thread_loads_the_library(monkeypatch):
+    """CuPy does so with the first call; of two at once NVRTC 13.0 misses a part of its own."""
+    inside, most = [], []
+
+    def version():
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.005)
+        inside.pop()
+        return 13, 0
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=version)))
+    monkeypatch.setattr(jit, "_cupy", lambda: cupy)
+    threads = [threading.Thread(target=jit.nvrtc) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 8
 
 
 def test_threads_compile_once(nvrtc, tmp_path, monkeypatch):
