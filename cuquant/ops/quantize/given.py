@@ -118,7 +118,7 @@ def _spread(
     return backend.broadcast(value, shape, dtype)
 
 
-def _sent(value: Any, checked: np.ndarray, backend: GpuBackend) -> Any:
+def _sent(value: Any, checked: Any, backend: GpuBackend) -> Any:
     """Numbers of the host on the device, where one for all of them, or none, is written: a copy
     waits for the device, and breaks a CUDA graph's capture."""
     if math.prod(np.shape(value)) != 1:
