@@ -13,7 +13,7 @@ from cuquant.gpu.arrays import backend_of
 from cuquant.ops.dequantize import on_gpu
 from cuquant.ops.plain_arrays import pack_codes
 
-U8 = np.dtype(np.uint8)
+U8, F32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 def _scale_bytes(layout: BlockLayout) -> slice:
@@ -59,7 +59,7 @@ def from_blocks(
         found = {"packed": pack_codes(codes.reshape(shape), fmt.row_packing, fmt.zero_code)}
         if "global_scale" in {part.name for part in fmt.components(shape)}:
             scale = scale & 0x7F  # ggml's are unsigned: it ignores the bit
-            found["global_scale"] = backend.array(np.ones((), np.float32))
+            found["global_scale"] = backend.broadcast(1.0, (), F32)
         found["scale"] = backend.contiguous(scale, -1)
         return {c.name: found[c.name].reshape(c.shape) for c in fmt.components(shape)}
 

@@ -8,6 +8,7 @@ from oracle import bits_equal
 
 import cuquant as cq
 from cuquant import interop
+from cuquant.gpu import arrays as gpu
 
 F32 = np.float32
 
@@ -106,6 +107,17 @@ def test_a_global_scale_on_the_gpu_may_be_an_array_of_one(to):
     x, scale = normal((2, 128)), np.full((1, 1), 0.002, F32)
     assert same(cq.quantize(to(x), "nvfp4", global_scale=to(scale)),
                 cq.quantize(x, "nvfp4", global_scale=scale))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["int8:tensor", "uint4"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_given_numbers_are_not_copied_from_the_host(name, on_gpu, to, monkeypatch):
+    """A copy waits, and a CUDA graph cannot have one: int8 has no zero points to copy, either."""
+    x, scale = normal((3, 128)), np.full((), 0.04, F32)
+    moved, given = to(x), to(scale) if on_gpu else 0.04
+    for backend in (gpu.CupyBackend, gpu.TorchBackend):
+        monkeypatch.setattr(backend, "array", None)
+    assert same(cq.quantize(moved, name, scale=given), cq.quantize(x, name, scale=0.04))
 
 
 # ---- as the library's own arrays ----------------------------------------------------------------

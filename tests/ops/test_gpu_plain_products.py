@@ -1,10 +1,10 @@
 """Products and convolutions of plain arrays on a GPU: graphs, streams, large ones."""
 
 import threading
-import warnings
 
 import numpy as np
 import pytest
+import waiting
 from gpu_products import host, tensor
 from oracle import bits_equal
 
@@ -131,14 +131,9 @@ def test_nothing_waits(torch):
     given = Operands(lambda x: tensor(torch, x))
     for call in OPERATIONS.values():
         call(given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting.refused(torch):
         for call in OPERATIONS.values():
             call(given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("lie", ["rows", "turned"])

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import waiting
 from kernel_cases import FEW, NAMES
 from oracle import bits_equal
 
@@ -247,14 +248,9 @@ def test_nothing_waits(name, prepack, torch, layers, random, linear):
     layer(x)
     for rows in (1, 6):
         layer(x[:rows])  # what is done once for a shape may wait
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting.refused(torch):
         for rows in (1, 6):
             layer(x[:rows])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_side_stream(torch, layers, random, linear):
@@ -346,11 +342,8 @@ def test_llm_int8_waits_for_nothing(torch, layers, random, threshold):
         return y.detach(), *torch.autograd.grad(y, x, g)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting.refused(torch):
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, dx = run()

@@ -82,7 +82,7 @@ def on_device(
         if name in resident:
             arrays[name] = _spread(given[name], shape, dtypes[name], name, backend)
         else:
-            arrays[name] = backend.array(np.ascontiguousarray(values))
+            arrays[name] = _sent(given[name], values, backend)
     return Known(**arrays, global_scale=_found(global_scale, checked.global_scale))
 
 
@@ -116,6 +116,15 @@ def _spread(
     if not fits:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; the scales have shape {shape}")
     return backend.broadcast(value, shape, dtype)
+
+
+def _sent(value: Any, checked: Any, backend: GpuBackend) -> Any:
+    """Numbers of the host on the device, where one for all of them, or none, is written: a copy
+    waits for the device, and breaks a CUDA graph's capture."""
+    if math.prod(np.shape(value)) != 1:
+        return backend.array(np.ascontiguousarray(checked))
+    number = checked.reshape(-1)[0].item() if checked.size else 0
+    return backend.broadcast(number, checked.shape, checked.dtype)
 
 
 def _check_use(fmt: Format, scale: Any, zero_point: Any, global_scale: Any) -> None:

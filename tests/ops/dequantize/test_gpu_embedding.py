@@ -1,11 +1,10 @@
 """Rows by their numbers on a GPU: the reference's values, bit for bit, in graphs and on streams."""
 
-import warnings
-
 import embedding_cases as lookups
 import kernel_cases as cases
 import numpy as np
 import pytest
+import waiting
 from embedding_cases import MATRICES, ODDS, looked_up, numbers, one
 from gpu_products import host, moves, tensor
 from kernel_cases import same_values
@@ -114,13 +113,8 @@ def test_nothing_waits(name, torch):
     to = moves(lambda part: tensor(torch, part))
     table, ids = to(one(name)), to(numbers(24))
     cq.embedding(ids, table)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting.refused(torch):
         cq.embedding(ids, table), cq.embedding(ids.T, table)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_table_of_more_than_four_gigabytes_of_values(torch):
