@@ -224,9 +224,9 @@ class Holder(nn.Module):
 
     # ---- state_dict -------------------------------------------------------------------------
 
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._parts()  # which settles what was changed
-        super()._save_to_state_dict(*args)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def get_extra_state(self) -> torch.Tensor:
         """Format, layout, shape and dtype, as uint8 [bytes] of JSON."""
