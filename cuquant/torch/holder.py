@@ -168,7 +168,8 @@ class Holder(nn.Module):
         """Quantize values into the parameters there are, which other layers may share."""
         if isinstance(values, torch.Tensor) and values.shape != self._shape():
             raise ValueError(
-                f"weight.data must be of shape {self._shape()}, got {tuple(values.shape)}"
+                f"weight.data must be of shape {self._shape()}, got {tuple(values.shape)}; "
+                "dequantize_(model, include=...) first what is to be resized"
             )
         new, old = self._like_this(values), self._parts()
         spec = WeightSpec.of(new, self._AXES)

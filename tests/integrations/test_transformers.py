@@ -316,6 +316,11 @@ def test_embeddings_are_resized(saved):
     model = loaded(saved(llama()), CuquantConfig({"lm_head": "q8_0", "*": "nf4"}))
     model.resize_token_embeddings(300)
     assert logits(model).shape == (2, 7, 300)
+    model = loaded(saved(llama()), CuquantConfig({"model.embed_tokens": "q8_0", "*": "nf4"}))
+    with pytest.raises(ValueError, match="first what is to be resized"):
+        model.resize_token_embeddings(300)
+    cqt.dequantize_(model, include="model.embed_tokens").resize_token_embeddings(300)
+    assert torch.equal(logits(loaded(saved(model))), logits(model))
 
 
 def test_tensor_parallelism_is_refused(saved, monkeypatch):
