@@ -12,7 +12,7 @@ from cuquant.errors import clipped
 from cuquant.formats import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.torch.report import entry
-from cuquant.torch.rules import Config, Rules
+from cuquant.torch.rules import Config, Layer, Rules, Wanted
 from cuquant.torch.spec import DTYPES
 
 NAME = "cuquant"
@@ -97,15 +97,34 @@ class CuquantConfig(QuantizationConfigMixin):
         later = config_dict.keys() - {*_FIELDS, "quant_method"}
         if later:
             _log.info("keys that this version does not know are left out: %s", sorted(later))
-        config = cls(**{key: config_dict[key] for key in _FIELDS if key in config_dict})
+        given = {key: config_dict[key] for key in _FIELDS if key in config_dict}
+        if isinstance(pairs := given.get("format"), list):
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                raise ValueError(
+                    f"format must be pairs of pattern and format, got {clipped(pairs)}"
+                )
+            given["format"] = dict(pairs)
+        config = cls(**given)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json gets, JSON alone."""
         said = {key: getattr(self, key) for key in _FIELDS}
+        if isinstance(self.format, dict):  # the first pattern counts, and transformers sorts keys
+            said["format"] = [[pattern, value] for pattern, value in self.format.items()]
         dtype = self.compute_dtype
         said["compute_dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
         return {"quant_method": NAME, **said}
+
+    def rules(self, layers: Sequence[Layer]) -> Rules:
+        """What it says of layers that are quantized."""
+        return Rules.of(layers, self.format, {}, self.include, None, self.activations)
+
+    def describe(self, plan: Mapping[str, Wanted]) -> None:
+        """Say of each layer what it is."""
+        self.format = {name: entry(wanted) for name, wanted in plan.items()}
+        self.activations = self.include = None
+        self.exclude = []
 
     def named(self) -> set[str]:
         """Patterns of formats and of `include`, among them exact names."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from cuquant.io.state import EXTRA
 from cuquant.torch import dequantize_, prepack_
 from cuquant.torch.holder import Holder
 from cuquant.torch.kinds import HOLDERS, obstacle
-from cuquant.torch.report import KEPT
-from cuquant.torch.rules import Layer, Rules, layers_of
+from cuquant.torch.module import QuantLinear
+from cuquant.torch.report import KEPT, made_as
+from cuquant.torch.rules import Layer, Rules, Wanted, layers_of
 from cuquant.torch.spec import WeightSpec
 from cuquant.torch.swap import decided, tell
 
@@ -87,10 +89,7 @@ class CuquantHfQuantizer(HfQuantizer):
         files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
         found, names = described(files) if self.pre_quantized else ({}, set())
         if found:
-            self._place_described(model, found)
-            for each in (f"{n}.{c.name}" for n, spec in found.items() for c in spec.components()):
-                if each not in names and each not in model.all_tied_weights_keys:
-                    raise FormatError(f"{files[0]}: {each} is missing, a part of a weight")
+            self._place_described(model, found, names)
             return
         self._layers, self._rules, ties = self._decided(model)
         self._placing = Placing(self._layers, config.prepack, config.compute_dtype, ties)
@@ -112,19 +111,30 @@ class CuquantHfQuantizer(HfQuantizer):
         by_name = {name: layer for layer in layers for name in layer.names}
         return layers, rules, [_united(names, by_name, named) for names in tied]
 
-    def _place_described(self, model: Any, found: dict[str, WeightSpec]) -> None:
-        """Swap the layers whose weights are quantized in the file."""
+    def _place_described(self, model: Any, found: dict[str, WeightSpec], stored: set[str]) -> None:
+        """Swap the layers whose weights are quantized in the file, which stores these names."""
         config, layers = self.quantization_config, layers_of(model)
-        specs = _renamed(found, model, layers)
-        rules = Rules.of(layers, config.format, {}, config.include, None, config.activations)
+        origins = _renamed(found, model, layers)
+        for names in _tied(model):  # of which a file may have one
+            if origin := next((origins[name] for name in names if name in origins), None):
+                origins.update({name: origins.get(name, origin) for name in names})
+        rules, prefix, taken = config.rules(layers), f"{model.base_model_prefix}.", {}
         placing = Placing((), config.prepack, config.compute_dtype)
         for layer in layers:
             parts = holder_names(layer)
-            mine = [specs[name] for names in parts for name in names[:1] if name in specs]
+            mine = {name: origins[name] for names in parts for name in names[:1] if name in origins}
             if len(mine) == len(parts):
-                rules.choose(layer)
-                placing.describe(layer, mine)
+                named = replace(layer, names=_under(layer.names, prefix))
+                rules.choose(named)
+                layer.wanted = named.wanted
+                placing.describe(layer, [found[origin] for origin in mine.values()])
+                taken.update(mine)
         retie(model)
+        for name, origin in taken.items():
+            for part in (component.name for component in found[origin].components()):
+                is_tied = f"{name}.{part}" in model.all_tied_weights_keys
+                if f"{origin}.{part}" not in stored and not is_tied:
+                    raise FormatError(f"{origin}.{part} is missing in the file, a part of a weight")
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Leave the bytes of quantized weights as they lie, where floats would be rearranged."""
@@ -161,8 +171,33 @@ class CuquantHfQuantizer(HfQuantizer):
 
     # ---- saving, and back ----------------------------------------------------------------------
 
+    def describe(self, model: Any) -> None:
+        """Have config.json say what its layers are, where it says something else.
+
+        Raises
+        ------
+        ValueError
+            For what it cannot say.
+        """
+        config, made = self.quantization_config, made_as(model)
+        layers = [Layer(None, kind, [name]) for name, (kind, _) in made.items()]
+        rules = config.rules(layers)
+        for layer, (kind, wanted) in zip(layers, made.values(), strict=True):
+            rules.choose(layer)
+            if not kind.by_name and not _same_inputs(layer.wanted or Wanted(wanted.format), wanted):
+                config.describe({name: wanted for name, (_, wanted) in made.items()})
+                break
+        dtypes = {m._compute for m in model.modules() if isinstance(m, QuantLinear)}
+        if len(dtypes) > 1:
+            raise ValueError("config.json says one compute_dtype, and linear layers have several")
+        if dtypes:
+            (config.compute_dtype,) = dtypes
+        model.config.quantization_config = config
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         """Prepacked weights as rows, which any device reads; None: the model's own state_dict."""
+        if not getattr(model, "_hf_peft_config_loaded", False):  # which saves adapters alone
+            self.describe(model)
         found = [module for module in model.modules() if isinstance(module, Holder)]
         on_meta = any(part.is_meta for module in found for part in module._parts())
         if on_meta or not any(module.is_prepacked for module in found):
@@ -199,18 +234,27 @@ class Quantize(ConversionOps):
         return others
 
 
-def _renamed(
-    found: dict[str, WeightSpec], model: Any, layers: Sequence[Layer]
-) -> dict[str, WeightSpec]:
-    """What a file says of weights by the names of this model, which may be a part of that one."""
+def _same_inputs(a: Wanted, b: Wanted) -> bool:
+    """Whether layers treat inputs alike; what weights are, and a scale's value, files say."""
+    first, second = ((x.activations, x.input_scale is None, x.is_llm_int8) for x in (a, b))
+    return first == second
+
+
+def _under(names: Sequence[str], prefix: str) -> list[str]:
+    """Names of layers in a model that is a part of others, and in those others."""
+    return [each for n in names for each in dict.fromkeys((n, prefix + n, n.removeprefix(prefix)))]
+
+
+def _renamed(found: dict[str, WeightSpec], model: Any, layers: Sequence[Layer]) -> dict[str, str]:
+    """A file's names of weights by those of this model, which may be a part of that one."""
     keys = {f"{n}.{EXTRA}": True for x in layers for names in holder_names(x) for n in names}
     conversions = get_model_conversion_mapping(model, None, None)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     prefix = model.base_model_prefix
     named = {}
-    for name, spec in found.items():
+    for name in found:
         key, _ = rename_source_key(f"{name}.{EXTRA}", renamings, [], prefix, keys)
-        named[key.removesuffix(f".{EXTRA}")] = spec
+        named[key.removesuffix(f".{EXTRA}")] = name
     return named
 
 

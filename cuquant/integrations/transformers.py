@@ -30,7 +30,7 @@ except ImportError as error:
 from cuquant.integrations.configuration import NAME, CuquantConfig
 from cuquant.integrations.quantizer import CuquantHfQuantizer, retie
 from cuquant.torch import load_
-from cuquant.torch.report import made_as
+from cuquant.torch.report import entry, made_as
 
 __all__ = ["CuquantConfig", "CuquantHfQuantizer", "load_pretrained", "mark_quantized"]
 
@@ -99,6 +99,12 @@ def mark_quantized(model: M) -> M:
     -------
     The model.
 
+    Raises
+    ------
+    ValueError
+        For a model without quantized layers, or one whose layers config.json cannot describe, such
+        as those with an activation.
+
     Examples
     --------
     >>> import cuquant.torch
@@ -113,9 +119,12 @@ def mark_quantized(model: M) -> M:
     plan = made_as(given)
     if not plan:
         raise ValueError("model has no quantized layer; cuquant.torch.quantize_ makes them")
-    first = next(iter(plan.values()))
-    is_one = isinstance(first, str) and all(value == first for value in plan.values())
-    quantizer = CuquantHfQuantizer(CuquantConfig(first if is_one else plan), pre_quantized=True)
+    entries = {name: entry(wanted) for name, (_, wanted) in plan.items()}
+    first = next(iter(entries.values()))
+    is_one = isinstance(first, str) and all(value == first for value in entries.values())
+    config = CuquantConfig(first if is_one else entries)
+    quantizer = CuquantHfQuantizer(config, pre_quantized=True)
+    quantizer.describe(given)
     given.is_quantized, given.quantization_method, given.hf_quantizer = True, NAME, quantizer
     retie(given)
     quantizer.postprocess_model(given)

@@ -23,8 +23,8 @@ def dequantize_(
     ----------
     model
         Its `QuantLinear`, `QuantEmbedding`, `QuantConv2d` and `QuantExperts` become what they were
-        made of, but for a Conv1D, which stays an nn.Linear. A layer with an activation becomes an
-        nn.Sequential. Weights that were shared are, and hooks move.
+        made of; below an adapter, which took a Conv1D for an nn.Linear, that is one. A layer with
+        an activation becomes an nn.Sequential. Weights that were shared are, and hooks move.
     include
         Patterns, as of `quantize_`. None: all.
     dtype
@@ -70,14 +70,22 @@ def dequantize_(
     for pattern in patterns or ():
         if pattern != "*" and not any(selects(pattern, name) for name, *_ in layers):
             raise ValueError(f"{clipped(pattern, 200)} selects no quantized layer of the model")
+    with torch.inference_mode(False):  # for float layers are there to be trained
+        _back(layers, patterns, dtype)
+    return model
+
+
+def _back(layers: Any, patterns: Any, dtype: Any) -> None:
+    """Swap layers, each given by its name, its place and itself."""
     kept: dict[int, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
     for name, parent, key, module in layers:
         if patterns is None or any(selects(pattern, name) for pattern in patterns):
             if module not in made:
+                if getattr(parent, "base_layer", None) is module:
+                    vars(module).pop("_like", None)
                 made[module] = follow(_float(module, dtype, kept), module)
             parent._modules[key] = made[module]
-    return model
 
 
 def prepack_(model: M) -> M:

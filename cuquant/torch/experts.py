@@ -103,7 +103,7 @@ class QuantExperts(nn.Module):
         super().__init__()
         name = first_of(like)
         # No submodule: what walks a model by classes would look for its parameters.
-        object.__setattr__(self, "like", _without_parameters(like))
+        object.__setattr__(self, "like", without_parameters(like))
         self.first_name, self.is_turned = name, is_transposed(like)
         self.add_module(name, QuantStack(first))
         self.add_module(LAST, QuantStack(last))
@@ -214,8 +214,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 def decoded(module: QuantExperts, weights: Sequence[nn.Parameter]) -> nn.Module:
     """The float experts that were quantized, of the decoded projections."""
-    made = copy.copy(module.like)
-    vars(made)["_parameters"] = {}
+    made = without_parameters(module.like)
     for key, weight in zip((module.first_name, LAST), weights, strict=True):
         if module.is_turned:
             weight = nn.Parameter(weight.detach().transpose(1, 2).contiguous())
@@ -225,7 +224,8 @@ def decoded(module: QuantExperts, weights: Sequence[nn.Parameter]) -> nn.Module:
     return made.train(module.training)
 
 
-def _without_parameters(module: nn.Module) -> nn.Module:
+def without_parameters(module: nn.Module) -> nn.Module:
+    """A copy that shares all but them."""
     made = copy.copy(module)
     vars(made)["_parameters"] = {}
     return made

@@ -19,7 +19,7 @@ from cuquant.ops.quantize.door import quantize
 from cuquant.torch.op import DEQUANTIZE, forget, multiply, weight_of
 from cuquant.torch.saved import checked, expect, translated
 from cuquant.torch.spec import DTYPES, Weight, WeightSpec, as_bytes, tensor_of, usable
-from cuquant.torch.weight import QuantWeight
+from cuquant.torch.weight import Loan, QuantWeight, settle
 
 
 class Holder(nn.Module):
@@ -38,6 +38,7 @@ class Holder(nn.Module):
     """
 
     _AXES = 2
+    _loans: tuple[Loan, ...] = ()  # of `weight.data`
 
     def __init__(self, weight: Weight) -> None:
         nn.Module.__init__(self)  # and no other's, which would make a float weight
@@ -71,6 +72,11 @@ class Holder(nn.Module):
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             interop.refuse_gradient(value, "weight")  # functional_call hopes for one
         self._take(self._like_this(value) if isinstance(value, torch.Tensor) else value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled."""
+        self._parts()  # which settles what was changed
+        return {key: value for key, value in vars(self).items() if key != "_loans"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """nn.Module's, which would make a parameter of a weight that is one."""
@@ -162,7 +168,8 @@ class Holder(nn.Module):
         """Quantize values into the parameters there are, which other layers may share."""
         if isinstance(values, torch.Tensor) and values.shape != self._shape():
             raise ValueError(
-                f"weight.data must be of shape {self._shape()}, got {tuple(values.shape)}"
+                f"weight.data must be of shape {self._shape()}, got {tuple(values.shape)}; "
+                "dequantize_(model, include=...) first what is to be resized"
             )
         new, old = self._like_this(values), self._parts()
         spec = WeightSpec.of(new, self._AXES)
@@ -170,6 +177,7 @@ class Holder(nn.Module):
         if any(a.device != b.device or a.is_inference() for a, b in zip(old, parts, strict=True)):
             self._take(new)
             return
+        self._loans = ()
         with torch.no_grad():
             for mine, part in zip(old, parts, strict=True):
                 mine.copy_(part)
@@ -184,11 +192,14 @@ class Holder(nn.Module):
     # ---- parameters -------------------------------------------------------------------------
 
     def _parts(self) -> list[Any]:
+        if self._loans and not torch.compiler.is_compiling():
+            settle(self)
         return [self._parameters[name] for name in self._names]
 
     def _hold(self, spec: WeightSpec, part: Callable[[Component], Any]) -> None:
         """Parameters for the components of `spec`, in place of those there are."""
         made = {component.name: _frozen(part(component)) for component in spec.components()}
+        self._loans = ()
         for name in self._names:
             delattr(self, name)
         for name, parameter in made.items():
@@ -206,12 +217,17 @@ class Holder(nn.Module):
             return tensor.to(result.device)
 
         forget(self._parts())
+        self._loans = ()
         super()._apply(spared, recurse)
         probe = torch.empty(0, dtype=self._spec.dtype, device=self._parts()[0].device)
         self._decode_to(fn(probe).dtype)
         return self
 
     # ---- state_dict -------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._parts()  # which settles what was changed
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def get_extra_state(self) -> torch.Tensor:
         """Format, layout, shape and dtype, as uint8 [bytes] of JSON."""

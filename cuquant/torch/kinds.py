@@ -182,8 +182,12 @@ def _turned(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(module: QuantLinear, weights: Sequence[nn.Parameter]) -> nn.Module:
-    made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    _hold(made, weights[0], module.bias)
+    if module._like is not None:
+        made = experts.without_parameters(module._like)
+        _hold(made, nn.Parameter(weights[0].detach().T.contiguous()), module.bias)
+    else:
+        made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        _hold(made, weights[0], module.bias)
     activations = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
     if module.activation is None:
         return made

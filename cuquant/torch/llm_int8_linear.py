@@ -121,7 +121,7 @@ def rows_of(weight: torch.Tensor) -> Weight:
     interop.float_dtype(weight.dtype, "weight")
     if weight.is_meta:
         return quantized_weight(weight, FORMAT, prepack=False)
-    codes, absmax, _ = quantize_llm_int8(weight.half(), threshold=0)
+    codes, absmax, _ = quantize_llm_int8(weight.half().contiguous(), threshold=0)
     spec = WeightSpec(format_text(FORMAT), ROWS_LAYOUT, tuple(weight.shape), weight.dtype)
     return spec.weight([codes, absmax[:, None]])
 

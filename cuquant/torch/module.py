@@ -98,6 +98,7 @@ class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompat
     True
     """
 
+    _like: nn.Module | None = None  # what it was made of, if that was no nn.Linear
     bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(

@@ -17,8 +17,9 @@ from cuquant.formats import Format, get_format
 from cuquant.io.state import format_text
 from cuquant.torch.holder import Holder
 from cuquant.torch.inputs import InputQuantizing
-from cuquant.torch.kinds import KINDS, holders, kind_of, shapes
-from cuquant.torch.llm_int8_linear import NAME, LLMInt8Linear
+from cuquant.torch.kinds import KINDS, Kind, holders, kind_of, shapes
+from cuquant.torch.llm_int8_linear import NAME, THRESHOLD, LLMInt8Linear
+from cuquant.torch.module import QuantLinear
 from cuquant.torch.rules import Layer, Wanted
 
 # Why `quantize_` kept a module; copies of the module are told the reason of its structure.
@@ -267,20 +268,41 @@ def entry(wanted: Wanted | None) -> Any:
     return said if wanted.input_scale is None else {**said, "input_scale": wanted.input_scale}
 
 
-def made_as(model: nn.Module) -> dict[str, Any]:
-    """What the layers of a model were made as, by name: the plan that would make them again."""
-    made = tuple(kind.quantized for kind in KINDS)
-    return {path: _made_as(m) for path, m in model.named_modules() if isinstance(m, made)}
+def made_as(model: nn.Module) -> dict[str, tuple[Kind, Wanted]]:
+    """What the layers of a model were made as, by name.
+
+    Raises
+    ------
+    ValueError
+        For a layer that no plan makes: one with an activation, for example.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        kind = next((kind for kind in KINDS if isinstance(module, kind.quantized)), None)
+        if kind is not None:
+            try:
+                found[path] = kind, _made_as(module)
+            except ValueError as error:
+                raise ValueError(f"{shortened(path, 100)}: no plan says {error}") from error
+    return found
 
 
-def _made_as(module: nn.Module) -> Any:
+def _made_as(module: nn.Module) -> Wanted:
     first, *more = holders(module)
     if not isinstance(first, InputQuantizing):
-        return entry(Wanted(first.format))
-    scale: Any = first.input_scale
-    scale = None if scale is None or more else scale.tolist()
+        return Wanted(first.format)
+    scales: list[Any] = [holder.input_scale for holder in (first, *more)]
+    if more and (any(s is not None for s in scales) or more[0].activations != first.activations):
+        raise ValueError("how its projections quantize their inputs, each in its own way")
+    if isinstance(module, QuantLinear) and module.activation is not None:
+        raise ValueError(f"activation={module.activation!r}")
     is_llm_int8 = isinstance(first, LLMInt8Linear)
-    return entry(Wanted(first.format, first.activations, scale, is_llm_int8))
+    if isinstance(first, LLMInt8Linear) and first.threshold != THRESHOLD:
+        raise ValueError(f"threshold={first.threshold}")
+    if scales[0] is not None and scales[0].numel() != 1:
+        raise ValueError(f"input_scale of shape {tuple(scales[0].shape)}")
+    scale = None if scales[0] is None else scales[0].item()
+    return Wanted(first.format, first.activations, scale, is_llm_int8)
 
 
 def _text(fmt: Format) -> str:

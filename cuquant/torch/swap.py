@@ -14,7 +14,7 @@ from cuquant.errors import shortened
 from cuquant.formats import Format
 from cuquant.formats.names import FormatName, FormatOptions, Unpack
 from cuquant.interop import float_dtype
-from cuquant.torch.experts import is_experts
+from cuquant.torch.experts import is_experts, without_parameters
 from cuquant.torch.holder import Holder, quantized_weight
 from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.kinds import HOLDERS, KINDS, follow, holders, loss, obstacle
@@ -287,6 +287,8 @@ def made_of(layer: Layer, weights: Sequence[Weight]) -> nn.Module:
     new = layer.kind.make(module, weights)
     if isinstance(new, QuantLinear) and wanted.is_llm_int8:
         new = LLMInt8Linear(new.quantized, module.bias)
+    if isinstance(new, QuantLinear) and not isinstance(module, nn.Linear):
+        vars(new)["_like"] = without_parameters(module)  # no submodule
     for holder in holders(new) if wanted.activations is not None else ():
         if isinstance(holder, InputQuantizing):
             holder.quantize_input_(wanted.activations, wanted.input_scale)

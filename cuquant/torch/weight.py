@@ -1,6 +1,8 @@
 """The `weight` of a quantized module: a tensor whose values are decoded where they are read."""
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +29,9 @@ class QuantWeight(torch.Tensor):
 
     Shape, dtype and device cost nothing. Whatever reads values decodes all of them to a new tensor,
     and torch.nn.functional.linear and embedding take the quantized weight, as the layer does.
-    Setting `.data` quantizes new values into the layer, in its format. Nothing changes the weight
-    in place: operations that would are errors, and those on what was read (`.data` too) change only
-    that.
+    Setting `.data` quantizes new values into the layer, in its format, and so does changing what it
+    gave in place, though not by a view that is left alone. Nothing changes the weight itself in
+    place: operations that would are errors, and those on what else was read change only that.
     """
 
     _layer: "Holder"
@@ -48,8 +50,8 @@ class QuantWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The decoded values, a new tensor; setting it quantizes what is set."""
-        return self._layer._decoded()
+        """The decoded values, a new tensor; setting or changing it quantizes what is set."""
+        return _lent(self._layer)
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -104,6 +106,55 @@ class QuantWeight(torch.Tensor):
                 raise RuntimeError(_IN_PLACE.format(func.name()))
         args, given = tree_map_only(cls, cls.dequantize, (tuple(args), given))
         return func(*args, **given)
+
+
+# ---- values that others change -------------------------------------------------------------------
+
+
+@dataclass
+class Loan:
+    """Values that `weight.data` gave away, as long as somebody has them.
+
+    They are a plain tensor, for others make parameters of them. So a layer looks whether they have
+    changed when it is used, and once nobody has them any more.
+
+    Attributes
+    ----------
+    values
+        On the memory that was given away; torch counts changes of both as one.
+    version
+        The count that the layer knows of.
+    """
+
+    values: torch.Tensor
+    version: int
+
+
+def _lent(layer: "Holder") -> torch.Tensor:
+    """Decoded values, which are quantized into the layer where they are changed in place."""
+    with torch.inference_mode(False):  # whose tensors count no changes
+        values = layer._decoded()
+    loan = Loan(values.detach(), values._version)
+    layer._loans = (*layer._loans, loan)
+    weakref.finalize(values, _returned, weakref.ref(layer), loan).atexit = False
+    return values
+
+
+def _returned(of: "weakref.ref[Holder]", loan: Loan) -> None:
+    layer = of()
+    if layer is not None and any(held is loan for held in layer._loans):
+        settle(layer)
+        layer._loans = tuple(held for held in layer._loans if held is not loan)
+
+
+def settle(layer: "Holder") -> None:
+    """Quantize what was changed of the values that a layer gave away."""
+    loans, layer._loans = layer._loans, ()  # nothing asks for it meanwhile
+    for loan in loans:
+        if loan.values._version != loan.version:
+            loan.version = loan.values._version
+            layer._fill(loan.values)
+    layer._loans = loans
 
 
 def _is_written(argument: Any) -> bool:

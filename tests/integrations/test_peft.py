@@ -104,6 +104,21 @@ def test_merging_quantizes_the_sum_and_unmerging_the_difference(folder):
     assert (logits(plain) - wanted).norm() / wanted.norm() < 0.02
 
 
+def test_adapters_that_merge_in_place_are_merged(folder):
+    config = peft.OFTConfig(
+        r=0, oft_block_size=8, target_modules=["up_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(quantized(folder, "int8"), config)
+    train(model)
+    wanted = logits(model)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        turned = layer.get_delta_weight("default") @ layer.base_layer.weight.detach().T
+    model.merge_adapter()
+    assert cq.array_equal(layer.base_layer.quantized, cq.quantize(turned.T.contiguous(), "int8"))
+    assert (logits(model) - wanted).norm() / wanted.norm() < 0.02
+
+
 def test_dequantized_models_merge_without_loss(folder):
     model = adapted(quantized(folder))
     train(model)

@@ -248,6 +248,48 @@ def test_models_without_or_with_another_head_take_a_saved_one(saved):
     assert kept(judge) == {"score"}
 
 
+def test_a_part_of_a_model_takes_a_saved_one_with_a_tied_table(saved):
+    config = CuquantConfig({"model.embed_tokens": "q8_0", "*": "nf4"}, activations="int8")
+    model = loaded(saved(MODELS["tied"]()), config)
+    base = transformers.AutoModel.from_pretrained(saved(model))
+    assert torch.equal(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    again = Causal.from_pretrained(saved(base))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_what_config_json_says_is_in_order_and_of_now(saved):
+    """transformers sorts its keys, and the first pattern counts."""
+    plan = {"*.mlp.*": {"format": "int8", "activations": "int8"}, "*": "nf4"}
+    model = loaded(saved(llama()), CuquantConfig(plan))
+    folder = saved(model)
+    again = loaded(folder)
+    assert str(again) == str(model) and torch.equal(logits(again), logits(model))
+    assert again.config.quantization_config.format == plan
+    again.model.layers[1].self_attn.q_proj.quantize_input_("int8:tensor", 0.05)
+    again.model.layers[0].mlp.up_proj.quantize_input_(None)
+    for layer in (m for m in again.modules() if isinstance(m, cqt.QuantLinear)):
+        layer.compute_in_(torch.bfloat16)
+    third = loaded(saved(again))
+    assert str(third) == str(again) and torch.equal(logits(third), logits(again))
+    base = transformers.AutoModel.from_pretrained(saved(again))  # its names are shorter
+    assert torch.equal(base(IDS).last_hidden_state, again.model(IDS).last_hidden_state)
+
+
+def test_what_config_json_cannot_say_is_an_error(saved):
+    model = mark_quantized(cqt.quantize_(llama(), "llm_int8"))
+    up = model.model.layers[0].mlp.up_proj
+    up.threshold = 3.0
+    with pytest.raises(ValueError, match=r"up_proj: no plan says threshold=3\.0"):
+        saved(model)
+    up.threshold = 6.0
+    up.compute_in_("bfloat16")
+    with pytest.raises(ValueError, match="one compute_dtype, and linear layers have several"):
+        mark_quantized(model)
+    model.model.layers[0].mlp.up_proj = cqt.QuantLinear(up.quantized, activation="silu")
+    with pytest.raises(ValueError, match="up_proj: no plan says activation='silu'"):
+        mark_quantized(model)
+
+
 def test_models_are_loaded_in_another_dtype(saved):
     folder = saved(loaded(saved(llama()), CuquantConfig("nf4")))
     model = loaded(folder, dtype=torch.bfloat16)
@@ -255,8 +297,9 @@ def test_models_are_loaded_in_another_dtype(saved):
     assert logits(model).dtype == torch.bfloat16
 
 
-def test_dequantized_models_are_saved_as_float_ones(saved):
-    model = loaded(saved(MODELS["experts"]()), CuquantConfig("nf4"))
+@pytest.mark.parametrize("name", ["experts", "conv1d"])
+def test_dequantized_models_are_saved_as_float_ones(name, saved):
+    model = loaded(saved(MODELS[name]()), CuquantConfig("nf4"))
     wanted = logits(model)
     saved(model)  # which makes a string of config.dtype
     model.dequantize()
@@ -273,6 +316,11 @@ def test_embeddings_are_resized(saved):
     model = loaded(saved(llama()), CuquantConfig({"lm_head": "q8_0", "*": "nf4"}))
     model.resize_token_embeddings(300)
     assert logits(model).shape == (2, 7, 300)
+    model = loaded(saved(llama()), CuquantConfig({"model.embed_tokens": "q8_0", "*": "nf4"}))
+    with pytest.raises(ValueError, match="first what is to be resized"):
+        model.resize_token_embeddings(300)
+    cqt.dequantize_(model, include="model.embed_tokens").resize_token_embeddings(300)
+    assert torch.equal(logits(loaded(saved(model))), logits(model))
 
 
 def test_tensor_parallelism_is_refused(saved, monkeypatch):
@@ -399,6 +447,8 @@ def test_config_is_json_and_back(config):
 def test_wrong_configs_are_errors(given, error):
     with pytest.raises(error):
         CuquantConfig(**given)
+    with pytest.raises(ValueError, match="format must be pairs"):
+        CuquantConfig.from_dict({"format": [["*"]]})
 
 
 def test_the_config_of_a_saved_model_is_the_files(saved):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 
@@ -159,6 +160,21 @@ def test_conv1d_becomes_a_linear_layer():
     q = cq.quantize(plain.weight.detach().T.contiguous(), "int8")
     assert isinstance(model[0], QuantLinear) and model[0].out_features == 24
     assert torch.equal(model(x), cq.linear(x, q, plain.bias.detach()))
+
+
+@pytest.mark.parametrize("fmt", ["int8", "llm_int8"])
+def test_conv1d_comes_back_but_below_an_adapter(fmt):
+    """Its weight is [K, N], which a file of the float model has, and no adapter of an nn.Linear."""
+    model = quantize_(nn.Sequential(Conv1D(64, 64)), fmt)
+    values, copies = model[0].weight.detach(), pickle.loads(pickle.dumps(model))
+    for each in (model, copies):
+        made = dequantize_(each)[0]
+        assert type(made) is Conv1D and torch.equal(made.weight, values.T)
+        assert made.weight.is_contiguous() and made.bias.shape == (64,)
+    adapter = nn.Module()
+    adapter.base_layer = Conv1D(64, 64)
+    dequantize_(quantize_(adapter, "int8"))
+    assert type(adapter.base_layer) is nn.Linear
 
 
 # ---- experts ------------------------------------------------------------------------------------

@@ -194,6 +194,14 @@ def test_dequantize_gives_what_is_decoded(prepack):
         dequantize_(3)
 
 
+def test_layers_that_are_made_float_in_inference_mode_learn():
+    model = quantize_(nn.Sequential(linear(24, 64)), "int8")
+    with torch.inference_mode():
+        dequantize_(model, dtype=torch.bfloat16)
+    model(random(3, 64, dtype=torch.bfloat16)).sum().backward()
+    assert model[0].weight.grad is not None and model[0].bias.grad is not None
+
+
 def test_dequantize_says_what_it_cannot_do():
     model = quantize_(nn.Sequential(linear(64, 256), linear(64, 64)), "int4")
     with pytest.raises(ValueError, match="'mlp' selects no quantized layer"):

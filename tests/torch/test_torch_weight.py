@@ -180,6 +180,61 @@ def test_values_that_are_set_are_quantized(fmt, prepack):
         layer.weight.data = random(24, 512)
 
 
+CHANGES = {
+    "a function": lambda values: values.copy_(-values),
+    "items": lambda values: values.__setitem__(3, 0),
+    "out": lambda values: torch.mul(values, 2, out=values),
+    "in inference mode": torch.inference_mode()(lambda values: values.zero_()),
+}
+
+
+@PREPACK
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_that_are_changed_in_place_are_quantized(change, prepack):
+    """PEFT merges OFT by `weight.data.copy_(...)`; a change that nobody sees would be lost."""
+    layer, values = quantized(prepack=prepack)
+    before = layer._parts()
+    CHANGES[change](layer.weight.data)
+    CHANGES[change](values)
+    wanted = cq.quantize(values, "int8")
+    assert torch.equal(layer.weight.detach(), wanted.dequantize())
+    assert all(a is b for a, b in zip(layer._parts(), before, strict=True))
+    assert not layer._loans
+
+
+def test_values_that_others_still_have_are_asked_for():
+    layer, _ = quantized()
+    given = layer.weight.data
+    given.zero_()
+    copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), quantized()[0]
+    copies[2].load_state_dict(layer.state_dict())
+    for each in (layer, *copies):
+        assert not each(random(2, 256)).sub(layer.bias).any()
+    given[0] = 1
+    assert layer.weight.sum() == 256 and not any(each.weight.any() for each in copies)
+    parameter = nn.Parameter(given)  # which is a plain one
+    assert type(parameter) is nn.Parameter
+    del given
+    with torch.no_grad():
+        parameter.zero_()
+    assert layer.weight.sum() == 256 and not layer._loans
+
+
+def test_values_that_a_layer_has_left_do_not_come_back():
+    layer, _ = quantized()
+    given = layer.weight.data
+    layer.weight = random(24, 256, seed=3)
+    wanted = layer.weight.detach()
+    given.zero_()
+    assert torch.equal(layer.weight.detach(), wanted)
+    gone = weakref.ref(layer)
+    given = layer.weight.data
+    del layer
+    gc.collect()
+    assert gone() is None  # values keep no layer
+    given.zero_()
+
+
 @PREPACK
 def test_assignment(prepack):
     layer, values = quantized("int4", prepack=prepack)
