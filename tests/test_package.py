@@ -462,3 +462,12 @@ def test_kernels_are_found_in_an_editable_install():
     from cuquant.gpu.jit import kernel_folder
 
     assert (kernel_folder() / "format.cuh").is_file()
+
+
+def test_the_release_of_transformers_that_is_needed_is_said_alike():
+    """Of the extra, of the guide, and of what is said where it is older."""
+    (needed,) = set(
+        re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    )
+    for file in ("examples/transformers.md", "cuquant/integrations/transformers.py"):
+        assert f"{needed} or newer" in (ROOT / file).read_text(encoding="utf-8")

@@ -87,6 +87,7 @@ class CuquantHfQuantizer(HfQuantizer):
     ) -> None:
         config = self.quantization_config
         files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
+        self._loaded = model
         found, names = described(files) if self.pre_quantized else ({}, set())
         if found:
             self._place_described(model, found, names)
@@ -136,10 +137,13 @@ class CuquantHfQuantizer(HfQuantizer):
                 if f"{origin}.{part}" not in stored and not is_tied:
                     raise FormatError(f"{origin}.{part} is missing in the file, a part of a weight")
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Leave the bytes of quantized weights as they lie, where floats would be rearranged."""
-        found = super().update_weight_conversions(weight_conversions, model)
-        return spared(found, model) if self.pre_quantized else found
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """Leave the bytes of quantized weights as they lie, where floats would be rearranged.
+
+        Older releases of transformers do not tell the model.
+        """
+        found = super().update_weight_conversions(weight_conversions, *model)
+        return spared(found, self._loaded) if self.pre_quantized else found
 
     def quantize(self, model: Any, name: str, values: torch.Tensor) -> list[str]:
         """Take a weight as it comes; the names that nothing is missing of any more."""
@@ -154,6 +158,7 @@ class CuquantHfQuantizer(HfQuantizer):
                 "a model of quantized weights cannot be loaded with a plan of tensor parallelism; "
                 "device_map= spreads its layers"
             )
+        self._loaded = None
         if not self.pre_quantized:
             self._placing.take_rest()
             KEPT.update({x.module: x.reason for x in self._layers if x.reason is not None})

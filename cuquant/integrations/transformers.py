@@ -22,13 +22,15 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
+
+    from cuquant.integrations.configuration import NAME, CuquantConfig
+    from cuquant.integrations.quantizer import CuquantHfQuantizer, retie
 except ImportError as error:
     raise ImportError(
-        f"cuquant.integrations.transformers needs transformers 5: {pip_install('transformers')}"
+        "cuquant.integrations.transformers needs torch and transformers 5.8 or newer: "
+        f"{pip_install('transformers')}"
     ) from error
 
-from cuquant.integrations.configuration import NAME, CuquantConfig
-from cuquant.integrations.quantizer import CuquantHfQuantizer, retie
 from cuquant.torch import load_
 from cuquant.torch.report import entry, made_as
 

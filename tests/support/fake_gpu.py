@@ -251,6 +251,9 @@ class TorchBackend(gpu.TorchBackend):
     def array(self, host: np.ndarray) -> Any:
         return super().array(host).clone().as_subclass(CudaTensor)
 
+    def broadcast(self, *args: Any) -> Any:
+        return super().broadcast(*args).as_subclass(CudaTensor)
+
 
 def _install_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch.Tensor.to
