@@ -55,11 +55,12 @@ def pytest_configure(config):
     )
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
-    # What the doctests of a folder import.
-    for folder, needs in (("torch", "torch"), ("integrations", "transformers")):
+    # What doctests import.
+    of_torch = ("torch", "bench/decoder.py")
+    for needs, paths in {"torch": of_torch, "transformers": ("integrations",)}.items():
         if importlib.util.find_spec(needs) is None:
-            path = str(Path(cq.__file__).parent / folder)
-            config.option.ignore = [*(config.option.ignore or ()), path]
+            ignored = (str(Path(cq.__file__).parent / path) for path in paths)
+            config.option.ignore = [*(config.option.ignore or ()), *ignored]
 
 
 @pytest.hookimpl(tryfirst=True)

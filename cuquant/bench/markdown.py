@@ -3,14 +3,14 @@
 A table of products has a row for each shape and number of rows of x, and a column for each format
 or pair of formats, and each peer: microseconds. That of quantize and dequantize has a row for each
 format, dtype and shape; so has that of norms and gates, with a column of TB/s for each. Formats on
-the demo's model are compared in the columns of the command.
+the demo's model, and weights of a decoder, are compared in the columns of their commands.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cuquant.bench import formats
+from cuquant.bench import formats, model
 from cuquant.bench.gemm_report import GemmResults
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.product_report import ProductRun
@@ -44,12 +44,11 @@ def markdown(text: str) -> str:
     schema = described.get("schema") if isinstance(described, dict) else None
     if schema == formats.SCHEMA:
         compared = formats.FormatResults.from_json(text)
-        lines = [f"{compared.device}:", f"`{compared.command}`.", *compared.notes]
-        return (
-            "\n".join(lines)
-            + "\n\n"
-            + _table([formats.headings(compared), *formats.rows(compared)])
-        )
+        return _page(compared, [formats.headings(compared), *formats.rows(compared)])
+    if schema == model.SCHEMA:
+        timed = model.ModelResults.from_json(text)
+        _refuse_wrong(timed.right)
+        return _page(timed, [model.headings(timed), *model.rows(timed)])
     results: Run[Any]
     if schema in QUANTIZERS:
         results = QUANTIZERS[schema].from_json(text)
@@ -59,13 +58,22 @@ def markdown(text: str) -> str:
         results = PRODUCTS[schema].from_json(text)
         rows, right = product_table(results), results.right
     else:
-        known = ", ".join(map(repr, (*QUANTIZERS, *PRODUCTS, formats.SCHEMA)))
+        known = ", ".join(map(repr, (*QUANTIZERS, *PRODUCTS, formats.SCHEMA, model.SCHEMA)))
         raise ValueError(f"no results of a benchmark; their schemas are {known}")
-    if not right:
-        raise ValueError("some of these results are wrong, and a table does not show which")
+    _refuse_wrong(right)
     measured = f"Measured: {', '.join(results.rates())}."
     lines = [f"{results.machine}:", f"`{results.command}`.", measured, *results.notes]
     return "\n".join(lines) + "\n\n" + _table(rows)
+
+
+def _page(results: formats.FormatResults | model.ModelResults, rows: Sequence[Row]) -> str:
+    lines = [f"{results.device}:", f"`{results.command}`.", *results.notes]
+    return "\n".join(lines) + "\n\n" + _table(rows)
+
+
+def _refuse_wrong(right: bool) -> None:
+    if not right:
+        raise ValueError("some of these results are wrong, and a table does not show which")
 
 
 def _table(rows: Sequence[Row]) -> str:

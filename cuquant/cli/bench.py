@@ -1,5 +1,6 @@
 """The commands `bench ...`: how fast operations are on this GPU, and tables of such results."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +29,8 @@ from cuquant.cli.options import (
 )
 from cuquant.cli.show import console
 from cuquant.disk import replace_file
-from cuquant.errors import clipped
-from cuquant.gpu.device import use
+from cuquant.errors import BackendUnavailable, clipped, pip_install
+from cuquant.gpu.device import resolve, use
 
 ResultsOption = Annotated[
     Path | None,
@@ -310,6 +311,62 @@ def formats(
     print_table(columns, columns[1:], cases.rows(results), results.header(), drop)
     if json is not None:
         replace_file(json, results.to_json().encode())
+
+
+@bench.command()
+def model(
+    names: FormatsOption = None,
+    size: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="llama-8b, llama-1b or tiny.")
+    ] = "llama-8b",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step of one token.")] = 1,
+    train: Annotated[
+        bool, typer.Option("--train/--no-train", help="Train adapters too: LoRA of rank 16.")
+    ] = True,
+    device: DeviceOption = "auto",
+    json: ResultsOption = None,
+    repeats: Annotated[int, typer.Option(min=10, help="Rounds of which the median counts.")] = 10,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B|none", help="bitsandbytes, or none; repeatable."),
+    ] = None,
+) -> None:
+    """Time a decoder of Llama's shape in PyTorch, with float and with quantized layers: memory,
+    tokens, prompts, training; exit code 1 if results are wrong.
+
+    Weights are random, and all kinds are in memory at once: llama-8b is for GPUs of 80 GB.
+    """
+    from cuquant.bench import model as cases
+    from cuquant.bench.formats import describe_cpu
+    from cuquant.bench.gpu import CupyGpu
+    from cuquant.bench.quantize import parse_formats
+
+    check_outputs(json, None)
+    sizes = cases.sizes_of(size)
+    chosen = tuple(parse_formats(split_names(names or []) or cases.FORMATS))
+    if find_spec("torch") is None:
+        raise BackendUnavailable(f"bench model needs PyTorch; {pip_install('torch')}")
+    from cuquant.bench import decoder
+
+    beside = tuple(chosen_peers(peers, decoder.PEERS))
+    where = resolve(parse_device(device))
+    dtype = "float32" if where == "cpu" else "float16"  # no CPU multiplies the latter well
+    settings = cases.Settings(sizes, chosen, beside, dtype, batch, train=train, repeats=repeats)
+    with console(stderr=True).status("making models") as status:
+        ran = describe_cpu() if where == "cpu" else str(CupyGpu().machine)
+        made, notes = decoder.run(settings, where, status.update)
+    results = cases.ModelResults(
+        typed(), f"{ran}, torch {decoder.VERSION}", (*settings.notes(), *notes), tuple(made)
+    )
+    columns = cases.headings(results)
+    print_table(columns, columns[1:], cases.rows(results), results.header(), columns[:1:-1])
+    if json is not None:
+        replace_file(json, results.to_json().encode())
+    for row in results.rows:
+        if row.problem is not None:
+            console(stderr=True).print(f"error: {row.weights}: {row.problem}", style="red")
+    if not results.right:
+        raise typer.Exit(1)
 
 
 @bench.command(name="rows")

@@ -383,6 +383,7 @@ def test_shapes_are_spelled_alike(monkeypatch, command, option):
         ["bench", "matmul"],
         ["bench", "gemm"],
         ["bench", "formats"],
+        ["bench", "model"],
         ["demo"],
     ],
 )
@@ -399,7 +400,15 @@ def test_formats_are_spelled_alike(monkeypatch, command, option):
 
 @pytest.mark.parametrize(
     "command",
-    ["quantize", "demo", "bench quantize", "bench matmul", "bench gemm", "bench formats"],
+    [
+        "quantize",
+        "demo",
+        "bench quantize",
+        "bench matmul",
+        "bench gemm",
+        "bench formats",
+        "bench model",
+    ],
 )
 def test_an_output_is_spelled_alike(command):
     shown = run(*command.split(), "--help").output
@@ -510,6 +519,7 @@ def test_help_says_what_may_be_repeated():
         "bench matmul": ["--format", "--dtypes", "--shape", "--batch", "--peers"],
         "bench gemm": ["--format", "--shape", "--peers"],
         "bench formats": ["--format", "--rows"],
+        "bench model": ["--format", "--peers"],
         "demo": ["--format"],
     }.items():
         shown = run(*command.split(), "--help").output
