@@ -61,6 +61,8 @@ class Kind:
         Why a layer cannot be swapped, in whatever format, beside what holds for all kinds.
     forward
         The forward that the quantized layer stands for; None: whichever the module has.
+    alike
+        Classes, by name, whose own forward computes the same.
     by_name
         Whether patterns must mean layers of this kind: embeddings and filters, for example.
     prepacks
@@ -82,6 +84,7 @@ class Kind:
     rows: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _, weight: weight
     obstacle: Callable[[Any], str | None] = lambda _: None
     forward: Any = None
+    alike: Sequence[str] = ()
     by_name: bool = False
     prepacks: bool = True
     keeps_rest: bool = False
@@ -96,10 +99,10 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def obstacle(module: nn.Module, kind: Kind, fmt: Format) -> str | None:
     """Why a layer cannot be swapped, whatever was asked for."""
-    if kind.forward is not None and type(module).forward is not kind.forward:
-        return f"a {type(module).__name__} has a forward of its own"
-    if "forward" in vars(module):
-        return f"a {type(module).__name__} has a forward of its own"
+    name = type(module).__name__
+    own = kind.forward is not None and type(module).forward is not kind.forward
+    if (own and name not in kind.alike) or "forward" in vars(module):
+        return f"a {name} has a forward of its own"
     if why := kind.obstacle(module):
         return why
     for name in kind.names(module):
@@ -225,6 +228,7 @@ KINDS = (
         _linear,
         obstacle=_no_linear,
         forward=nn.Linear.forward,
+        alike=("FalconLinear",),  # transformers': it rounds before it adds the bias
     ),
     Kind(
         "Conv1D",

@@ -89,6 +89,9 @@ MODELS = {
             n_embd=64, n_layer=2, n_head=2, vocab_size=256, bos_token_id=1, eos_token_id=None
         )
     ),
+    "falcon": lambda: Causal.from_config(
+        transformers.FalconConfig(**STATE, num_attention_heads=4, bias=True)
+    ),
     "mamba": lambda: Causal.from_config(transformers.MambaConfig(**STATE, state_size=8)),
     "falcon mamba": lambda: Causal.from_config(
         transformers.FalconMambaConfig(**STATE, state_size=8)
@@ -107,6 +110,7 @@ CASES = [
     ("experts", CuquantConfig("int4", activations="int8")),
     ("turned experts", CuquantConfig("q8_0")),
     ("conv1d", CuquantConfig("nf4")),
+    ("falcon", CuquantConfig("nf4")),
     ("mamba", CuquantConfig("nf4")),
     ("falcon mamba", CuquantConfig("int8")),
 ]
