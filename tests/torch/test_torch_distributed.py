@@ -1,5 +1,6 @@
 """Two processes on the CPU: DistributedDataParallel, FSDP2, distributed checkpoints."""
 
+import traceback
 import warnings
 
 import pytest
@@ -45,20 +46,67 @@ def averaged(model):
     return {key: sum(one[key] for one in found) / RANKS for key in found[0]}
 
 
-def in_two(function, tmp_path, *args):
-    """A function of rank and args, run in two processes that talk to each other."""
-    torch.multiprocessing.spawn(_joined, (function, str(tmp_path / "store"), args), RANKS)
+class Two:
+    """Two processes that talk to each other; they start with the first function and stay."""
+
+    def __init__(self, folder):
+        self.folder, self.started, self.held = folder, 0, None
+
+    def __call__(self, function, *args):
+        """Run a function of rank and args in both."""
+        if self.held is None:
+            self.held = self._start()
+        _, inboxes, outbox = self.held
+        for inbox in inboxes:
+            inbox.put((function, args))
+        try:
+            for _ in range(RANKS):
+                failed = outbox.get(timeout=100)
+                assert failed is None, failed
+        except BaseException:  # the other one may wait for ever
+            self.stop()
+            raise
+
+    def stop(self):
+        if self.held is not None:
+            for process in self.held[0]:
+                process.kill()
+                process.join()
+        self.held = None
+
+    def _start(self):
+        context = torch.multiprocessing.get_context("spawn")
+        inboxes, outbox = [context.SimpleQueue() for _ in range(RANKS)], context.Queue()
+        self.started += 1
+        store = str(self.folder / f"store{self.started}")
+        made = [
+            context.Process(target=_joined, args=(rank, store, inboxes[rank], outbox), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for process in made:
+            process.start()
+        return made, inboxes, outbox
 
 
-def _joined(rank, function, store, args):
+def _joined(rank, store, inbox, outbox):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        function(rank, *args)
-        dist.barrier()  # one that leaves first takes the others' threads along
-    finally:
-        dist.destroy_process_group()
+    while True:
+        function, args = inbox.get()
+        try:
+            function(rank, *args)
+            dist.barrier()  # one that is done first waits for the other
+            outbox.put(None)
+        except BaseException:
+            outbox.put(f"rank {rank}: {traceback.format_exc()}")
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory):
+    two = Two(tmp_path_factory.mktemp("two"))
+    yield two
+    two.stop()
 
 
 # ---- DistributedDataParallel --------------------------------------------------------------------
@@ -85,8 +133,8 @@ def _ddp(rank):
             torch.testing.assert_close(found[f"module.{name}"], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_ddp_sends_codes_once_and_not_with_every_step(tmp_path):
-    in_two(_ddp, tmp_path)
+def test_ddp_sends_codes_once_and_not_with_every_step(in_two):
+    in_two(_ddp)
 
 
 # ---- FSDP2 --------------------------------------------------------------------------------------
@@ -127,8 +175,8 @@ def _fsdp(rank):
 
 
 @FSDP2
-def test_fsdp2_shards_and_gathers_bytes(tmp_path):
-    in_two(_fsdp, tmp_path)
+def test_fsdp2_shards_and_gathers_bytes(in_two):
+    in_two(_fsdp)
 
 
 def _mixed(rank):
@@ -144,8 +192,8 @@ def _mixed(rank):
 
 
 @FSDP2
-def test_fsdp2_in_mixed_precision_leaves_codes_alone(tmp_path):
-    in_two(_mixed, tmp_path)
+def test_fsdp2_in_mixed_precision_leaves_codes_alone(in_two):
+    in_two(_mixed)
 
 
 # ---- distributed checkpoints --------------------------------------------------------------------
@@ -167,10 +215,10 @@ def _checkpoint(rank, path):
 
 
 @FSDP2
-def test_checkpoints_come_back_sharded_and_whole(tmp_path):
+def test_checkpoints_come_back_sharded_and_whole(in_two, tmp_path):
     from torch.distributed import checkpoint
 
-    in_two(_checkpoint, tmp_path, str(tmp_path / "saved"))
+    in_two(_checkpoint, str(tmp_path / "saved"))
     other = model_of(seed=1)
     state = other.state_dict()
     with warnings.catch_warnings():
@@ -193,8 +241,8 @@ def _whole_to_shards(rank):
 
 
 @FSDP2
-def test_a_whole_state_is_sent_to_all(tmp_path):
-    in_two(_whole_to_shards, tmp_path)
+def test_a_whole_state_is_sent_to_all(in_two):
+    in_two(_whole_to_shards)
 
 
 def test_memory_that_numpy_has_seen_can_be_resized():
@@ -236,5 +284,19 @@ def _others(rank):
 
 
 @FSDP2
-def test_fsdp2_shards_experts_and_llm_int8(tmp_path):
-    in_two(_others, tmp_path)
+def test_fsdp2_shards_experts_and_llm_int8(in_two):
+    in_two(_others)
+
+
+# ---- the processes themselves; last, since they end with it --------------------------------------
+
+
+def _fail(rank):
+    assert rank == 0, "the second one"
+    dist.barrier()
+
+
+def test_an_error_in_one_process_is_the_tests(in_two):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*the second one"):
+        in_two(_fail)
+    assert in_two.held is None
