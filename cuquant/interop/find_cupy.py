@@ -35,7 +35,7 @@ def import_cupy() -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             raise BackendUnavailable(
-                f"CuPy is not installed; {INSTALL_GPU}, on a machine with an NVIDIA GPU"
+                f"CuPy is not installed; {INSTALL_GPU}; arrays on the CPU need none"
             ) from error
         _broken = _reason(error)
         raise CupyBroken(*_broken) from error
