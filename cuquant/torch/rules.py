@@ -24,9 +24,10 @@ Config = (
     | str
     | Format
     | os.PathLike[str]
-    | Mapping[str, FormatName | str | Format | Mapping[str, Any] | None]
+    | Mapping[str, FormatName | str | Format | Mapping[str, Any] | float | None]
 )
 
+ENTRY = {"format", "activations", "input_scale"}  # the keys of a layer's own
 ARGUMENTS = ("include", "exclude", "activations", "compute_dtype", "prepack")  # of `quantize_`
 
 
@@ -113,7 +114,11 @@ class Rules:
         _check_arguments(options)
         if not isinstance(format, Mapping) and format != NAME:
             format, options = get_format(format, **options), {}
-        config = format if isinstance(format, Mapping) else {"*": format}
+        names = [name for layer in layers for name in layer.names]
+        if isinstance(format, Mapping) and not _is_entry(format, names):
+            config: Mapping[Any, Any] = format
+        else:
+            config = {"*": format}
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
@@ -214,10 +219,17 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     )
 
 
+def _is_entry(config: Mapping[Any, Any], names: Sequence[str]) -> bool:
+    """Whether a mapping is one layer's entry, meant for all, and no plan of patterns."""
+    if "format" not in config or any(selects("format", name) for name in names):
+        return False
+    return bool(names) or config.keys() <= ENTRY  # without a model it may be a layer's name
+
+
 def _wanted(value: Any, options: Any, activations: Any) -> Wanted:
     """Of a format, or of {"format": ..., "activations": ..., "input_scale": ...}."""
     given = dict(value) if isinstance(value, Mapping) else {"format": value}
-    if "format" not in given or given.keys() - {"format", "activations", "input_scale"}:
+    if "format" not in given or given.keys() - ENTRY:
         raise ValueError(
             f"a layer's entry has a format and may have activations and input_scale, got "
             f"{clipped(sorted(given, key=str))}"

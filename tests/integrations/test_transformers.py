@@ -402,6 +402,12 @@ def test_a_folder_of_ours_becomes_a_model(saved, tmp_path):
     assert torch.equal(logits(loaded(saved(model))), logits(model))
 
 
+def test_a_layers_entry_stands_for_all_layers():
+    entry = {"format": "int8", "activations": "int8:tensor", "input_scale": 0.05}
+    assert CuquantConfig(entry).format == {"*": entry}
+    assert CuquantConfig({"format": "int8", "*": "nf4"}).format == {"format": "int8", "*": "nf4"}
+
+
 def test_load_pretrained_says_which_path_it_wants(saved):
     with pytest.raises(FileNotFoundError, match=r"download it first: 'nobody/no-such-model'"):
         load_pretrained("nobody/no-such-model")
