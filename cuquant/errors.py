@@ -74,12 +74,16 @@ def clipped_text(text: str, most: int = 200) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question where `name` is near to known ones, else nothing.
+    """A question where `name` is the beginning of known ones or near to them, else nothing.
 
     >>> did_you_mean("nf5", ["nf4", "int8"])
     " (did you mean 'nf4'?)"
+    >>> did_you_mean("fp8", ["mxfp8", "fp8_e4m3"])
+    " (did you mean 'fp8_e4m3' or 'mxfp8'?)"
     """
     if len(name) > 64:
         return ""
-    near = difflib.get_close_matches(name.lower(), list(known), 3, 0.6)
+    said, words = name.lower(), list(known)
+    longer = [word for word in words if len(said) > 1 and word.startswith(said)]
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(said, words, 3, 0.6)]))[:3]
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

@@ -119,7 +119,8 @@ def check_gpus(facts: Facts) -> Check:
 def check_cupy(facts: Facts) -> Check:
     if not facts.cupy_wheels:
         found = "not installed; only arrays on an NVIDIA GPU need it"
-        return Check("cupy", "missing", found, install(facts))
+        has_gpu = facts.driver_cuda is not None or bool(facts.gpus)
+        return Check("cupy", "missing", found, install(facts) if has_gpu else None)
     found = " and ".join(f"{name} {version}" for name, version in facts.cupy_wheels.items())
     problem = _cupy_problem(facts)
     if problem is None:

@@ -301,6 +301,11 @@ ALIASES = {
 _OF_GGML = {"mxfp4": "ggml_mxfp4", "nvfp4": "ggml_nvfp4"}
 
 _OPTIONS = tuple(FormatOptions.__annotations__)
+_FILES = " (a kind of files: to= or --to makes them)"
+_NO_FORMATS = {  # names of something else, which are asked for all the same
+    **dict.fromkeys(("gguf", "gptq", "awq", "bitsandbytes", "mlx", "compressed-tensors"), _FILES),
+    "llm_int8": " (a kind of layers, which cuquant.torch.quantize_ makes; weights are int8+absmax)",
+}
 
 
 def list_formats() -> list[str]:
@@ -408,7 +413,7 @@ def _asked_format(text: object, options: Mapping[str, object]) -> Format:
     name, said = strings.parse(text)
     name = ALIASES.get(name, name)
     if name not in _MAKERS:
-        hint = did_you_mean(name, [*_MAKERS, *ALIASES])
+        hint = _NO_FORMATS.get(name) or did_you_mean(name, [*_MAKERS, *ALIASES])
         raise ValueError(
             f"unknown format {clipped(text)}{hint}; known are {', '.join(_MAKERS)}, "
             f"with options as {strings.SHAPE}"

@@ -9,15 +9,18 @@ if TYPE_CHECKING:
 else:
     Unpack = getattr(typing, "Unpack", typing.Optional)  # Python 3.10 has no name for it
 
-# Those of `list_formats()`, in its order; a test compares them.
-FormatName = Literal[
-    "nf4", "fp4", "bof4s", "dynamic8", "linear8", "k2", "k3", "k4", "k5", "k6", "k7", "k8",
-    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1", "uint8", "uint7", "uint6",
-    "uint5", "uint4", "uint3", "uint2", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp6_e2m3",
-    "fp6_e3m2", "fp4_e2m1", "mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "nvfp4",
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl", "iq4_xs", "q2_k", "q3_k", "q4_k",
-    "q5_k", "q6_k", "ggml_mxfp4", "ggml_nvfp4",
-]  # fmt: skip
+if TYPE_CHECKING:
+    # Those of `list_formats()`, in its order; a test compares them.
+    FormatName = Literal[
+        "nf4", "fp4", "bof4s", "dynamic8", "linear8", "k2", "k3", "k4", "k5", "k6", "k7", "k8",
+        "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1", "uint8", "uint7", "uint6",
+        "uint5", "uint4", "uint3", "uint2", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp6_e2m3",
+        "fp6_e3m2", "fp4_e2m1", "mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "nvfp4",
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl", "iq4_xs", "q2_k", "q3_k",
+        "q4_k", "q5_k", "q6_k", "ggml_mxfp4", "ggml_nvfp4",
+    ]  # fmt: skip
+else:
+    FormatName = str  # help() and notebooks would show all names wherever a format is taken
 Packing = Literal["dense", "word", "planes"]
 ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
 Span = Literal["row", "tensor", "flat"]

@@ -35,7 +35,7 @@ OPTIONS = (  # in the order they are written
     "per_matrix",
 )
 RULES = ("floor", "ceil", "even", "4over6", "mse")
-SHAPE = "NAME[:BLOCK][+OPTION...][^RULE], such as nf4:32+dq or fp8_e4m3:128x128"
+SHAPE = "NAME[:BLOCK][+OPTION...], such as nf4:32+dq or fp8_e4m3:128x128"
 
 _TRANSFORM = re.compile(r"hadamard\d*")
 _FLAT = re.compile(r"flat(\d{1,10})?")

@@ -53,7 +53,8 @@ def load_pretrained(
 
     A folder of GPTQ, AWQ, compressed-tensors, bitsandbytes and others, of `cuquant quantize`, or a
     GGUF file. Linear layers and experts compute with the codes and scales that lie in the file;
-    embeddings are decoded. The model can be saved (`save_pretrained`) and trained as any of ours.
+    embeddings are decoded. The model can be saved (`save_pretrained`) and trained as any of ours. A
+    file of plain floats makes a plain model.
 
     Parameters
     ----------
@@ -68,10 +69,16 @@ def load_pretrained(
 
     Raises
     ------
+    FileNotFoundError, ValueError
+        Where there is no such path, or it is another file; names on the Hub are not looked for.
     FormatError, RuntimeError
         As `load_`.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(2, "no such folder or file; download it first", str(path))
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"{path}: is a file; name the folder, in which config.json is too")
     folder, gguf = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
     config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     vars(config).pop("quantization_config", None)  # that of the library that wrote the file
@@ -83,7 +90,8 @@ def load_pretrained(
     load_(model, path)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return mark_quantized(model.eval()).to(device or "cpu")
+    model = model.eval()
+    return (mark_quantized(model) if made_as(model) else model).to(device or "cpu")
 
 
 def mark_quantized(model: M) -> M:

@@ -34,7 +34,9 @@ def import_cupy() -> Any:
         return importlib.import_module("cupy")
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            raise BackendUnavailable(f"CuPy is not installed; {INSTALL_GPU}") from error
+            raise BackendUnavailable(
+                f"CuPy is not installed; {INSTALL_GPU}; arrays on the CPU need none"
+            ) from error
         _broken = _reason(error)
         raise CupyBroken(*_broken) from error
 

@@ -78,14 +78,16 @@ def save(
     >>> cq.load(path)["w"]
     QuantArray(mxfp4, shape=(4, 64), dtype=float32, 4.25 bits/element, device=cpu)
     """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"save takes a path and a dict of arrays by name, got {type(arrays).__name__} for it"
+        )
     if (kind := OTHER_KINDS.get(Path(path).suffix.lower())) is not None:
         raise ValueError(
             f"{os.fspath(path)}: save writes safetensors, not {kind}; "
             f"call it {Path(path).with_suffix('.safetensors').name}"
             + (", and cuquant.convert makes GGUF of it" if kind == "GGUF" else "")
         )
-    if not isinstance(arrays, Mapping):
-        raise TypeError(f"save takes a dict of arrays by name, got {type(arrays).__name__}")
     if nonfinite not in ("raise", "propagate"):
         raise ValueError(f"nonfinite must be 'raise' or 'propagate', got {quote(nonfinite)}")
     parts: dict[str, np.ndarray] = {}

@@ -78,6 +78,11 @@ class LLMInt8Linear(QuantLinear):
         made = cls(rows_of(linear.weight.detach()), linear.bias, threshold=threshold)
         return made.train(linear.training)
 
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *_: Any, **__: Any) -> "LLMInt8Linear":
+        """TypeError: the format is no choice here, and x is quantized in any case."""
+        raise TypeError("LLMInt8Linear has one format; from_float(linear, threshold=6.0) makes it")
+
     def prepack_(self) -> "LLMInt8Linear":
         """Nothing: the operator reads rows."""
         return self

@@ -20,7 +20,7 @@ from cuquant.torch.inputs import InputQuantizing
 from cuquant.torch.kinds import KINDS, Kind, holders, kind_of, shapes
 from cuquant.torch.llm_int8_linear import NAME, THRESHOLD, LLMInt8Linear
 from cuquant.torch.module import QuantLinear
-from cuquant.torch.rules import Layer, Wanted
+from cuquant.torch.rules import Layer, Wanted, by_name
 
 # Why `quantize_` kept a module; copies of the module are told the reason of its structure.
 KEPT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -165,7 +165,7 @@ def _reason(module: nn.Module, key: str, parameter: torch.Tensor) -> str:
     if kind is not None and key in kind.names(module):
         known = KEPT.get(module)
         if known is None and kind.by_name:
-            known = f"an {kind.what} is swapped where a pattern means it"
+            known = by_name(kind)
         return known or f"an {kind.what} that was not swapped"
     if parameter.ndim < 2:
         return "a vector, as biases and norms are"

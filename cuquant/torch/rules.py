@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -11,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from cuquant.errors import clipped, shortened
+from cuquant.errors import clipped, did_you_mean, shortened
 from cuquant.formats import Format, get_format
-from cuquant.formats.names import FormatName
+from cuquant.formats.names import FormatName, FormatOptions
 from cuquant.io.state import parse_format
 from cuquant.torch.kinds import Kind, kind_of, shapes
 from cuquant.torch.llm_int8_linear import FORMAT, NAME
@@ -23,8 +24,11 @@ Config = (
     | str
     | Format
     | os.PathLike[str]
-    | Mapping[str, FormatName | str | Format | Mapping[str, Any] | None]
+    | Mapping[str, FormatName | str | Format | Mapping[str, Any] | float | None]
 )
+
+ENTRY = {"format", "activations", "input_scale"}  # the keys of a layer's own
+ARGUMENTS = ("include", "exclude", "activations", "compute_dtype", "prepack")  # of `quantize_`
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,14 @@ class Rules:
             isinstance(format, str) and format.endswith(".json")
         ):
             format = _read(Path(format))
+        _check_arguments(options)
         if not isinstance(format, Mapping) and format != NAME:
             format, options = get_format(format, **options), {}
-        config = format if isinstance(format, Mapping) else {"*": format}
+        names = [name for layer in layers for name in layer.names]
+        if isinstance(format, Mapping) and not _is_entry(format, names):
+            config: Mapping[Any, Any] = format
+        else:
+            config = {"*": format}
         formats = []
         for pattern, value in config.items():
             if not isinstance(pattern, str):
@@ -152,13 +161,13 @@ class Rules:
             return
         include = self.include
         if include is not None and self._matching(include, layer) is None:
-            layer.reason = f"{_needs_a_name(layer)}not included"
+            layer.reason = f"{by_name(layer.kind)}; " * layer.kind.by_name + "not included"
             return
         formats = dict(self.formats)
         exact = next((name for name in layer.names if name in formats), None)
         chosen = exact if exact is not None else self._matching(formats, layer, include is not None)
         if chosen is None:
-            layer.reason = f"{_needs_a_name(layer)}no pattern selects it"
+            layer.reason = by_name(layer.kind) if layer.kind.by_name else "no pattern selects it"
             return
         layer.wanted = formats[chosen]
         named = [pattern for pattern in include or () if pattern != "*"]
@@ -187,14 +196,40 @@ def selects(pattern: str, name: str) -> bool:
     return pattern == name or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
-def _needs_a_name(layer: Layer) -> str:
-    return f"an {layer.kind.what} is swapped where a pattern means it; " * layer.kind.by_name
+def by_name(kind: Kind) -> str:
+    """What a pattern of such layers must be."""
+    return f"an {kind.what} is swapped by its name, or a pattern that selects no nn.Linear"
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """TypeError for what neither a format nor `quantize_` takes."""
+    unknown = sorted(given.keys() - FormatOptions.__annotations__.keys())
+    if not unknown:
+        return
+    name, others = unknown[0], ", ".join(FormatOptions.__annotations__)
+    if name in ARGUMENTS:
+        raise TypeError(f"{name} is no part of a plan; pass it to quantize_")
+    if re.match("load_in_|bnb_|llm_int8_", name):
+        hint = "; in place of bitsandbytes' options stands a format, such as nf4+dq or llm_int8"
+    else:
+        hint = did_you_mean(name, [*ARGUMENTS, *FormatOptions.__annotations__])
+    raise TypeError(
+        f"unknown argument {clipped(name)}{hint}; beside {', '.join(ARGUMENTS)} there are the "
+        f"options of formats: {others}"
+    )
+
+
+def _is_entry(config: Mapping[Any, Any], names: Sequence[str]) -> bool:
+    """Whether a mapping is one layer's entry, meant for all, and no plan of patterns."""
+    if "format" not in config or any(selects("format", name) for name in names):
+        return False
+    return bool(names) or config.keys() <= ENTRY  # without a model it may be a layer's name
 
 
 def _wanted(value: Any, options: Any, activations: Any) -> Wanted:
     """Of a format, or of {"format": ..., "activations": ..., "input_scale": ...}."""
     given = dict(value) if isinstance(value, Mapping) else {"format": value}
-    if "format" not in given or given.keys() - {"format", "activations", "input_scale"}:
+    if "format" not in given or given.keys() - ENTRY:
         raise ValueError(
             f"a layer's entry has a format and may have activations and input_scale, got "
             f"{clipped(sorted(given, key=str))}"

@@ -53,7 +53,8 @@ class WeightSpec:
         """
         if not isinstance(weight, (QuantArray, PackedWeight)):
             raise TypeError(
-                f"weight must be a QuantArray or PackedWeight, got {type(weight).__name__}"
+                f"weight must be a QuantArray or PackedWeight, got {type(weight).__name__}; "
+                "from_linear, from_embedding and from_conv make a layer of a float one"
             )
         turned = isinstance(weight, QuantArray) and weight.axes != tuple(range(axes))
         if len(weight.shape) != axes or turned:

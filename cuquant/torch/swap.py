@@ -76,9 +76,9 @@ def quantize_(
     format
         A format's name or string (`"nf4:32+dq"`), "llm_int8" (`LLMInt8Linear`), a Format, or
         {pattern: format, or None to keep}: a layer's exact name goes first, then the first pattern
-        that selects it; layers that none selects are kept. In place of a format can be
-        {"format": ..., "activations": ..., "input_scale": ...}. A `Plan` is such a mapping, and a
-        path (a str that ends in ".json") is that of its JSON.
+        that selects it; layers that none selects are kept. In place of a format, of all or of one
+        pattern, can be {"format": ..., "activations": ..., "input_scale": ...}. A `Plan` is such a
+        mapping, and a path (a str that ends in ".json") is that of its JSON.
     include, exclude
         A pattern or several. `exclude` goes first.
     prepack

@@ -189,6 +189,8 @@ def test_a_fault_is_told_once():
 def test_without_a_gpu_nothing_is_a_problem(wheels):
     nvrtc = HEALTHY.nvrtc if wheels else None
     assert problems(cupy_wheels=wheels, nvrtc=nvrtc, **NO_GPU) == set()
+    checks = examine(replace(HEALTHY, cupy_wheels=wheels, nvrtc=nvrtc, **NO_GPU))
+    assert [c.advice for c in checks if c.advice] == [], "nothing to install that nothing can use"
     assert check("gpu", **NO_GPU).status == check("driver", **NO_GPU).status == "missing"
 
 

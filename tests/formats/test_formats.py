@@ -1,5 +1,8 @@
+import ast
+import inspect
 import math
 import pickle
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -9,6 +12,7 @@ from oracle import bits_equal
 import cuquant as cq
 from cuquant.formats import MAPS, Codebook, fit_levels, names, strings, tables
 from cuquant.formats.catalogue import DYNAMIC8, FP4, LINEAR8, NF4
+from cuquant.io.conversion.door import Kind
 
 NAMES = cq.list_formats()
 
@@ -32,7 +36,13 @@ def test_formats_are_values(name):
 
 
 def test_names_for_type_checkers_are_those_of_the_registry():
-    assert get_args(names.FormatName) == tuple(NAMES)
+    source = ast.parse(Path(names.__file__).read_text(encoding="utf-8"))
+    literal = next(
+        node.value
+        for node in ast.walk(source)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FormatName"
+    )
+    assert isinstance(literal, ast.Subscript) and ast.literal_eval(literal.slice) == tuple(NAMES)
     words = {option: set() for option, _ in strings.WORDS.values()}
     for option, value in strings.WORDS.values():
         words[option].add(value)
@@ -59,12 +69,26 @@ def test_aliases(alias, name):
     assert cq.get_format(alias) == cq.get_format(name)
 
 
+def test_help_does_not_list_all_formats_in_a_signature():
+    for function in (cq.get_format, cq.quantize, cq.functional.rmsnorm_quantize):
+        assert "q6_k" not in str(inspect.signature(function))
+
+
+def test_names_of_files_and_layers_are_told_from_formats():
+    for kind in (*get_args(Kind), "llm_int8"):
+        if kind not in ("cuquant", "fp8"):
+            with pytest.raises(ValueError, match=rf"unknown format '{kind}' \(a kind of "):
+                cq.get_format(kind)
+
+
 def test_an_unknown_name_lists_the_known():
     wanted = r"unknown format 'nf5' \(did you mean 'nf4'\?\); known are nf4, fp4, .*q6_k"
     with pytest.raises(ValueError, match=wanted):
         cq.get_format("nf5")
     with pytest.raises(ValueError, match=r"unknown format 'xyzzy'; known are nf4"):
         cq.get_format("xyzzy")
+    with pytest.raises(ValueError, match=r"'fp8' \(did you mean 'fp8_e4m3' or 'fp8_e5m2' or"):
+        cq.get_format("fp8")
     with pytest.raises(TypeError, match=r"did you mean 'block_size'\?"):
         cq.get_format("nf4", blocksize=64)
 

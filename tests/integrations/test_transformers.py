@@ -393,6 +393,32 @@ def test_checkpoints_of_other_libraries_become_models(name, saved):
     assert torch.equal(loaded(saved(model))(ids).logits, model(ids).logits)
 
 
+def test_load_pretrained_makes_a_plain_model_of_plain_floats(saved):
+    plain = llama()
+    model = load_pretrained(saved(plain))
+    assert torch.equal(logits(model), logits(plain)) and not hasattr(model, "hf_quantizer")
+
+
+def test_a_folder_of_ours_becomes_a_model(saved, tmp_path):
+    cq.convert(saved(llama()), tmp_path / "ours", to="cuquant", format="nf4")
+    model = load_pretrained(tmp_path / "ours")
+    assert model.model.layers[0].mlp.up_proj.format == cq.get_format("nf4")
+    assert torch.equal(logits(loaded(saved(model))), logits(model))
+
+
+def test_a_layers_entry_stands_for_all_layers():
+    entry = {"format": "int8", "activations": "int8:tensor", "input_scale": 0.05}
+    assert CuquantConfig(entry).format == {"*": entry}
+    assert CuquantConfig({"format": "int8", "*": "nf4"}).format == {"format": "int8", "*": "nf4"}
+
+
+def test_load_pretrained_says_which_path_it_wants(saved):
+    with pytest.raises(FileNotFoundError, match=r"download it first: 'nobody/no-such-model'"):
+        load_pretrained("nobody/no-such-model")
+    with pytest.raises(ValueError, match=r"model\.safetensors: is a file; name the folder"):
+        load_pretrained(Path(saved(llama())) / "model.safetensors")
+
+
 def test_gpt_oss_is_read_as_it_is_published(saved):
     model = load_pretrained(CHECKPOINTS / "hf-mxfp4-gpt-oss")
     experts = model.model.layers[0].mlp.experts

@@ -131,3 +131,10 @@ def test_hints_name_what_pip_can_install():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install (-\S+ )*'?cuquant\b", text), path
         assert "cuquant[" not in text, path
+
+
+def test_without_cupy_it_is_said_that_the_cpu_needs_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    wanted = r"CuPy is not installed; .*; arrays on the CPU need none"
+    with pytest.raises(cq.BackendUnavailable, match=wanted):
+        cq.quantize(np.ones((2, 64), np.float32)).to("cuda")

@@ -367,3 +367,8 @@ def test_save_does_not_call_safetensors_by_the_name_of_another_kind(tmp_path):
         with pytest.raises(ValueError, match=f"not {kind}; call it w.safetensors"):
             cq.save(tmp_path / name, {"w": np.ones(3)})
     assert not list(tmp_path.iterdir())
+
+
+def test_swapped_arguments_of_save_are_told(tmp_path):
+    with pytest.raises(TypeError, match="save takes a path and a dict of arrays by name, got str"):
+        cq.save({"w": sample("nf4")}, "w.safetensors")

@@ -395,8 +395,13 @@ def test_static_scales():
     assert moved.input_scale.dtype == torch.float32
     assert other.bfloat16().input_scale == torch.tensor(0.05)
     entry = {"format": "int8", "activations": "int8:tensor", "input_scale": 0.05}
-    model = quantize_(nn.Sequential(linear(), nn.ReLU()), {"0": entry})
-    assert torch.equal(model[0](x), wanted)
+    for config in ({"0": entry}, entry):
+        model = quantize_(nn.Sequential(linear(), nn.ReLU()), config)
+        assert torch.equal(model[0](x), wanted)
+    named = quantize_(nn.ModuleDict({"format": linear(), "other": linear()}), {"format": "int8"})
+    assert isinstance(named["format"], QuantLinear) and type(named["other"]) is nn.Linear
+    with pytest.raises(ValueError, match="a layer's entry has a format and may have"):
+        quantize_(nn.Sequential(linear()), {"format": "int8", "activation": "int8"})
     with pytest.raises(ValueError, match="input_scale"):
         QuantLinear.from_linear(linear(), "int8", input_scale=0.05)
     with pytest.raises(ValueError, match="input_scale"):

@@ -43,6 +43,8 @@ def test_wrong_layers():
         LLMInt8Linear(q, threshold=-1)
     with pytest.raises(TypeError, match=r"nn\.Linear"):
         LLMInt8Linear.from_float(nn.Identity())
+    with pytest.raises(TypeError, match="from_float"):
+        LLMInt8Linear.from_linear(nn.Linear(64, 8))
     assert LLMInt8Linear(cq.prepack(q)).layout == "rows/1"
 
 

@@ -69,7 +69,7 @@ def test_reasons():
     assert "reads its projections itself" in found["heads.in_proj_weight"]
     assert "reads its projections itself" in found["heads.out_proj.weight"]
     for name in ("embed", "filters"):
-        assert "is swapped where a pattern means it" in found[f"{name}.weight"]
+        assert "by its name, or a pattern that selects no nn.Linear" in found[f"{name}.weight"]
     assert found["positions"].startswith("a parameter of ModuleDict")
     copied = {row.name: row.reason for row in report(copy.deepcopy(model)).rows}
     assert copied.keys() == found.keys() and copied["second.weight"] is not None
@@ -88,7 +88,7 @@ def test_a_twentieth_that_stays_float_is_told_once():
     assert [text.partition(" (")[0] for text in kept_of(Block(), "nf4")] == [
         "16% of the parameters stay float"
     ]
-    assert "embed.weight: an nn.Embedding is swapped where" in kept_of(Block(), "nf4")[0]
+    assert "embed.weight: an nn.Embedding is swapped by its name" in kept_of(Block(), "nf4")[0]
     assert not kept_of(Block(), {"embed": "int8", "*": "nf4"})
     assert not kept_of(Block(), {"embed": None, "*": "nf4"})
     assert not kept_of(Block(), "nf4", exclude="embed")

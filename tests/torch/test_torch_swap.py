@@ -17,7 +17,7 @@ from torch.nn.utils import prune  # noqa: E402
 from torch_models import DTYPES, Block, kinds, linear, random  # noqa: E402
 
 import cuquant.torch  # noqa: E402
-from cuquant.torch import QuantLinear, dequantize_, quantize_  # noqa: E402
+from cuquant.torch import QuantLinear, dequantize_, plan, quantize_  # noqa: E402
 
 nn = torch.nn
 
@@ -99,6 +99,9 @@ def test_formats_by_name():
         ({"include": ["mlp.*", "*.up"]}, ValueError, r"'\*.up' selects no nn.Linear"),
         ({"include": 3}, TypeError, "include must be"),
         ({"exclude": [3]}, TypeError, "exclude holds 3"),
+        ({"activation": "int8"}, TypeError, r"'activation'.* \(did you mean 'activations'\?\)"),
+        ({"group_size": 32}, TypeError, r"'group_size'.* \(did you mean 'block_size'\?\)"),
+        ({"load_in_4bit": True}, TypeError, "'load_in_4bit'; in place of bitsandbytes' options"),
     ],
 )
 def test_wrong_arguments_change_nothing(options, error, message):
@@ -107,6 +110,11 @@ def test_wrong_arguments_change_nothing(options, error, message):
     with pytest.raises(error, match=message):
         quantize_(model, **options)
     assert list(model.modules()) == before
+
+
+def test_a_plan_has_no_layout():
+    with pytest.raises(TypeError, match="prepack is no part of a plan; pass it to quantize_"):
+        plan(Block(), "nf4", prepack=True)
 
 
 def test_models_that_are_none():
