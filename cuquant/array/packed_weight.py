@@ -136,8 +136,8 @@ def prepack(q: QuantArray[ArrayT]) -> PackedWeight[ArrayT]:
     Returns
     -------
     PackedWeight
-        Of the layout "fragments/1"; fp16, bf16 and blocks that do not go with its units of 64
-        columns keep "rows/1".
+        Of the layout "fragments/1"; fp16, bf16, ggml_mxfp4, ggml_nvfp4, nvfp4+per_matrix, and
+        blocks that do not go with its units of 64 columns, keep "rows/1".
 
     Raises
     ------

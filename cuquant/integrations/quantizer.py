@@ -137,12 +137,13 @@ class CuquantHfQuantizer(HfQuantizer):
                 if f"{origin}.{part}" not in stored and not is_tied:
                     raise FormatError(f"{origin}.{part} is missing in the file, a part of a weight")
 
-    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
         """Leave the bytes of quantized weights as they lie, where floats would be rearranged.
 
         Older releases of transformers do not tell the model.
         """
-        found = super().update_weight_conversions(weight_conversions, *model)
+        told = () if model is None else (model,)
+        found = super().update_weight_conversions(weight_conversions, *told)
         return spared(found, self._loaded) if self.pre_quantized else found
 
     def quantize(self, model: Any, name: str, values: torch.Tensor) -> list[str]:

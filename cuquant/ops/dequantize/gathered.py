@@ -97,9 +97,9 @@ def _integers(ids: Any, q: QuantArray) -> Any:
         found = found.astype(INT64)
     _check_dtype(found.dtype)
     known = q.shape[0]
-    if found.size and not (found.min() >= 0 and found.max() < known):
+    if (wrong := found[(found < 0) | (found >= known)]).size:
         which = f"in 0..{known - 1}" if known else "none, as q has no rows"
-        raise IndexError(f"ids must be {which}, got {found.min()}..{found.max()}")
+        raise IndexError(f"ids must be {which}, got {wrong[0]}")
     return found.astype(INT64)
 
 

@@ -124,7 +124,10 @@ def stored(value: Any) -> Any:
 def weight(value: Any, name: str, ndim: int) -> Operand:
     """The operand of a weight, [N, K] or [E, N, K]; TypeError or ValueError for anything else."""
     if not isinstance(value, (QuantArray, PackedWeight)):
-        raise TypeError(f"{name} must be a QuantArray or PackedWeight, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a QuantArray or PackedWeight, got {type(value).__name__}; "
+            "cuquant.quantize makes one"
+        )
     if len(value.shape) != ndim:
         wanted = "[N, K]" if ndim == 2 else "[E, N, K]"
         raise ValueError(f"{name} has shape {value.shape}; it must be {wanted}")
@@ -145,12 +148,17 @@ def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     if not a or not b or a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(
             f"shapes {a} and {b} do not multiply: a's last axis must equal b's last but one"
+            + ("; of a weight [N, K] pass w.T, or use linear" if _turned(a, b) else "")
         )
     try:
         batch = np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError as error:
         raise ValueError(f"the leading axes of {a} and {b} do not broadcast") from error
     return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _turned(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return len(b) == 2 and a[-1:] == b[-1:]
 
 
 @dataclass(frozen=True)

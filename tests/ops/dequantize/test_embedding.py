@@ -87,10 +87,15 @@ def test_torch_tensors_on_the_cpu():
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ids", [[24], [-1], [0, 1 << 40], np.array([1 << 63], np.uint64)])
-def test_ids_of_no_row(ids):
-    with pytest.raises(IndexError, match=r"ids must be in 0\.\.23, got"):
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [([24], 24), ([-1], -1), ([3, 25, 99, 0], 25), ([0, 1 << 40], 1 << 40), (-9, -9),
+     (np.array([1 << 63], np.uint64), 1 << 63)],
+)  # fmt: skip
+def test_ids_of_no_row(ids, told):
+    with pytest.raises(IndexError, match=rf"ids must be in 0\.\.23, got {told}$"):
         cq.embedding(ids, TABLE)
+    ids = np.atleast_1d(ids)
     out = np.full((len(ids), 256), 7, F32)
     with pytest.raises(IndexError):
         cq.embedding(ids, TABLE, out=out)

@@ -117,6 +117,17 @@ def test_activations_by_the_c_library():
         assert (values[2:] == np.float32([3e38, 0])).all()
 
 
+def test_a_weight_that_is_not_transposed_and_one_of_floats_are_told(rng):
+    x, q = rng.standard_normal((2, 256)).astype(np.float32), weight("nf4", (24, 256))
+    for call in (lambda: cq.matmul(x, q), lambda: x @ q):
+        with pytest.raises(ValueError, match=r"pass w\.T, or use linear"):
+            call()
+    with pytest.raises(ValueError, match=r"last but one$"):
+        cq.matmul(x[:, :255], q)
+    with pytest.raises(TypeError, match="quantize makes one"):
+        cq.linear(x, x)
+
+
 def test_swiglu(rng):
     gate, up = weight("nf4"), weight("q4_0")
     x = rng.standard_normal((2, 3, 256)).astype(np.float16)
