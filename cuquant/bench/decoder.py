@@ -11,6 +11,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -84,11 +85,11 @@ class Decoder(nn.Module):
 class Adapted(nn.Module):
     """A frozen layer and LoRA beside it."""
 
-    def __init__(self, base: nn.Module, like: torch.Tensor, ins: int, outs: int) -> None:
+    def __init__(self, base: nn.Linear, like: torch.Tensor) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(like.new_empty(RANK, ins).normal_(0, 0.02))
-        self.up = nn.Parameter(like.new_zeros(outs, RANK))
+        self.down = nn.Parameter(like.new_empty(RANK, base.in_features).normal_(0, 0.02))
+        self.up = nn.Parameter(like.new_zeros(base.out_features, RANK))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """base(x) + up(down(x))."""
@@ -109,13 +110,17 @@ def build(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Decoder:
     return model
 
 
-def adapt_(model: nn.Module, like: torch.Tensor) -> list[nn.Parameter]:
-    """Give each linear layer an adapter, the head too; what learns."""
+def _swap_(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put something else in the place of each linear layer, the head's too."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear):
-                adapted = Adapted(layer, like, layer.in_features, layer.out_features)
-                setattr(parent, name, adapted)
+                setattr(parent, name, make(layer))
+
+
+def adapt_(model: nn.Module, like: torch.Tensor) -> list[nn.Parameter]:
+    """Give each linear layer an adapter of `like`'s dtype; what learns."""
+    _swap_(model, lambda layer: Adapted(layer, like))
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -125,18 +130,17 @@ def adapt_(model: nn.Module, like: torch.Tensor) -> list[nn.Parameter]:
 def _bitsandbytes(model: nn.Module, dtype: torch.dtype) -> str:
     """Swap the linear layers as transformers does; the library's name for a row."""
     library = importlib.import_module("bitsandbytes")
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Linear):
-                swapped = library.nn.Linear4bit(
-                    layer.in_features, layer.out_features, bias=False, compute_dtype=dtype,
-                    quant_type="nf4", device="meta",
-                )  # fmt: skip
-                weight = library.nn.Params4bit(
-                    layer.weight.data, requires_grad=False, quant_type="nf4"
-                )
-                swapped.weight = weight.to(layer.weight.device)
-                setattr(parent, name, swapped)
+
+    def quantized(layer: nn.Linear) -> nn.Module:
+        made = library.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=dtype,
+            quant_type="nf4", device="meta",
+        )  # fmt: skip
+        weight = library.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        made.weight = weight.to(layer.weight.device)
+        return made
+
+    _swap_(model, quantized)
     return f"bitsandbytes {importlib.metadata.version('bitsandbytes')}, nf4+dq"
 
 
@@ -215,7 +219,8 @@ class Bench:
 
                 subject.calls = {"eager": step, "prefill": prefill}
                 if self.cuda:
-                    subject.calls["graph"] = self._captured(step)
+                    with suppress(RuntimeError):  # what cannot be captured has no time
+                        subject.calls["graph"] = self._captured(step)
             self._rounds(subjects, begin)
 
     def train(self, subjects: Sequence[Subject], begin: Callable[[str], None]) -> None:
@@ -250,7 +255,7 @@ class Bench:
         for what in names:
             for turn in range(-1, self.settings.repeats):  # the first warms up
                 begin(f"{what}: round {max(turn, 0) + 1} of {self.settings.repeats}")
-                for subject in subjects:
+                for subject in (one for one in subjects if what in one.calls):
                     took = self._milliseconds(subject.calls[what], 1 if what == "train" else STEPS)
                     if turn >= 0:
                         subject.took.setdefault(what, []).append(took)

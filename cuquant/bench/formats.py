@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from cuquant.array.packed_weight import prepack
 from cuquant.bench import matmul_peers
 from cuquant.bench.gpu import Gpu
 from cuquant.bench.quantize import random_values
+from cuquant.bench.report import Comparison
 from cuquant.bench.timing import MIN_REPEATS, measure
 from cuquant.demo import run as demo
 from cuquant.demo.encoder import ModelFiles, linear_weights, load_weights
@@ -38,7 +39,6 @@ from cuquant.interop import float_dtype
 from cuquant.ops.matmul.door import linear
 from cuquant.ops.quantize.door import quantize
 
-SCHEMA = "cuquant.bench.formats/1"
 FORMATS = ("bf16", "fp8_e4m3", "int8", "int4", "int1")  # beside fp32 and fp16
 ROWS = (1, 2048)  # of x: a token, and what the encoder takes at once
 DENSE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by cuBLAS on a GPU
@@ -81,21 +81,12 @@ class FormatRow:
 
 
 @dataclass(frozen=True)
-class FormatResults:
+class FormatResults(Comparison):
     """All of one run; the first row is fp32, the second fp16."""
 
-    command: str
-    device: str
-    notes: tuple[str, ...]
+    SCHEMA = "cuquant.bench.formats/1"
+
     rows: tuple[FormatRow, ...]
-
-    def header(self) -> list[str]:
-        """The lines above the table."""
-        return [self.device, *self.notes]
-
-    def to_json(self) -> str:
-        """The text of a JSON file; the schema stands at the top of this module."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "FormatResults":

@@ -15,7 +15,7 @@ from cuquant.bench.gemm_report import GemmResults
 from cuquant.bench.matmul_report import ProductResults
 from cuquant.bench.product_report import ProductRun
 from cuquant.bench.quantize_report import Results
-from cuquant.bench.report import Run
+from cuquant.bench.report import Comparison, Run
 from cuquant.bench.rows import RowResults
 from cuquant.bench.timing import Timing
 
@@ -42,10 +42,10 @@ def markdown(text: str) -> str:
     """
     described = json.loads(text)
     schema = described.get("schema") if isinstance(described, dict) else None
-    if schema == formats.SCHEMA:
+    if schema == formats.FormatResults.SCHEMA:
         compared = formats.FormatResults.from_json(text)
         return _page(compared, [formats.headings(compared), *formats.rows(compared)])
-    if schema == model.SCHEMA:
+    if schema == model.ModelResults.SCHEMA:
         timed = model.ModelResults.from_json(text)
         _refuse_wrong(timed.right)
         return _page(timed, [model.headings(timed), *model.rows(timed)])
@@ -58,7 +58,8 @@ def markdown(text: str) -> str:
         results = PRODUCTS[schema].from_json(text)
         rows, right = product_table(results), results.right
     else:
-        known = ", ".join(map(repr, (*QUANTIZERS, *PRODUCTS, formats.SCHEMA, model.SCHEMA)))
+        others = (formats.FormatResults.SCHEMA, model.ModelResults.SCHEMA)
+        known = ", ".join(map(repr, (*QUANTIZERS, *PRODUCTS, *others)))
         raise ValueError(f"no results of a benchmark; their schemas are {known}")
     _refuse_wrong(right)
     measured = f"Measured: {', '.join(results.rates())}."
@@ -66,7 +67,7 @@ def markdown(text: str) -> str:
     return "\n".join(lines) + "\n\n" + _table(rows)
 
 
-def _page(results: formats.FormatResults | model.ModelResults, rows: Sequence[Row]) -> str:
+def _page(results: Comparison, rows: Sequence[Row]) -> str:
     lines = [f"{results.device}:", f"`{results.command}`.", *results.notes]
     return "\n".join(lines) + "\n\n" + _table(rows)
 

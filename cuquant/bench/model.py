@@ -10,19 +10,18 @@ The JSON of a run, schema "cuquant.bench.model/1":
         gigabytes     10^9 bytes of the model
         problem       what is wrong with the results; null where they are right
         eager_ms      milliseconds of a step of one token a sequence
-        graph_ms      of the same step as a CUDA graph; null without a GPU
+        graph_ms      of the same step as a CUDA graph; null where none could be captured
         prefill_ms    of a prompt
         train_ms      of forward and backward of adapters; null where it was not asked for
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from cuquant.bench.report import Comparison
 from cuquant.bench.timing import MIN_REPEATS
 from cuquant.errors import clipped, did_you_mean
 
-SCHEMA = "cuquant.bench.model/1"
 FORMATS = ("int4", "nf4")
 RANK = 16  # of an adapter
 STEPS_OF = ("eager", "graph", "prefill", "train")
@@ -117,28 +116,23 @@ class ModelRow:
     prefill_ms: float | None
     train_ms: float | None
 
+    def milliseconds(self, step: str) -> float | None:
+        """Of one of STEPS_OF."""
+        return getattr(self, f"{step}_ms")
+
 
 @dataclass(frozen=True)
-class ModelResults:
+class ModelResults(Comparison):
     """All of one run; the first row is the float weights'."""
 
-    command: str
-    device: str
-    notes: tuple[str, ...]
+    SCHEMA = "cuquant.bench.model/1"
+
     rows: tuple[ModelRow, ...]
 
     @property
     def right(self) -> bool:
         """Whether all results are those of the decoded weights, within rounding."""
         return all(row.problem is None for row in self.rows)
-
-    def header(self) -> list[str]:
-        """The lines above the table."""
-        return [self.device, *self.notes]
-
-    def to_json(self) -> str:
-        """The text of a JSON file; the schema stands at the top of this module."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "ModelResults":
@@ -152,8 +146,7 @@ class ModelResults:
 
 
 def _measured(results: ModelResults) -> list[str]:
-    first = asdict(results.rows[0])
-    return [what for what in STEPS_OF if first[f"{what}_ms"] is not None]
+    return [what for what in STEPS_OF if results.rows[0].milliseconds(what) is not None]
 
 
 def headings(results: ModelResults) -> tuple[str, ...]:
@@ -164,15 +157,19 @@ def headings(results: ModelResults) -> tuple[str, ...]:
 
 def rows(results: ModelResults) -> list[tuple[str, ...]]:
     """The table, as texts: milliseconds, and how many times as fast as the float weights."""
-    steps, first = _measured(results), asdict(results.rows[0])
-    return [_cells(asdict(row), first, steps) for row in results.rows]
+    steps, first = _measured(results), results.rows[0]
+    return [
+        (
+            row.weights,
+            f"{row.gigabytes:.3g}",
+            *(c for step in steps for c in _cells(row, first, step)),
+        )
+        for row in results.rows
+    ]
 
 
-def _cells(
-    row: dict[str, object], first: dict[str, object], steps: Sequence[str]
-) -> tuple[str, ...]:
-    cells = [str(row["weights"]), f"{row['gigabytes']:.3g}"]
-    for what in steps:
-        own, whole = (float(str(r[f"{what}_ms"])) for r in (row, first))
-        cells += [f"{own:.2f}", f"{whole / own:.2f}x"]
-    return tuple(cells)
+def _cells(row: ModelRow, first: ModelRow, step: str) -> tuple[str, str]:
+    own, whole = row.milliseconds(step), first.milliseconds(step)
+    if own is None or whole is None:
+        return "", ""
+    return f"{own:.2f}", f"{whole / own:.2f}x"

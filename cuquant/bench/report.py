@@ -102,6 +102,28 @@ class Measured:
         return f"{self.timing.microseconds:.1f}" + ("" if self.timing.graph else " (no graph)")
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What runs share whose rows are read side by side: `rows`, and their JSON.
+
+    schema and command are as above; device says what ran, with versions, and notes what was timed.
+    """
+
+    SCHEMA: ClassVar[str]
+
+    command: str
+    device: str
+    notes: tuple[str, ...]
+
+    def header(self) -> list[str]:
+        """The lines above the table."""
+        return [self.device, *self.notes]
+
+    def to_json(self) -> str:
+        """The text of a JSON file; the schema stands at the top of the run's module."""
+        return json.dumps({"schema": self.SCHEMA, **asdict(self)}, indent=1) + "\n"
+
+
 M = TypeVar("M", bound=Measured)
 R = TypeVar("R", bound="Run[Any]")
 T = TypeVar("T")

@@ -319,7 +319,7 @@ def model(
     size: Annotated[
         str, typer.Option("--model", metavar="NAME", help="llama-8b, llama-1b or tiny.")
     ] = "llama-8b",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step of one token.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of a step of one token.")] = 1,
     train: Annotated[
         bool, typer.Option("--train/--no-train", help="Train adapters too: LoRA of rank 16.")
     ] = True,
@@ -351,7 +351,7 @@ def model(
     beside = tuple(chosen_peers(peers, decoder.PEERS))
     where = resolve(parse_device(device))
     dtype = "float32" if where == "cpu" else "float16"  # no CPU multiplies the latter well
-    settings = cases.Settings(sizes, chosen, beside, dtype, batch, train=train, repeats=repeats)
+    settings = cases.Settings(sizes, chosen, beside, dtype, rows, train=train, repeats=repeats)
     with console(stderr=True).status("making models") as status:
         ran = describe_cpu() if where == "cpu" else str(CupyGpu().machine)
         made, notes = decoder.run(settings, where, status.update)

@@ -118,7 +118,7 @@ def test_the_table_has_speeds_beside_fp32_and_fp16():
 
 def test_the_json_says_what_its_module_tells():
     described = json.loads(results().to_json())
-    assert described["schema"] == formats.SCHEMA
+    assert described["schema"] == formats.FormatResults.SCHEMA
     first = described["rows"][0]
     for name in [*described, *first, *first["speeds"][0]]:
         assert name in formats.__doc__, name

@@ -21,8 +21,6 @@ SIZES = model.Sizes(64, 128, 2, 96, 4, 2, 16)
 SETTINGS = model.Settings(
     SIZES, ("int8", "nf4"), (), "float32", rows=3, context=5, prompt=7, batch=(2, 6), repeats=2
 )
-
-
 HERE = ("--model", "tiny", "--device", "cpu", "--peers", "none")
 
 
@@ -109,8 +107,8 @@ def test_a_step_that_does_not_fit_leaves_the_others(monkeypatch):
     assert notes == ["train: cpu has too little memory for all models"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU")
-def test_a_gpu_that_torch_does_not_find_is_told():
+def test_a_gpu_that_torch_does_not_find_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendUnavailable, match="torch with CUDA"):
         decoder.run(SETTINGS, "cuda:0")
 
@@ -133,10 +131,20 @@ def test_a_peer_swaps_every_linear_layer(monkeypatch):
     assert len(swapped) == 15 and all(type(m) is Linear4bit for m in swapped)
 
 
-def results(problem=None):
+def test_a_step_that_cannot_be_captured_has_no_time():
+    bench = decoder.Bench(SETTINGS, "cpu")
+    one, other = (decoder.Subject(name, None, 0, False) for name in "ab")
+    one.calls, other.calls = {"eager": int, "graph": int}, {"eager": int}
+    bench._rounds([one, other], lambda text: None)
+    assert one.median("graph") is not None and other.median("graph") is None
+    cells = model.rows(results(graph_ms=None))[1]
+    assert cells == ("int4", "3.88", "10.00", "1.20x", "", "", "47.00", "1.09x")
+
+
+def results(problem=None, graph_ms=3.5):
     rows = (
         model.ModelRow("float16", 15.0, None, 12.0, 7.0, 51.0, None),
-        model.ModelRow("int4", 3.875, problem, 10.0, 3.5, 47.0, None),
+        model.ModelRow("int4", 3.875, problem, 10.0, graph_ms, 47.0, None),
     )
     return model.ModelResults("cuquant bench model", "a device", ("a note",), rows)
 
@@ -157,7 +165,7 @@ def test_the_table_has_times_beside_the_float_weights():
 
 def test_the_json_says_what_its_module_tells():
     described = json.loads(results().to_json())
-    assert described["schema"] == model.SCHEMA
+    assert described["schema"] == model.ModelResults.SCHEMA
     for name in [*described, *described["rows"][0]]:
         assert name in model.__doc__, name
     assert model.ModelResults.from_json(results().to_json()) == results()
@@ -175,20 +183,21 @@ def small(monkeypatch):
 
 def test_the_command_prints_and_writes_the_table(small, tmp_path):
     out = tmp_path / "model.json"
-    ran = command(
-        "--model", "tiny", "--device", "cpu", "-f", "int4:32", "--peers", "none", "-o", out
-    )
+    ran = command(*HERE, "-f", "int4:32", "--rows", 3, "-o", out)
     assert ran.exit_code == 0, ran.output
-    assert "of 7" in ran.output and "2 x 6 tokens" in ran.output and "1.00x" in ran.output
+    assert (
+        "each of 3" in ran.output
+        and "of 7" in ran.output
+        and "2 x 6 tokens" in ran.output
+        and "1.00x" in ran.output
+    )
     rows = json.loads(out.read_text())["rows"]
     assert [row["weights"] for row in rows] == ["float32", "int4:32"]
 
 
 def test_the_command_ends_with_1_where_results_are_wrong(small, monkeypatch):
     monkeypatch.setattr(decoder, "BOUND", 0)
-    ran = command(
-        "--model", "tiny", "--device", "cpu", "-f", "nf4", "--no-train", "--peers", "none"
-    )
+    ran = command(*HERE, "-f", "nf4", "--no-train")
     assert ran.exit_code == 1 and "error: nf4: " in ran.stderr
 
 
@@ -199,7 +208,7 @@ def test_the_command_ends_with_1_where_results_are_wrong(small, monkeypatch):
         (["-f", "nf5"], 1, "did you mean 'nf4'"),
         (["--peers", "bitsandbyte"], 1, "did you mean 'bitsandbytes'"),
         (["--device", "gpu9"], 2, "is no device"),
-        (["--batch", "0"], 2, "--batch"),
+        (["--rows", "0"], 2, "--rows"),
         (["--json", "none/x.json"], 2, "none"),
     ],
 )
@@ -218,9 +227,7 @@ def test_without_torch_the_command_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_replays_graphs_and_is_right():
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no GPU")
+def test_a_gpu_replays_graphs_and_is_right(torch):
     settings = dataclasses.replace(SETTINGS, dtype="float16", formats=("int4:32", "nf4"))
     rows, _ = decoder.run(settings, "cuda:0")
     assert [row.problem for row in rows] == [None] * 3

@@ -146,19 +146,16 @@ def linear_shape(x: Operand, w: Operand) -> tuple[int, ...]:
 def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """Of a @ b by NumPy's rules."""
     if not a or not b or a[-1] != b[-2 if len(b) > 1 else 0]:
+        turned = len(b) == 2 and a[-1:] == b[1:]
         raise ValueError(
             f"shapes {a} and {b} do not multiply: a's last axis must equal b's last but one"
-            + ("; of a weight [N, K] pass w.T, or use linear" if _turned(a, b) else "")
+            + "; of a weight [N, K] pass w.T, or use linear" * turned
         )
     try:
         batch = np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError as error:
         raise ValueError(f"the leading axes of {a} and {b} do not broadcast") from error
     return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
-
-
-def _turned(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return len(b) == 2 and a[-1:] == b[-1:]
 
 
 @dataclass(frozen=True)
