@@ -2,7 +2,6 @@
 GPUs and the record of what ran on them; all processors for all tests."""
 
 import functools
-import importlib.util
 import re
 import warnings
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import gpu_record
 import numpy as np
+import optional
 import planted
 import pytest
 import samples
@@ -55,12 +55,8 @@ def pytest_configure(config):
     )
     if config.getoption("--gpu-record") and config.getoption("-m") != "gpu":
         raise pytest.UsageError("--gpu-record goes with -m gpu, all of it")
-    # What doctests import.
-    of_torch = ("torch", "bench/decoder.py")
-    for needs, paths in {"torch": of_torch, "transformers": ("integrations",)}.items():
-        if importlib.util.find_spec(needs) is None:
-            ignored = (str(Path(cq.__file__).parent / path) for path in paths)
-            config.option.ignore = [*(config.option.ignore or ()), *ignored]
+    ignored = map(str, optional.left_out())  # doctests would import them
+    config.option.ignore = [*(config.option.ignore or ()), *ignored]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import optional
 import pytest
 from in_turn import in_turn
 
@@ -144,8 +145,7 @@ def test_asm_is_in_kernels_device_alone():
 @in_turn("path", SOURCES)
 def test_no_file_imports_torch_or_what_executes_data(path):
     roots = {name.split(".")[0] for name in imported(path)}
-    of_torch = (PACKAGE / "torch", PACKAGE / "integrations", PACKAGE / "bench" / "decoder.py")
-    if any(path.is_relative_to(one) for one in of_torch):  # which no import of cuquant reaches
+    if optional.belongs(path, "torch"):
         roots -= {"torch"}
     assert not roots & {"torch", "pickle", "marshal", "shelve", "dill", "dlpack", "joblib"}
     calls = {
@@ -271,9 +271,11 @@ if importlib.util.find_spec("torch"):
 
 
 def _importable(name: str) -> bool:
-    needs = {"cuquant.torch": "torch", "cuquant.integrations": "transformers"}
-    wanted = [needed for folder, needed in needs.items() if name.startswith(folder)]
-    return all(importlib.util.find_spec(needed) is not None for needed in wanted)
+    path = PACKAGE.parent / name.replace(".", "/")
+    absent = optional.left_out()
+    return not any(
+        p.is_relative_to(part) for p in (path, path.with_suffix(".py")) for part in absent
+    )
 
 
 def test_submodules_do_not_replace_public_names():
