@@ -62,7 +62,7 @@ LAYERS = [
     ["ops.matmul.prepared", "ops.matmul.unpacked"],
     ["ops.matmul.coded_on_gpu"],
     ["ops.matmul.packed_codes_on_gpu"],
-    ["ops.matmul.on_gpu", "ops.matmul.q8_1_on_gpu"],
+    ["ops.matmul.on_gpu", "ops.matmul.q8_1_on_gpu", "ops.matmul.prepacked"],
     ["ops.matmul"],
     ["ops.plain_arrays", "ops.plain_products", "ops.ggml"],
     ["ops.plain_convolutions", "ops.plain_floats", "ops.llm_int8"],

@@ -232,7 +232,7 @@ def _takes_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _takes_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    arrays = [*args, *(kwargs[key] for key in _OF_ROWS & kwargs.keys())]
+    arrays = [*args, *(kwargs[key] for key in kwargs if key in _OF_ROWS)]
     return (
         bool(arrays)
         and all(isinstance(a, torch.Tensor) or a is None for a in arrays)

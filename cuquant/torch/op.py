@@ -117,7 +117,18 @@ def multiply(
         return LINEAR(x, components, *words, bias, activation)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return linear.differentiable((x, components, *words, bias, activation, None, None))
-    kept = _kept.get(id(components[0]))
+    return _planned(x, components, words, bias, activation)
+
+
+def _planned(
+    x: torch.Tensor,
+    components: list[torch.Tensor],
+    words: tuple[str, str, tuple[int, ...], torch.dtype],
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """The product, without autograd; by the plan of one before, where there is one."""
+    kept = _kept.get(id(components[0])) if components else None
     if kept is None or not kept.is_of(words, components):
         weight = weight_of(components, *words)
         kept = _kept.get(id(components[0]))
@@ -162,7 +173,10 @@ def _linear(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    weight = weight_of(components, format, layout, shape, dtype)
+    words = format, layout, tuple(shape), dtype
+    if residual is None and out_dtype is None:
+        return _planned(x, components, words, bias, activation)
+    weight = weight_of(components, *words)
     return _product(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
 
 
@@ -277,8 +291,11 @@ def _linear_grad_x(
         return _matmul(g, rows(weight), out_dtype=out_dtype)
     # Along N codes are read against their order: decoding all of them first takes a quarter of the
     # time even for one row.
+    decoded, rows_of_g = values(weight, g.dtype), g.detach()
+    if not torch.is_autocast_enabled("cuda"):
+        return torch.matmul(rows_of_g, decoded).to(out_dtype)
     with torch.autocast("cuda", enabled=False):  # which would choose another dtype
-        return torch.matmul(g.detach(), values(weight, g.dtype)).to(out_dtype)
+        return torch.matmul(rows_of_g, decoded).to(out_dtype)
 
 
 def _fake_linear_grad_x(

@@ -95,3 +95,12 @@ def check_on_gpu(y: np.ndarray, x: Any, w: Any) -> None:
     # Errors of many steps have both signs: of all results together they are as small as this.
     assert np.linalg.norm(off) <= 2.0**-8 * np.linalg.norm(wanted)
     return None
+
+
+def check_rows_on_gpu(y: np.ndarray, x: Any, w: Any, ids: np.ndarray, others: float) -> None:
+    """The same of grouped products: each row of y is of the expert that `ids` name, or `others`."""
+    for row, expert in enumerate(ids):
+        if expert < 0:
+            assert np.array_equal(y[row], np.full(len(y[row]), others), equal_nan=True)
+        else:
+            check_on_gpu(y[row : row + 1], x[row : row + 1], w[int(expert)])

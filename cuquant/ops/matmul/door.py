@@ -10,7 +10,7 @@ from cuquant.array.components import OPERATIONS, ArrayT, Stored
 from cuquant.array.packed_weight import PackedWeight
 from cuquant.array.quant_array import QuantArray
 from cuquant.gpu.arrays import backend_of
-from cuquant.ops.matmul import on_gpu
+from cuquant.ops.matmul import on_gpu, prepacked
 from cuquant.ops.matmul.arranged import (
     at_hand,
     computed,
@@ -300,3 +300,4 @@ def _finish(
 
 OPERATIONS["matmul"] = matmul
 OPERATIONS["linear"] = linear
+OPERATIONS["laid_values"] = prepacked.values

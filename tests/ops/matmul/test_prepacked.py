@@ -1,5 +1,7 @@
 """Values of prepacked weights under the emulator, without rows of codes: those of `dequantize`."""
 
+import gc
+
 import fake_gpu
 import ml_dtypes
 import numpy as np
@@ -10,7 +12,7 @@ from fake_gpu import needs_compiler, needs_torch
 from samples import sampled, selected
 
 import cuquant as cq
-from cuquant.ops.matmul import decoded
+from cuquant.ops.matmul import prepacked
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -19,7 +21,7 @@ def _decoded(backend, p: cq.PackedWeight, dtype: str) -> np.ndarray | None:
     """What kernels make of it; None where they do not."""
     out = backend.empty(p.shape, np.dtype(DTYPES[dtype]))
     parts = {name: backend.array(part) for name, part in p.arrays().items()}
-    done = decoded.decode_to(backend, p.format, parts, p.shape, backend.view(out))
+    done = prepacked.decode_to(backend, p.format, parts, p.shape, backend.view(out))
     return out if done else None
 
 
@@ -56,10 +58,10 @@ def test_what_has_no_matrix_of_16_bytes_is_decoded_in_rows():
         ("nf4", (0, 64)),
         ("int4", (0, 5, 64)),
     ):
-        assert decoded._matrix_of(cq.get_format(name), shape) is None
+        assert prepacked._matrix_of(cq.get_format(name), shape) is None
     tall = cq.get_format("int4", block_size=(32, 64))
-    assert decoded._matrix_of(tall, (3, 48, 64)) is None
-    assert decoded._matrix_of(tall, (3, 64, 64)) == (192, 64)
+    assert prepacked._matrix_of(tall, (3, 48, 64)) is None
+    assert prepacked._matrix_of(tall, (3, 64, 64)) == (192, 64)
 
 
 @needs_compiler
@@ -82,3 +84,35 @@ def test_on_a_gpu_of_a_library(library, monkeypatch):
             assert np.array_equal(cq.interop.to_host(out), wanted)
         with pytest.raises(ValueError):
             p.dequantize(out=to(np.zeros(3, np.float32)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("library", ["cupy", pytest.param("torch", marks=needs_torch)])
+def test_a_weight_is_decoded_again_as_it_is_now(library, monkeypatch):
+    """What is kept of the first time is no value, and goes with the arrays."""
+    to = fake_gpu.install(library, monkeypatch)
+    rng, before = np.random.default_rng(0), len(prepacked._known)
+    q, other = (
+        cq.prepack(cq.quantize(rng.standard_normal((32, 128)).astype(np.float32), "nf4"))
+        for _ in range(2)
+    )
+    there = {key: to(part) for key, part in q.arrays().items()}
+    p = cq.PackedWeight(q.format, q.layout, there, q.shape, q.dtype)
+    again = cq.PackedWeight(q.format, q.layout, there, q.shape, q.dtype)
+    for dtype in ("float32", "float16"):
+        for weight in (p, again, p):
+            host = cq.interop.to_host(weight.dequantize(dtype))
+            assert host.dtype == dtype and np.array_equal(host, q.dequantize(dtype))
+    assert len(prepacked._known) == before + 1
+    for key, part in other.arrays().items():
+        there[key][...] = to(part)
+    assert np.array_equal(cq.interop.to_host(p.dequantize()), other.dequantize())
+    if library == "torch":  # whose arrays can be moved
+        there["codes"].data = to(q.arrays()["codes"]).data
+        there["scale"].data = to(q.arrays()["scale"]).data
+        assert np.array_equal(cq.interop.to_host(p.dequantize()), q.dequantize())
+    with pytest.raises(TypeError):
+        p.dequantize("int8")
+    del p, again, weight, there, part
+    gc.collect()
+    assert len(prepacked._known) == before
