@@ -234,10 +234,10 @@ def _takes_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def _takes_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     arrays = [*args, *(kwargs[key] for key in kwargs if key in _OF_ROWS)]
     return (
-        bool(arrays)
+        len(arrays) > 0
         and all(isinstance(a, torch.Tensor) or a is None for a in arrays)
         and all(a is None or a.dtype in DTYPES.values() for a in arrays)
-        and not any(value for key, value in kwargs.items() if key not in _OF_ROWS | _WORDS)
+        and not any(value for key, value in kwargs.items() if key not in _TAKEN_BY_ROWS)
     )
 
 
@@ -357,6 +357,7 @@ _ROWS = (
 )
 _OF_ROWS = {"x", "gate", "up", "residual", "weight", "bias", "signs", "residual_out"}
 _WORDS = {"eps", "group", "format", "axis", "nonfinite", "block_size", "levels", "double_quant"}
+_TAKEN_BY_ROWS = _OF_ROWS | _WORDS
 _FUNCTIONS = {
     f.__name__: f for f in (*_PRODUCTS, *_ROWS, quantize, dequantize, embedding, llm_int8_linear)
 }

@@ -198,12 +198,12 @@ class QuantLinear(InputQuantizing, nn.Linear):  # pyright: ignore[reportIncompat
         return self
 
     def _multiply(self, x: Any, bias: Any, activation: str | None) -> torch.Tensor:
-        given = autocast(x)
+        given, compute = autocast(x), self._compute
         if given.dtype is torch.float32 and given.is_cuda:
             self._tell_of_float32()
-        cast = self._compute is not None and given is x and x.dtype != self._compute
-        y = self._product(given.to(self._compute) if cast else given, bias, activation)
-        return y.to(given.dtype) if cast else y
+        if compute is None or given is not x or x.dtype == compute:
+            return self._product(given, bias, activation)
+        return self._product(given.to(compute), bias, activation).to(given.dtype)
 
     def _tell_of_float32(self) -> None:
         """Say once that a 16-bit model computes in float32, which is slow on a GPU."""

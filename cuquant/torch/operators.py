@@ -219,7 +219,7 @@ def is_watched(*args: Any) -> bool:
     a shape."""
     for value in args:
         part = value[0] if type(value) is list and value else value  # all of a list are alike
-        if isinstance(part, torch.Tensor) and (part.is_meta or type(part) not in _PLAIN):
+        if isinstance(part, torch.Tensor) and (type(part) not in _PLAIN or part.is_meta):
             return True
     return (
         torch.compiler.is_compiling()

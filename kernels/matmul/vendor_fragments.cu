@@ -16,7 +16,9 @@ struct UnitDecoder {
     using Tables = typename Codec::DecodeTables;
     static constexpr int bits = Format::Packing::bits;
 
-    // decode(code) * scale + minimum, in float32 as `dequantize` has it.
+    // decode(code) * scale + minimum, in float32 as `dequantize` has it; kSaturated: what is made of finite numbers
+    // is finite too.
+    template <bool kSaturated>
     __device__ static float value(u32 code, float scale, float minimum, float shift, const Tables& tables) {
         if constexpr (Own::blocks) {
             const float x = __fmul_rn(Codec::decode(code, shift, tables), scale);
@@ -24,28 +26,42 @@ struct UnitDecoder {
             return x;
         } else {
             const float x = value_of<Format>(code, scale, minimum, shift, tables);
-            return saturated_value<Format, float>(x, code, scale, minimum, shift, tables);
+            return kSaturated ? saturated_value<Format, float>(x, code, scale, minimum, shift, tables) : x;
         }
     }
-    // Registers 0 .. 3 of step kStep: see cuquant/array/fragments.py.
-    template <int kStep, int kRegister>
-    __device__ static void one(const Prepacked& w, const u32* words, const Own& own, const Tables& tables, float* turned, int g, int t) {
+    // Registers 0 .. 3 of step kStep: see cuquant/array/fragments.py. They return the largest magnitude.
+    template <bool kSaturated, int kStep, int kRegister>
+    __device__ static float one(const Prepacked& w, const u32* words, const Own& own, const Tables& tables, float* turned, int g, int t) {
         constexpr int h = kRegister % 2;
         const u32 codes = raw_codes<PairsOf<Codec, bits>, bits, 4 * kStep + kRegister>(words);
         float scale = own.value(h), shift = Codec::shift_of(0);
         if constexpr (!Own::blocks && Own::stored == Stored::E4M3) scale = kept_finite(__fmul_rn(scale, *w.global_scale), scale, *w.global_scale);
         if constexpr (Own::zeros) shift = Codec::shift_of(own.zero >> 8 * h & 0xFFu);
-        const float low = value(codes & 0xFFFFu, scale, own.minimum_of(h), shift, tables);
-        const float high = value(codes >> 16, scale, own.minimum_of(h), shift, tables);
+        const float low = value<kSaturated>(codes & 0xFFFFu, scale, own.minimum_of(h), shift, tables);
+        const float high = value<kSaturated>(codes >> 16, scale, own.minimum_of(h), shift, tables);
         float* to = turned + (g + 8 * h) * kTurnPitch + 16 * kStep + 2 * t + kRegister / 2 * 8;
         *reinterpret_cast<float2*>(to) = make_float2(low, high);
+        return fmaxf(fabsf(low), fabsf(high));
     }
-    template <int kStep>
-    __device__ static void step(const Prepacked& w, const u32* words, const Own& own, const Tables& tables, float* turned, int g, int t) {
-        one<kStep, 0>(w, words, own, tables, turned, g, t);
-        one<kStep, 1>(w, words, own, tables, turned, g, t);
-        one<kStep, 2>(w, words, own, tables, turned, g, t);
-        one<kStep, 3>(w, words, own, tables, turned, g, t);
+    template <bool kSaturated, int kStep>
+    __device__ static float step(const Prepacked& w, const u32* words, const Own& own, const Tables& tables, float* turned, int g, int t) {
+        const float a = one<kSaturated, kStep, 0>(w, words, own, tables, turned, g, t);
+        const float b = one<kSaturated, kStep, 1>(w, words, own, tables, turned, g, t);
+        const float c = one<kSaturated, kStep, 2>(w, words, own, tables, turned, g, t);
+        const float d = one<kSaturated, kStep, 3>(w, words, own, tables, turned, g, t);
+        return fmaxf(fmaxf(a, b), fmaxf(c, d));
+    }
+    // A unit, of which load(s) brings to `own` what step s needs.
+    template <bool kSaturated, typename Load>
+    __device__ static float unit(const Prepacked& w, const u32* words, const Own& own, const Load& load, const Tables& tables, float* turned, int g, int t) {
+        load(0);
+        float largest = step<kSaturated, 0>(w, words, own, tables, turned, g, t);
+        load(1);
+        largest = fmaxf(largest, step<kSaturated, 1>(w, words, own, tables, turned, g, t));
+        load(2);
+        largest = fmaxf(largest, step<kSaturated, 2>(w, words, own, tables, turned, g, t));
+        load(3);
+        return fmaxf(largest, step<kSaturated, 3>(w, words, own, tables, turned, g, t));
     }
 };
 
@@ -83,14 +99,9 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
             const i64 group = fine > 1 ? min(static_cast<i64>(column) * fine + s * fine / 4, weights.groups - 1) : group_units ? column / group_units : 0;
             own.load(groups, static_cast<u32>(group));
         };
-        load(0);
-        Decode::template step<0>(weights, words.w, own, tables, turned, g, t);
-        load(1);
-        Decode::template step<1>(weights, words.w, own, tables, turned, g, t);
-        load(2);
-        Decode::template step<2>(weights, words.w, own, tables, turned, g, t);
-        load(3);
-        Decode::template step<3>(weights, words.w, own, tables, turned, g, t);
+        const float largest = Decode::template unit<false>(weights, words.w, own, load, tables, turned, g, t);
+        if (!Decode::Own::blocks && largest > Element<float>::top)  // seldom
+            Decode::template unit<true>(weights, words.w, own, load, tables, turned, g, t);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

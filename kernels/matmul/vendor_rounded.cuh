@@ -9,11 +9,16 @@ namespace cuquant {
 // What is finite stays so.
 __device__ inline void store_rounded(void* to, int type, i64 at, const float* x, float unit) {
     const float top = type == kFloat ? Element<float>::top : type == kHalf ? Element<Half>::top : Element<Bfloat16>::top;
-    float y[kChunk];
+    float y[kChunk], largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
         y[i] = __fmul_rn(x[i], unit);
-        if (is_finite(x[i]) && fabsf(y[i]) > top) y[i] = copysignf(top, x[i]);
+        largest = fmaxf(largest, fabsf(y[i]));
+    }
+    if (largest > top) {  // seldom
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i)
+            if (is_finite(x[i]) && fabsf(y[i]) > top) y[i] = copysignf(top, x[i]);
     }
     if (type == kFloat) {
         float* own = static_cast<float*>(to) + at;
