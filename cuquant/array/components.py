@@ -299,7 +299,9 @@ class Stored(Generic[ArrayT]):
         return {name: interop.to_numpy(part, name) for name, part in self.components.items()}
 
     def _with(self: S, **changes: Any) -> S:
-        return type(self)(**{**self.__dict__, **changes})
+        # Dynamo follows this, and not a look into __dict__.
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return type(self)(**{**own, **changes})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -457,7 +458,10 @@ def _new_format(name: str, options: dict[str, object]) -> Format:
     for option, change in CHANGES.items():
         if option in given:
             fmt = change(fmt, given[option])
-    return replace(fmt, options=_kept(fmt, given))
+    made = replace(fmt, options=_kept(fmt, given))
+    with suppress(TypeError, ValueError):  # what JSON does not write has none
+        object.__setattr__(made, "text", strings.describe(made.name, made.options))
+    return made
 
 
 def _takes_levels(name: str) -> bool:

@@ -56,6 +56,10 @@ class Format:
     permuted
         Whether columns are sorted by group: column j of what is stored is column permutation[j] of
         the array.
+    text
+        What `get_format` was told, in words that `parse_format` (cuquant/io/state.py) reads: a
+        Format that is changed afterwards has none. An attribute, since torch.compile reads
+        attributes and passes no object to a function.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Format:
     packing: Packing | BlockLayout
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     permuted: bool = False
+    text: str | None = field(default=None, init=False, compare=False)
 
     def __hash__(self) -> int:
         return self._hash

@@ -3,6 +3,7 @@
 `nf4:32+dq`, `uint4:64+min`, `fp8_e4m3:128x128+e8m0`, `k3:32+normal+word`, `mxfp8^floor`.
 """
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -86,6 +87,22 @@ def write(name: str, options: Mapping[str, object]) -> str:
         if value is not None:
             text += "+" + _word(option, value)
     return text
+
+
+def describe(name: str, options: Mapping[str, object]) -> str:
+    """The same with arrays of levels: JSON where there are options.
+
+    >>> describe("int4", {"block_size": 64})
+    '{"name": "int4", "options": {"block_size": 64}}'
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what JSON does not write.
+    """
+    if not options:
+        return name
+    return json.dumps({"name": name, "options": dict(options)}, allow_nan=False)
 
 
 def _word(option: str, value: object) -> str:

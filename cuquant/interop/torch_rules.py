@@ -86,20 +86,21 @@ def traced(function: F) -> F:
 
 
 def _hidden(function: F, is_operator: bool) -> F:
-    hidden: list[Any] = []
+    hidden: Any = None
     name = function.__name__
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hidden
         if sys.modules.get("torch._dynamo") is None or not _is_under_a_compiler():
             return function(*args, **kwargs)
         if is_operator and is_followed():
             found = by_operator("traced")(name, args, kwargs)
             if found is not None:
                 return found
-        if not hidden:
-            hidden.append(sys.modules["torch"].compiler.disable(function))
-        return hidden[0](*args, **kwargs)
+        if hidden is None:
+            hidden = sys.modules["torch"].compiler.disable(function)
+        return hidden(*args, **kwargs)
 
     # torch.compile keeps what it makes of a function by its code, which these would have in common.
     made: Any = called

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from cuquant.array.packed_weight import ROWS_LAYOUT, layout_components
 from cuquant.errors import FormatError, clipped
-from cuquant.formats import Format, get_format
+from cuquant.formats import Format, get_format, strings
 from cuquant.formats.format import Component
 from cuquant.interop import INPUT_DTYPES
 
@@ -119,9 +119,7 @@ def format_text(fmt: Format) -> str:
     >>> format_text(cq.get_format("int4", block_size=64))
     '{"name": "int4", "options": {"block_size": 64}}'
     """
-    text = fmt.name
-    if fmt.options:
-        text = json.dumps({"name": fmt.name, "options": dict(fmt.options)}, allow_nan=False)
+    text = fmt.text or strings.describe(fmt.name, fmt.options)
     if parse_format(text) != fmt:
         raise ValueError(f"{fmt} is not what get_format makes of its name and options")
     return text

@@ -93,7 +93,7 @@ def quantize(
     **_: Any,
 ) -> QuantArray:
     """`cuquant.quantize`, of its arguments that are no arrays."""
-    fmt = getattr(_formats, _named(format, block_size, levels, double_quant))
+    fmt = _format(format, block_size, levels, double_quant)
     return _array(x, fmt, axis, codes.quantize(x, _text(fmt), axis, nonfinite))
 
 
@@ -124,7 +124,7 @@ def _quantized_rows(
     **_: Any,
 ) -> QuantArray:
     """A row quantizer of `cuquant.functional`, of its arguments that say no more."""
-    fmt = getattr(_formats, _named(format, block_size, levels, double_quant))
+    fmt = _format(format, block_size, levels, double_quant)
     args = x, operation, other, weight, bias, float(eps), group, _text(fmt), axis, nonfinite
     if total is None:
         return _array(x, fmt, axis, rows.quantize_rows(*args))
@@ -317,6 +317,11 @@ def _described(w: QuantArray | PackedWeight, shape: tuple[int, ...]) -> tuple[An
     return parts, _text(w.format), layout, tuple(shape), DTYPES[w.dtype.name]
 
 
+def _text(fmt: Format) -> str:
+    """`format_text`; of what get_format made without a call, to which Dynamo passes no object."""
+    return _said(fmt) if fmt.text is None else fmt.text
+
+
 class _Formats:
     """Formats as attributes: Dynamo takes an object from where it lies, and not from a call."""
 
@@ -324,10 +329,17 @@ class _Formats:
 _formats = _Formats()
 
 
+def _format(format: Any, *options: Any) -> Format:
+    """`get_format`."""
+    said = _text(format) if isinstance(format, Format) else format
+    return getattr(_formats, _named(said, *options))
+
+
 @torch.compiler.assume_constant_result
 def _named(format: Any, *options: Any) -> str:
-    """The attribute of `_formats` where a Format is."""
-    made = get_format(format, **format_options(*options))
+    """The attribute of `_formats` where a Format is, of a name or of `_text`."""
+    is_text = isinstance(format, str) and format.startswith("{")
+    made = get_format(parse_format(format) if is_text else format, **format_options(*options))
     names = {id(held): name for name, held in vars(_formats).items()}
     name = names.get(id(made), f"format_{len(names)}")
     setattr(_formats, name, made)
@@ -368,4 +380,4 @@ _TAKES = {  # whether an operator takes what a function is called with
     "llm_int8_linear": _takes_tensors,
     **{f.__name__: _takes_rows for f in _ROWS},
 }
-_text = torch.compiler.assume_constant_result(format_text)
+_said = torch.compiler.assume_constant_result(format_text)

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
     const __grid_constant__ Prepacked weights, const __grid_constant__ Lookup lookup, void* __restrict__ out, int type, const float* __restrict__ unit, i64 first, i64 rows,
     i64 depth, i64 pitch, int group_units, int fine) {
     using Decode = UnitDecoder<Format, kLie>;
-    const float factor = unit ? *unit : 1.0f;  // early, beside what else is loaded
+    const Rounded rounded(type, unit);  // early, beside what else is loaded
     __shared__ typename Decode::Tables tables;
     __shared__ __align__(16) float staged[kWarps][kStrip * kTurnPitch];
     if constexpr (Decode::Codec::is_codebook) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
         for (int i = 0; i < 4; ++i) {
             const i64 row = static_cast<i64>(strip) * kStrip + 4 * i + lane / 8, k = static_cast<i64>(column) * kUnit + lane % 8 * kChunk;
             const float* from = turned + (4 * i + lane / 8) * kTurnPitch + lane % 8 * kChunk;
-            if (row < rows && k < depth) store_rounded(out, type, row * pitch + k, from, factor);
+            if (row < rows && k < depth) store_rounded(out, rounded, row * pitch + k, from);
         }
         __syncwarp();
     }

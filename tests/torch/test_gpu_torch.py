@@ -375,6 +375,24 @@ def test_rows_are_quantized_by_an_operator(torch, layers, random, operation):
         assert torch.equal(part.cpu(), want)
 
 
+@pytest.mark.parametrize("what", ["quantize", "by a format", "matmul", "linear", "dequantize"])
+def test_functions_are_operators_to_a_compiler(torch, layers, random, what):
+    """With one graph, and what they give without it."""
+    x, q = random(5, K), cq.quantize(random(N, K, seed=1), "nf4")
+    p, other = cq.prepack(q), cq.get_format("int4", block_size=32)
+    call = {
+        "quantize": lambda x: cq.quantize(x, "int8").dequantize(),
+        "by a format": lambda x: cq.quantize(x, other).dequantize(),
+        "matmul": lambda x: torch.relu(x @ q.T),
+        "linear": lambda x: torch.relu(cq.linear(x, p)),
+        "dequantize": lambda x: x + q.dequantize()[0],
+    }[what]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        found = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(found, call(x))
+
+
 @pytest.mark.parametrize("rows", [5, 400])
 @pytest.mark.parametrize("prepack", [False, True])
 def test_gradients_of_experts(torch, layers, random, rows, prepack):

@@ -17,6 +17,10 @@ from cuquant.torch import quantize_  # noqa: E402
 
 nn, dist = torch.nn, torch.distributed
 RANKS = 2
+# Before, fully_shard makes each shard a parameter that requires a gradient, which bytes cannot.
+shards_bytes = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="fully_shard takes no bytes"
+)
 FORMATS = ("nf4", "int8", "q4_0", "k3", "mxfp4")
 
 pytestmark = pytest.mark.skipif(
@@ -175,6 +179,7 @@ def _fsdp(rank):
 
 
 @FSDP2
+@shards_bytes
 def test_fsdp2_shards_and_gathers_bytes(in_two):
     in_two(_fsdp)
 
@@ -192,6 +197,7 @@ def _mixed(rank):
 
 
 @FSDP2
+@shards_bytes
 def test_fsdp2_in_mixed_precision_leaves_codes_alone(in_two):
     in_two(_mixed)
 
@@ -215,6 +221,7 @@ def _checkpoint(rank, path):
 
 
 @FSDP2
+@shards_bytes
 def test_checkpoints_come_back_sharded_and_whole(in_two, tmp_path):
     from torch.distributed import checkpoint
 
@@ -241,6 +248,7 @@ def _whole_to_shards(rank):
 
 
 @FSDP2
+@shards_bytes
 def test_a_whole_state_is_sent_to_all(in_two):
     in_two(_whole_to_shards)
 
@@ -284,6 +292,7 @@ def _others(rank):
 
 
 @FSDP2
+@shards_bytes
 def test_fsdp2_shards_experts_and_llm_int8(in_two):
     in_two(_others)
 

@@ -1,6 +1,8 @@
 """cuquant.torch on the CPU: the package, and the operator."""
 
 import copy
+import dataclasses
+import pickle
 import subprocess
 import sys
 import warnings
@@ -118,6 +120,7 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11's own
 def test_who_watches_operators_sees_one_and_nobody_else_needs_to(monkeypatch):
     """The layer's product is the operator for all that looks at operators; else the same bits come
     without torch's dispatcher."""
@@ -229,6 +232,9 @@ def test_the_weight_follows_what_is_loaded_into_the_components():
 def test_format_texts():
     for fmt in (*map(cq.get_format, NAMES), *VARIANTS.values()):
         assert parse_format(format_text(fmt)) == fmt
+        # What torch.compile reads is with a Format until it is changed.
+        assert pickle.loads(pickle.dumps(fmt)).text == fmt.text == format_text(fmt)
+        assert dataclasses.replace(fmt, name="nf4").text is None
     for wrong in ("nf5", "{}", '{"name": "nf4"}', '{"name": "nf4", "options": 3}', "{", "[1]"):
         with pytest.raises(ValueError):
             parse_format(wrong)
