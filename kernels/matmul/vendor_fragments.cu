@@ -3,6 +3,7 @@
 // memory, so that a lane stores 8 neighbours.
 #include "layout/packed_weight.cuh"
 #include "matmul/vendor_rounded.cuh"
+#include "matmul/float16_range.cuh"
 #include "dequantize/values.cuh"
 
 namespace cuquant {
@@ -65,6 +66,24 @@ struct UnitDecoder {
     }
 };
 
+// Where a unit goes: rows and columns from `row` and `k` on of a matrix [rows, pitch] of a Type.
+struct UnitOut {
+    void* out;
+    int type;
+    i64 row, k, rows, depth, pitch;
+
+    // A lane stores chunks of 4 rows; kFits: see store_rounded.
+    template <bool kFits>
+    __device__ void store(const float* turned, int lane, float unit) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = 4 * i + lane / 8, column = lane % 8 * kChunk;
+            if (row + r < rows && k + column < depth)
+                store_rounded<kFits>(out, type, (row + r) * pitch + k + column, turned + r * kTurnPitch + column, unit);
+        }
+    }
+};
+
 // out: [rows, pitch] from row 16 first of the weight on; pitch is a multiple of 8. `fine`: groups in a unit, else 1;
 // `group_units`: units of a group, 0 where a row is one; `unit`: what values are
 // multiplied by before they are rounded, or null. There are less than 2^32 units.
@@ -73,7 +92,7 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
     const __grid_constant__ Prepacked weights, const __grid_constant__ Lookup lookup, void* __restrict__ out, int type, const float* __restrict__ unit, i64 first, i64 rows,
     i64 depth, i64 pitch, int group_units, int fine) {
     using Decode = UnitDecoder<Format, kLie>;
-    const Rounded rounded(type, unit);  // early, beside what else is loaded
+    const float factor = unit ? *unit : 1.0f;  // early, beside what else is loaded
     __shared__ typename Decode::Tables tables;
     __shared__ __align__(16) float staged[kWarps][kStrip * kTurnPitch];
     if constexpr (Decode::Codec::is_codebook) {
@@ -103,12 +122,10 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_fragments(
         if (!Decode::Own::blocks && largest > Element<float>::top)  // seldom
             Decode::template unit<true>(weights, words.w, own, load, tables, turned, g, t);
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const i64 row = static_cast<i64>(strip) * kStrip + 4 * i + lane / 8, k = static_cast<i64>(column) * kUnit + lane % 8 * kChunk;
-            const float* from = turned + (4 * i + lane / 8) * kTurnPitch + lane % 8 * kChunk;
-            if (row < rows && k < depth) store_rounded(out, rounded, row * pitch + k, from);
-        }
+        const float far = __fmul_rn(warp_max(largest), factor);
+        const UnitOut to = {out, type, static_cast<i64>(strip) * kStrip, static_cast<i64>(column) * kUnit, rows, depth, pitch};
+        if (far > top_of(type)) to.store<false>(turned, lane, factor);  // seldom
+        else to.store<true>(turned, lane, factor);
         __syncwarp();
     }
 }

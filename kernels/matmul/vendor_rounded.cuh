@@ -5,31 +5,23 @@
 
 namespace cuquant {
 
-// What values become: they are multiplied by `unit`, a power of two, and rounded to a Type.
-struct Rounded {
-    int type;
-    float unit, limit;  // what is finite and larger becomes the Type's largest number
+// The largest number of a Type.
+__device__ inline float top_of(int type) {
+    return type == kFloat ? Element<float>::top : type == kHalf ? Element<Half>::top : Element<Bfloat16>::top;
+}
 
-    __device__ Rounded(int type, const float* unit_at) : type(type), unit(unit_at ? *unit_at : 1.0f) {
-        const float top = type == kFloat ? Element<float>::top : type == kHalf ? Element<Half>::top : Element<Bfloat16>::top;
-        limit = __fdiv_rn(top, unit);  // exact
-    }
-};
-
-// 8 values to elements at .. at + 7 of an array of the Type; they start on 16 bytes.
-__device__ inline void store_rounded(void* to, const Rounded& rounded, i64 at, const float* x) {
+// 8 values times `unit`, a power of two, to elements at .. at + 7 of an array of a Type; they start on 16 bytes.
+// What is finite stays so; kFits: it does anyway.
+template <bool kFits = false>
+__device__ inline void store_rounded(void* to, int type, i64 at, const float* x, float unit) {
+    const float top = top_of(type);
     float y[kChunk];
-    bool far = false;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) far |= fabsf(y[i] = x[i]) > rounded.limit;
-    if (far) {  // seldom
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i)
-            if (is_finite(y[i]) && fabsf(y[i]) > rounded.limit) y[i] = copysignf(rounded.limit, y[i]);
+    for (int i = 0; i < kChunk; ++i) {
+        y[i] = __fmul_rn(x[i], unit);
+        if (!kFits && is_finite(x[i]) && fabsf(y[i]) > top) y[i] = copysignf(top, x[i]);
     }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) y[i] = __fmul_rn(y[i], rounded.unit);
-    if (rounded.type == kFloat) {
+    if (type == kFloat) {
         float* own = static_cast<float*>(to) + at;
         store16(own, words_of(y));
         store16(own + 4, words_of(y + 4));
@@ -37,7 +29,7 @@ __device__ inline void store_rounded(void* to, const Rounded& rounded, i64 at, c
     }
     u32 words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = rounded.type == kHalf ? halves_of(y[2 * j], y[2 * j + 1]) : pair_of<Bfloat16>(y[2 * j], y[2 * j + 1]);
+    for (int j = 0; j < 4; ++j) words[j] = type == kHalf ? halves_of(y[2 * j], y[2 * j + 1]) : pair_of<Bfloat16>(y[2 * j], y[2 * j + 1]);
     store16(static_cast<u16*>(to) + at, make_uint4(words[0], words[1], words[2], words[3]));
 }
 

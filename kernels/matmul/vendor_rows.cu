@@ -10,7 +10,7 @@ namespace cuquant {
 template <class Operand, int kThreads, int kEach>
 __global__ void __launch_bounds__(kThreads) dequantize_rows(
     const __grid_constant__ Operand weights, void* __restrict__ out, int type, const float* __restrict__ unit, i64 first, i64 rows, i64 depth, i64 pitch) {
-    const Rounded rounded(type, unit);  // early, beside what else is loaded
+    const float factor = unit ? *unit : 1.0f;  // early, beside what else is loaded
     __shared__ typename Operand::Tables tables;
     weights.fill(tables, threadIdx.x, kThreads);
     __syncthreads();
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_rows(
 #pragma unroll
     for (int u = 0; u < kEach; ++u) {
         const u32 c = begin + u * kThreads, row = c / per_row;
-        if (c < chunks) store_rounded(out, rounded, row * pitch + static_cast<i64>(c - row * per_row) * kChunk, x[u]);
+        if (c < chunks) store_rounded(out, type, row * pitch + static_cast<i64>(c - row * per_row) * kChunk, x[u], factor);
     }
 }
 

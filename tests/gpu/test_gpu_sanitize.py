@@ -10,6 +10,7 @@ from unittest import mock
 
 import kernel_cases as cases
 import numpy as np
+import prepack_cases
 import pytest
 from emulator import Recorder
 from gpu_products import check
@@ -142,3 +143,12 @@ def test_convolutions(channels, gpu):
     x, w = (rng.integers(-128, 128, (n, channels, 5, 4), np.int8) for n in (3, 7))
     y = cq.functional.int8_conv2d(gpu.asarray(x), gpu.asarray(w[:, :, :3, :2]), 2, 3)
     assert (y.get() == cq.functional.int8_conv2d(x, w[:, :, :3, :2], 2, 3)).all()
+
+
+@pytest.mark.parametrize("case", prepack_cases.DECODED[::8], ids=str)
+def test_values_of_prepacked_weights(case, gpu):
+    """Of random bits, so that some overflow."""
+    q = case.weight()
+    p = cq.prepack(q.to("cuda"))
+    for dtype in ("float32", "float16"):
+        assert np.array_equal(p.dequantize(dtype).get(), q.dequantize(dtype), equal_nan=True)
