@@ -300,8 +300,9 @@ class Stored(Generic[ArrayT]):
 
     def _with(self: S, **changes: Any) -> S:
         # Dynamo follows this, and not a look into __dict__.
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return type(self)(**{**own, **changes})
+        kind: Any = type(self)
+        own = {name: getattr(self, name) for name in kind.__dataclass_fields__}
+        return kind(**{**own, **changes})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: torch cannot read back the uint32 tensors that it writes, so as int32."""

@@ -194,7 +194,8 @@ class Holder(nn.Module):
     def _parts(self) -> list[Any]:
         if self._loans and not torch.compiler.is_compiling():
             settle(self)
-        return [self._parameters[name] for name in self._names]
+        own = self._parameters
+        return [own[name] for name in self._names]
 
     def _hold(self, spec: WeightSpec, part: Callable[[Component], Any]) -> None:
         """Parameters for the components of `spec`, in place of those there are."""

@@ -25,12 +25,12 @@ from cuquant.array.quant_array import QuantArray
 from cuquant.ops.dequantize.door import dequantize
 from cuquant.ops.matmul import door
 from cuquant.ops.matmul.prepared import MOST, SIGNATURE, Call, Plan, plan_of, repeated
-from cuquant.torch.operators import Backward, Operator, is_watched
+from cuquant.torch.operators import PLAIN, Backward, Operator, is_watched
 from cuquant.torch.spec import Weight, WeightSpec
 
 # torch.compile does not look into the operators anyway.
 _product, _matmul = inspect.unwrap(door.linear), inspect.unwrap(door.matmul)
-_signature = SIGNATURE["torch"]
+_signature, _address = SIGNATURE["torch"], torch.Tensor.data_ptr
 decode, _unpack = inspect.unwrap(dequantize), inspect.unwrap(unpack)
 WEIGHT = "Tensor[] components, str format, str layout, int[] shape, ScalarType dtype"
 
@@ -38,21 +38,24 @@ WEIGHT = "Tensor[] components, str format, str layout, int[] shape, ScalarType d
 class _Kept(NamedTuple):
     """A weight made before, and what it was made of.
 
-    `plans` are those of its products, by what layers multiply it with.
+    `parts` watch over the components, whose identities and addresses are told beside: the entry
+    goes with the first of them that does. `plans` are those of the weight's products, by what
+    layers multiply it with.
     """
 
     said: tuple[object, ...]
-    parts: tuple[tuple[weakref.ref[torch.Tensor], int], ...]  # each with its address
+    parts: tuple[weakref.ref[torch.Tensor], ...]
+    identities: list[int]
+    addresses: list[int]
     weight: Weight
     plans: dict[Any, Plan]
 
     def is_of(self, said: tuple[object, ...], components: Sequence[torch.Tensor]) -> bool:
-        if (self.said is not said and self.said != said) or len(self.parts) != len(components):
-            return False
-        for (ref, address), part in zip(self.parts, components, strict=True):
-            if ref() is not part or part.data_ptr() != address:  # `part.data = ...` moves it
-                return False
-        return True
+        return (
+            (self.said is said or self.said == said)
+            and self.identities == [*map(id, components)]
+            and self.addresses == [*map(_address, components)]  # `part.data = ...` moves it
+        )
 
 
 # By the id of the first component. The weights hold aliases of the components, so that these die
@@ -95,8 +98,9 @@ def weight_of(
     def forget(_: object, kept: dict[int, _Kept] = _kept) -> None:
         kept.pop(key, None)  # a module's names are gone when Python ends
 
-    parts = tuple((weakref.ref(part, forget), part.data_ptr()) for part in components)
-    _kept[key] = _Kept(said, parts, weight, {})
+    parts = tuple(weakref.ref(part, forget) for part in components)
+    told = [*map(id, components)], [*map(_address, components)]
+    _kept[key] = _Kept(said, parts, *told, weight, {})
     return weight
 
 
@@ -113,7 +117,7 @@ def multiply(
     activation: str | None = None,
 ) -> torch.Tensor:
     """The operator's result, by the shortest way; `words` are its arguments behind components."""
-    if is_watched(x) or components[0].is_meta:
+    if type(x) not in PLAIN or x.is_meta or components[0].is_meta or is_watched():
         return LINEAR(x, components, *words, bias, activation)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return linear.differentiable((x, components, *words, bias, activation, None, None))

@@ -23,7 +23,7 @@ _dispatch_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_f
 _transform, _tracing = _C._functorch.peek_interpreter_stack, _C._get_tracing_state
 _is_profiled, _forward = _C._autograd._profiler_enabled, torch.autograd.forward_ad
 _DEVICES = ("CPU", "CUDA")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Arguments = tuple[Any, ...]
 
@@ -219,7 +219,7 @@ def is_watched(*args: Any) -> bool:
     a shape."""
     for value in args:
         part = value[0] if type(value) is list and value else value  # all of a list are alike
-        if isinstance(part, torch.Tensor) and (type(part) not in _PLAIN or part.is_meta):
+        if isinstance(part, torch.Tensor) and (type(part) not in PLAIN or part.is_meta):
             return True
     return (
         torch.compiler.is_compiling()

@@ -342,7 +342,8 @@ def slow(monkeypatch):
     """A GPU's tensors, which pass for plain ones; and the products that no plan made."""
     calls, product = [], op._product
     fake_gpu.install("torch", monkeypatch, Emulator(arch=80))
-    monkeypatch.setattr(operators, "_PLAIN", (*operators._PLAIN, fake_gpu.CudaTensor))
+    for module in (operators, op):
+        monkeypatch.setattr(module, "PLAIN", (*op.PLAIN, fake_gpu.CudaTensor))
     monkeypatch.setattr(op, "_product", lambda *a, **k: calls.append(1) or product(*a, **k))
     return calls
 
