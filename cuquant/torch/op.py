@@ -16,6 +16,7 @@ it.
 import inspect
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -295,11 +296,9 @@ def _linear_grad_x(
         return _matmul(g, rows(weight), out_dtype=out_dtype)
     # Along N codes are read against their order: decoding all of them first takes a quarter of the
     # time even for one row.
-    decoded, rows_of_g = values(weight, g.dtype), g.detach()
-    if not torch.is_autocast_enabled("cuda"):
-        return torch.matmul(rows_of_g, decoded).to(out_dtype)
-    with torch.autocast("cuda", enabled=False):  # which would choose another dtype
-        return torch.matmul(rows_of_g, decoded).to(out_dtype)
+    casts = torch.is_autocast_enabled("cuda")  # it would choose another dtype
+    with torch.autocast("cuda", enabled=False) if casts else nullcontext():
+        return torch.matmul(g.detach(), values(weight, g.dtype)).to(out_dtype)
 
 
 def _fake_linear_grad_x(

@@ -17,10 +17,6 @@ from cuquant.torch import quantize_  # noqa: E402
 
 nn, dist = torch.nn, torch.distributed
 RANKS = 2
-# Before, fully_shard makes each shard a parameter that requires a gradient, which bytes cannot.
-shards_bytes = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="fully_shard takes no bytes"
-)
 FORMATS = ("nf4", "int8", "q4_0", "k3", "mxfp4")
 
 pytestmark = pytest.mark.skipif(
@@ -143,7 +139,10 @@ def test_ddp_sends_codes_once_and_not_with_every_step(in_two):
 
 # ---- FSDP2 --------------------------------------------------------------------------------------
 
-FSDP2 = pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="torch before 2.6")
+# Before, fully_shard makes each shard a parameter that requires a gradient, which bytes cannot.
+FSDP2 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch before 2.13"
+)
 
 
 def sharded(model, **options):
@@ -179,7 +178,6 @@ def _fsdp(rank):
 
 
 @FSDP2
-@shards_bytes
 def test_fsdp2_shards_and_gathers_bytes(in_two):
     in_two(_fsdp)
 
@@ -197,7 +195,6 @@ def _mixed(rank):
 
 
 @FSDP2
-@shards_bytes
 def test_fsdp2_in_mixed_precision_leaves_codes_alone(in_two):
     in_two(_mixed)
 
@@ -221,7 +218,6 @@ def _checkpoint(rank, path):
 
 
 @FSDP2
-@shards_bytes
 def test_checkpoints_come_back_sharded_and_whole(in_two, tmp_path):
     from torch.distributed import checkpoint
 
@@ -248,7 +244,6 @@ def _whole_to_shards(rank):
 
 
 @FSDP2
-@shards_bytes
 def test_a_whole_state_is_sent_to_all(in_two):
     in_two(_whole_to_shards)
 
@@ -292,7 +287,6 @@ def _others(rank):
 
 
 @FSDP2
-@shards_bytes
 def test_fsdp2_shards_experts_and_llm_int8(in_two):
     in_two(_others)
 
